@@ -1,0 +1,26 @@
+"""An in-process LoRA engine behind the Tinker SDK's client classes: batched sampling with exact logprobs, and training.
+
+`ServiceClient` here has the method names and results of `tinker.ServiceClient`; everything else is reached through it.
+"""
+
+from tinker_local_backend.errors import (
+    CheckpointError,
+    EngineClosedError,
+    LocalBackendError,
+    ModelLoadError,
+    RequestError,
+)
+from tinker_local_backend.sampling_client import SamplingClient
+from tinker_local_backend.service_client import ServiceClient
+from tinker_local_backend.training_client import TrainingClient
+
+__all__ = [
+    "CheckpointError",
+    "EngineClosedError",
+    "LocalBackendError",
+    "ModelLoadError",
+    "RequestError",
+    "SamplingClient",
+    "ServiceClient",
+    "TrainingClient",
+]

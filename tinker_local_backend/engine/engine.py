@@ -1,0 +1,237 @@
+"""The engine: one worker thread that owns the models, the KV cache and the adapters, and runs what clients submit.
+
+Operations of one training client run in the order of submission; several clients take turns; sampling goes on between
+them, one token at a time. Everything that touches torch happens on the worker, so nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.gate import LoopGate
+from tinker_local_backend.engine.generation import Generator, SamplingResult, Ticket
+from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.errors import EngineClosedError, RequestError
+from tinker_local_backend.futures import EngineFuture, running_loop
+
+T = TypeVar("T")
+
+DEFAULT_KV_BYTES_CPU = 2 << 30
+KV_SHARE_OF_FREE_CUDA_MEMORY = 0.5
+CLOSE_SECONDS = 30.0
+"""How long `close` waits for the operation that is running."""
+
+
+def _env_int(name: str) -> int | None:
+    value = os.environ.get(name)
+    if value is None or value == "":
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise RequestError(f"{name} must be an integer, got {value!r}") from None
+
+
+class _Operation:
+    """A function to run on the worker, and the future that waits for it."""
+
+    def __init__(self, function: Callable[[], Any], post: Callable[[Callable[[], None]], None]):
+        self.future: Future[Any] = Future()
+        self._function = function
+        self._post = post
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function()
+        except BaseException as error:
+            failure = error
+            self._post(lambda: self.future.set_exception(failure))
+        else:
+            self._post(lambda: self.future.set_result(result))
+
+    def fail(self, error: BaseException) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self._post(lambda: self.future.set_exception(error))
+
+
+class Engine:
+    """Loads base models on first use and runs operations until `close`.
+
+    TINKER_LOCAL_SEED makes everything reproducible for which no seed is given (samples, adapter initialisation);
+    TINKER_LOCAL_KV_CACHE_TOKENS bounds the KV cache.
+    """
+
+    def __init__(self) -> None:
+        self._kv_tokens = _env_int("TINKER_LOCAL_KV_CACHE_TOKENS")
+        self._seeds = np.random.Generator(np.random.PCG64(_env_int("TINKER_LOCAL_SEED")))
+        self._models: dict[str, BaseModel] = {}
+        self._generators: dict[str, Generator] = {}
+        self._gates: dict[int, LoopGate] = {}
+        self._condition = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._queues: dict[Hashable, deque[_Operation]] = {}
+        self._outbox: list[tuple[LoopGate | None, Callable[[], None]]] = []
+        self._closing = False
+        self._worker = threading.Thread(target=self._work, name="tinker-local-engine", daemon=True)
+        self._worker.start()
+
+    # Called by clients, on any thread
+
+    def submit(self, client: Hashable, operation: Callable[[], T]) -> EngineFuture[T]:
+        """Run `operation` on the worker after all earlier ones of the same client."""
+        gate = self._gate()
+        pending = _Operation(operation, lambda settle: self._outbox.append((gate, settle)))
+        self._enter(gate, lambda: self._queues.setdefault(client, deque()).append(pending))
+        return EngineFuture(pending.future, gate)
+
+    def sample(self, model_name: str, request: SamplingRequest) -> EngineFuture[SamplingResult]:
+        """Run a checked sampling request. Cancelling the future frees its rows."""
+        future: Future[SamplingResult] = Future()
+        gate = self._gate()
+
+        def complete(outcome: SamplingResult | BaseException) -> None:
+            def settle() -> None:
+                if not future.set_running_or_notify_cancel():
+                    return
+                if isinstance(outcome, BaseException):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
+
+            self._outbox.append((gate, settle))
+
+        ticket = Ticket(request, complete, future.cancelled)
+        self._enter(gate, lambda: self._generators[model_name].add(ticket))
+        return EngineFuture(future, gate)
+
+    def close(self) -> None:
+        """Stop the worker. What has not run fails with EngineClosedError."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        if threading.current_thread() is self._worker:
+            return
+        gate = self._gates.get(id(running_loop()))
+        with gate.blocking() if gate is not None else nullcontext():
+            self._worker.join(CLOSE_SECONDS)
+
+    def _gate(self) -> LoopGate | None:
+        """The gate of the running event loop, if this thread runs one."""
+        if self._closing:
+            raise EngineClosedError("this service client is closed; create a new one")
+        loop = running_loop()
+        if loop is None:
+            return None
+        gate = self._gates.get(id(loop))
+        if gate is None or gate.loop is not loop:
+            gate = self._gates[id(loop)] = LoopGate(loop, self._receive)
+        return gate
+
+    def _enter(self, gate: LoopGate | None, operation: Callable[[], None]) -> None:
+        if gate is None:
+            self._receive([operation])
+        else:
+            gate.submit(operation)
+
+    def _receive(self, operations: list[Callable[[], None]]) -> None:
+        with self._condition:
+            self._inbox.extend(operations)
+            self._condition.notify()
+
+    # On the worker
+
+    def load(self, name: str) -> BaseModel:
+        """The base model of this name, loaded on first use. Only within an operation."""
+        if name not in self._models:
+            model = BaseModel(name)
+            tokens = self._kv_tokens or self._default_kv_tokens(model)
+            self._generators[name] = Generator(model, tokens, self.random_seed)
+            self._models[name] = model
+        return self._models[name]
+
+    def kv_budget(self, name: str) -> int:
+        return self._generators[name].kv_budget_tokens
+
+    def random_seed(self) -> int:
+        """A fresh seed for something for which the client gave none."""
+        return int(self._seeds.integers(1 << 63))
+
+    def forget(self, client: Hashable) -> None:
+        """Drop a client's empty queue."""
+        if not self._queues.get(client):
+            self._queues.pop(client, None)
+
+    @staticmethod
+    def _default_kv_tokens(model: BaseModel) -> int:
+        available = DEFAULT_KV_BYTES_CPU
+        if model.device.type == "cuda":
+            available = int(torch.cuda.mem_get_info(model.device)[0] * KV_SHARE_OF_FREE_CUDA_MEMORY)
+        return max(model.context_length, available // model.kv_bytes_per_token())
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._inbox or self._closing or self._has_work()):
+                    self._condition.wait()
+                if self._closing:
+                    break
+                arrived, self._inbox = self._inbox, deque()
+            for enter in arrived:
+                enter()
+            self._turn()
+            self._deliver()
+        self._fail_rest()
+
+    def _has_work(self) -> bool:
+        return any(self._queues.values()) or any(generator.busy for generator in self._generators.values())
+
+    def _turn(self) -> None:
+        """One operation of the client whose turn it is, and one step of each model's sampler."""
+        for client, queue in self._queues.items():
+            if queue:
+                operation = queue.popleft()
+                del self._queues[client]  # to the back of the line
+                self._queues[client] = queue
+                operation.run()
+                break
+        for generator in self._generators.values():
+            if generator.busy:
+                generator.step()
+
+    def _deliver(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        by_gate: dict[LoopGate, list[Callable[[], None]]] = {}
+        for gate, settle in outbox:
+            if gate is None:
+                settle()
+            else:
+                by_gate.setdefault(gate, []).append(settle)
+        for gate, results in by_gate.items():
+            gate.deliver(results)
+        for gate in by_gate:
+            gate.wait_until_at_rest()
+
+    def _fail_rest(self) -> None:
+        error = EngineClosedError("the service client was closed before this request ran")
+        for enter in self._inbox:
+            enter()
+        for queue in self._queues.values():
+            for operation in queue:
+                operation.fail(error)
+        for generator in self._generators.values():
+            generator.fail_all(error)
+        self._deliver()
+        self._models.clear()
+        self._generators.clear()

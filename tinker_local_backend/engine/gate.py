@@ -1,0 +1,118 @@
+"""Lockstep with an event loop: what makes concurrent asyncio code give the same batches, and so the same bits, every time.
+
+If the worker picked up requests whenever they happened to arrive, the composition of its batches, and with it the last
+bit of every logprob, would depend on timing. So requests made on an event loop are held back until the loop has nothing
+left to do without the engine, and results are handed over together, after which the worker waits for the loop to come to
+rest again before it goes on. The cost is a few empty passes of the loop per delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+
+QUIET_PASSES = 24
+"""Passes of the event loop without a new request after which it counts as at rest: longer than any chain of wake-ups
+between a result and the next request in our loops (future -> task -> barrier -> task group -> task)."""
+
+BACKSTOP_SECONDS = 60.0
+"""A loop that does not come to rest for this long (blocked in user code) no longer holds up the worker."""
+
+POLL_SECONDS = 0.02
+"""How often a waiting worker looks whether the loop has ended."""
+
+
+class LoopGate:
+    """One per event loop. `release` is called with the held operations, in the order in which they were submitted."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, release: Callable[[list[Callable[[], None]]], None]):
+        self.loop = loop
+        self._release = release
+        self._held: list[Callable[[], None]] = []
+        self._results: deque[Callable[[], None]] = deque()
+        self._quiet = 0
+        self._ticking = False
+        self._blocked = 0
+        self._at_rest = threading.Event()
+        self._at_rest.set()
+
+    # On the loop's thread
+
+    def submit(self, operation: Callable[[], None]) -> None:
+        """Hold an operation until the loop is at rest."""
+        self._held.append(operation)
+        self._quiet = 0
+        self._start_ticking()
+
+    @contextmanager
+    def blocking(self):
+        """Around a blocking wait on the loop's own thread: the loop cannot come to rest, so everything goes through at once."""
+        self._blocked += 1
+        self._flush()
+        self._apply_results()
+        self._at_rest.set()
+        try:
+            yield
+        finally:
+            self._blocked -= 1
+
+    def _start_ticking(self) -> None:
+        if not self._ticking:
+            self._ticking = True
+            self.loop.call_soon(self._tick)
+
+    def _tick(self) -> None:
+        self._quiet += 1
+        if self._quiet < QUIET_PASSES:
+            self.loop.call_soon(self._tick)
+            return
+        self._ticking = False
+        self._flush()
+        self._at_rest.set()
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._release(held)
+
+    def _receive(self) -> None:
+        self._apply_results()
+        self._quiet = 0
+        self._start_ticking()
+
+    # On any thread
+
+    def _apply_results(self) -> None:
+        while True:
+            try:
+                apply = self._results.popleft()
+            except IndexError:
+                return
+            apply()
+
+    # On the worker's thread
+
+    def deliver(self, results: list[Callable[[], None]]) -> None:
+        """Hand results over in one piece, in order. Follow with `wait_until_at_rest`."""
+        self._results.extend(results)
+        self._at_rest.clear()
+        try:
+            self.loop.call_soon_threadsafe(self._receive)
+        except RuntimeError:  # the loop is closed; nobody awaits, but a thread may
+            self._apply_results()
+            self._at_rest.set()
+        if self._blocked:
+            self._apply_results()
+            self._at_rest.set()
+
+    def wait_until_at_rest(self) -> None:
+        """Return when the loop has nothing left to do, has ended, is blocked on us, or after the backstop."""
+        deadline = time.monotonic() + BACKSTOP_SECONDS
+        while not self._at_rest.wait(POLL_SECONDS):
+            if not self.loop.is_running() or time.monotonic() > deadline:
+                self._apply_results()  # nobody on the loop will; another thread may be waiting
+                return

@@ -1,0 +1,192 @@
+"""LoRA adapters that live outside the model: one base model, any number of adapters, each row of a batch with its own.
+
+A `LoraLinear` replaces an `nn.Linear` and looks up, at each call, which rows belong to which adapter (`AdapterRouting`).
+An `Adapter` is a plain table of A and B matrices in float32; training updates it in place, `snapshot()` freezes a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tinker_local_backend.errors import ModelLoadError, RequestError
+
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+UNEMBED_MODULE = "lm_head"
+
+LORA_ALPHA = 32.0
+"""The service's constant: an update is scaled by alpha / rank, so the best learning rate does not depend on the rank."""
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """What a client asked for. `alpha` is fixed at 32 unless a loaded checkpoint says otherwise."""
+
+    rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    alpha: float = LORA_ALPHA
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise RequestError(f"rank must be at least 1, got {self.rank}")
+        if not self.target_modules:
+            raise RequestError("train_attn, train_mlp and train_unembed are all False: nothing would train; set one")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Leaf names of the linears that get an adapter."""
+        return (
+            (ATTENTION_MODULES if self.train_attn else ())
+            + (MLP_MODULES if self.train_mlp else ())
+            + ((UNEMBED_MODULE,) if self.train_unembed else ())
+        )
+
+
+@dataclass(eq=False)
+class Adapter:
+    """Weights of one LoRA adapter: module path -> A of shape (rank, in) and B of shape (out, rank), float32."""
+
+    spec: LoraSpec
+    a: dict[str, torch.Tensor]
+    b: dict[str, torch.Tensor]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All matrices in a fixed order: A and B of each module, modules by name."""
+        return [matrix for name in sorted(self.a) for matrix in (self.a[name], self.b[name])]
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, named as PEFT names them."""
+        for name in sorted(self.a):
+            yield f"{name}.lora_A.weight", self.a[name]
+            yield f"{name}.lora_B.weight", self.b[name]
+
+    def snapshot(self) -> Adapter:
+        """A frozen copy: later training changes nothing in it."""
+        return Adapter(
+            self.spec,
+            {name: matrix.detach().clone() for name, matrix in self.a.items()},
+            {name: matrix.detach().clone() for name, matrix in self.b.items()},
+        )
+
+
+def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, device: torch.device) -> Adapter:
+    """A fresh adapter: A Kaiming-uniform (bound 1/sqrt(in), as torch initialises a linear), B zero, so it starts as identity.
+
+    Drawn from its own generator on the CPU: the same seed gives the same adapter on any device, and no global state moves.
+    """
+    generator = torch.Generator().manual_seed(seed % (1 << 63))
+    a: dict[str, torch.Tensor] = {}
+    b: dict[str, torch.Tensor] = {}
+    for name in sorted(linears):
+        if name.rsplit(".", 1)[-1] not in spec.target_modules:
+            continue
+        out_features, in_features = linears[name].weight.shape
+        bound = in_features**-0.5
+        matrix = torch.rand(spec.rank, in_features, generator=generator) * (2 * bound) - bound
+        a[name] = matrix.to(device).requires_grad_()
+        b[name] = torch.zeros(out_features, spec.rank, device=device).requires_grad_()
+    if not a:
+        raise ModelLoadError(f"no linear of this model is named like one of {spec.target_modules}; LoRA cannot be applied")
+    return Adapter(spec, a, b)
+
+
+Rows = slice | torch.Tensor
+"""The rows of a packed batch that use one adapter: a slice when they are neighbours, else an index tensor."""
+
+
+@dataclass
+class AdapterRouting:
+    """Which rows of the current forward pass use which adapter. Owned by the engine's worker thread."""
+
+    spans: list[tuple[Rows, Adapter]] = field(default_factory=list)
+
+    @contextmanager
+    def use(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
+        """Route row i of the next forward passes through adapters[i] (None: base model)."""
+        self.spans = group_rows(adapters)
+        try:
+            yield
+        finally:
+            self.spans = []
+
+    @contextmanager
+    def use_one(self, adapter: Adapter | None) -> Iterator[None]:
+        """Route every row through one adapter."""
+        self.spans = [] if adapter is None else [(slice(None), adapter)]
+        try:
+            yield
+        finally:
+            self.spans = []
+
+
+def group_rows(adapters: Sequence[Adapter | None]) -> list[tuple[Rows, Adapter]]:
+    """Rows by adapter; rows without one are left out."""
+    by_id: dict[int, tuple[Adapter, list[int]]] = {}
+    for row, adapter in enumerate(adapters):
+        if adapter is not None:
+            by_id.setdefault(id(adapter), (adapter, []))[1].append(row)
+    spans: list[tuple[Rows, Adapter]] = []
+    for adapter, rows in by_id.values():
+        if rows[-1] - rows[0] + 1 == len(rows):
+            whole = len(rows) == len(adapters)
+            spans.append((slice(None) if whole else slice(rows[0], rows[-1] + 1), adapter))
+        else:
+            spans.append((torch.tensor(rows), adapter))
+    return spans
+
+
+class LoraLinear(nn.Module):
+    """An `nn.Linear` whose rows may each pass through a different adapter. Input (1, rows, in), output (1, rows, out)."""
+
+    def __init__(self, base: nn.Linear, name: str, routing: AdapterRouting):
+        super().__init__()
+        self.weight = base.weight
+        self.bias = base.bias
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.name = name
+        self.routing = routing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        for rows, adapter in self.routing.spans:
+            a = adapter.a.get(self.name)
+            if a is None:
+                continue
+            b = adapter.b[self.name]
+            if isinstance(rows, slice) and rows == slice(None):
+                y = y + self._delta(x, a, b, adapter.spec.scale)
+                continue
+            if isinstance(rows, torch.Tensor):
+                rows = rows.to(x.device)
+            # Several adapters only ever meet in sampling, where nothing is differentiated: adding in place is safe.
+            y[:, rows] += self._delta(x[:, rows], a, b, adapter.spec.scale)
+        return y
+
+    @staticmethod
+    def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+        return F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scale
+
+
+def install_lora(model: nn.Module, routing: AdapterRouting) -> dict[str, LoraLinear]:
+    """Replace every linear that LoRA may target, in place. Returns them by their path in the model."""
+    targets = {*ATTENTION_MODULES, *MLP_MODULES, UNEMBED_MODULE}
+    found: dict[str, LoraLinear] = {}
+    for path, module in list(model.named_modules()):
+        parent_path, _, leaf = path.rpartition(".")
+        if leaf in targets and isinstance(module, nn.Linear):
+            replacement = LoraLinear(module, path, routing)
+            setattr(model.get_submodule(parent_path), leaf, replacement)
+            found[path] = replacement
+    return found

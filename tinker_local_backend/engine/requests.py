@@ -1,0 +1,133 @@
+"""What may be asked of the sampler, checked before it enters the queue: a bad request fails alone and at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import tinker
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.errors import RequestError
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a sequence ends: on one of `token_ids` (kept in the completion) or when its text contains one of `texts`."""
+
+    token_ids: frozenset[int] = frozenset()
+    texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingRequest:
+    """A checked request: `num_samples` completions of one prompt under one snapshot; 0 samples only scores the prompt."""
+
+    prompt: tuple[int, ...]
+    adapter: Adapter | None
+    num_samples: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    stop: StopRule = field(default_factory=StopRule)
+    seed: int | None = None
+    prompt_logprobs: bool = False
+
+    @property
+    def total_length(self) -> int:
+        return len(self.prompt) + self.max_tokens
+
+
+def prompt_tokens(prompt: tinker.ModelInput, model: BaseModel) -> tuple[int, ...]:
+    """Token ids of a ModelInput, checked: text only, not empty, inside vocabulary and context."""
+    tokens: list[int] = []
+    for i, chunk in enumerate(prompt.chunks):
+        if not isinstance(chunk, tinker.EncodedTextChunk):
+            raise RequestError(
+                f"prompt.chunks[{i}] is a {type(chunk).__name__}; the local engine takes text only. "
+                "Use EncodedTextChunk, or backend=tinker for images and audio"
+            )
+        if len(chunk.tokens) == 0:
+            raise RequestError(f"prompt.chunks[{i}] is empty; leave empty chunks out")
+        tokens.extend(chunk.tokens)
+    if not tokens:
+        raise RequestError("the prompt is empty; give at least one token")
+    check_vocabulary(tokens, model.vocab_size, "prompt")
+    if len(tokens) > model.context_length:
+        raise RequestError(f"prompt of {len(tokens)} tokens exceeds the context length {model.context_length}; shorten it")
+    return tuple(tokens)
+
+
+def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str) -> None:
+    for position, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{where}[{position}] is {token}, outside the vocabulary of {vocab_size} ids; "
+                "was it encoded with another model's tokenizer?"
+            )
+
+
+def sampling_request(
+    model: BaseModel,
+    adapter: Adapter | None,
+    prompt: tinker.ModelInput,
+    num_samples: int,
+    params: tinker.SamplingParams,
+    include_prompt_logprobs: bool,
+    kv_budget_tokens: int,
+) -> SamplingRequest:
+    """Check every field of a sample call. Raises RequestError naming field, value and mend."""
+    tokens = prompt_tokens(prompt, model)
+    if num_samples < 1:
+        raise RequestError(f"num_samples must be at least 1, got {num_samples}")
+    room = model.context_length - len(tokens)
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, got {max_tokens} (the prompt has {len(tokens)} tokens)")
+    if max_tokens > room:
+        raise RequestError(
+            f"prompt ({len(tokens)}) + max_tokens ({max_tokens}) exceeds the context length {model.context_length}; "
+            f"set max_tokens to at most {room}"
+        )
+    if len(tokens) + max_tokens > kv_budget_tokens:
+        raise RequestError(
+            f"prompt + max_tokens is {len(tokens) + max_tokens}, more than the KV cache budget of {kv_budget_tokens} "
+            "tokens; lower max_tokens or raise TINKER_LOCAL_KV_CACHE_TOKENS"
+        )
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise RequestError(f"temperature must be a finite number >= 0, got {params.temperature}")
+    if not 0 < params.top_p <= 1:
+        raise RequestError(f"top_p must be in (0, 1], got {params.top_p}")
+    if params.top_k < -1 or params.top_k == 0:
+        raise RequestError(f"top_k must be -1 (no limit) or at least 1, got {params.top_k}")
+    return SamplingRequest(
+        prompt=tokens,
+        adapter=adapter,
+        num_samples=num_samples,
+        max_tokens=max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        stop=stop_rule(params.stop, model),
+        seed=params.seed,
+        prompt_logprobs=include_prompt_logprobs,
+    )
+
+
+def stop_rule(stop: str | Sequence[str] | Sequence[int] | None, model: BaseModel) -> StopRule:
+    """None: the model's own end of turn; []: none at all; a string, strings, or token ids (each id is its own stop)."""
+    if stop is None:
+        return StopRule(model.eos_token_ids)
+    if isinstance(stop, str):
+        stop = [stop]
+    ids = [item for item in stop if isinstance(item, int)]
+    texts = [item for item in stop if isinstance(item, str)]
+    if ids and texts:
+        raise RequestError(f"stop mixes strings and token ids: {list(stop)!r}; give one kind")
+    if "" in texts:
+        raise RequestError("stop holds an empty string, which would stop before the first token; remove it")
+    check_vocabulary(ids, model.vocab_size, "stop")
+    return StopRule(frozenset(ids), tuple(texts))

@@ -1,0 +1,80 @@
+"""Futures of the local clients: await them, or call `.result()`, as with the SDK's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import tinker
+
+from tinker_local_backend.engine.gate import LoopGate
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class EngineFuture(tinker.APIFuture[T], Generic[T]):
+    """The result of an operation that the engine's worker will run or has run."""
+
+    def __init__(self, future: Future[T], gate: LoopGate | None = None):
+        self._future = future
+        self._gate = gate
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        async with asyncio.timeout(timeout):
+            return await asyncio.wrap_future(self._future)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block until the result is there. On an event loop's thread this blocks the loop: prefer `await`."""
+        if self._gate is not None and running_loop() is self._gate.loop:
+            with self._gate.blocking():
+                return self._future.result(timeout)
+        return self._future.result(timeout)
+
+    def future(self) -> Future[T]:
+        return self._future
+
+
+class ClientFuture(EngineFuture[T]):
+    """A future of a client that can also be used as the client itself, as scripts for older SDKs do (this waits for it)."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.result(), name)
+
+
+class MappedFuture(EngineFuture[U], Generic[T, U]):
+    """A future whose result is a function of another's."""
+
+    def __init__(self, source: EngineFuture[T], convert: Callable[[T], U]):
+        mapped: Future[U] = Future()
+        super().__init__(mapped, source._gate)
+
+        def copy(done: Future[T]) -> None:
+            if done.cancelled():
+                mapped.cancel()
+                return
+            if not mapped.set_running_or_notify_cancel():
+                return
+            error = done.exception()
+            if error is not None:
+                mapped.set_exception(error)
+                return
+            try:
+                mapped.set_result(convert(done.result()))
+            except Exception as conversion_error:
+                mapped.set_exception(conversion_error)
+
+        source.future().add_done_callback(copy)
+        mapped.add_done_callback(lambda done: source.future().cancel() if done.cancelled() else None)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs on this thread, if one does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

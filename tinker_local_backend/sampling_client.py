@@ -1,0 +1,112 @@
+"""SamplingClient: a frozen snapshot of a model that can be sampled from, with the SDK's method names."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from typing import NoReturn
+
+import numpy as np
+import tinker
+from transformers import PreTrainedTokenizerBase
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.engine.generation import SamplingResult
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.requests import SamplingRequest, prompt_tokens, sampling_request
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.futures import EngineFuture, MappedFuture
+
+
+class SamplingClient:
+    """An immutable snapshot: training after its creation changes nothing in it. Several may serve at once.
+
+    Made by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client.
+    """
+
+    def __init__(self, engine: Engine, owner: object, model: BaseModel, adapter: Adapter | None):
+        self._engine = engine
+        self._owner = owner  # keeps the service client, and with it the engine, alive
+        self._model = model
+        self._adapter = adapter
+        self._id = uuid.uuid4().hex
+        self._counter = itertools.count()
+
+    def sample(
+        self,
+        prompt: tinker.ModelInput,
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        include_prompt_logprobs: bool = False,
+    ) -> EngineFuture[tinker.types.SampleResponse]:
+        """Complete a prompt `num_samples` times.
+
+        Logprobs are those of softmax(logits / temperature) before top-k and top-p; at temperature 0 the choice is greedy and
+        they are those of temperature 1. A seed gives the same tokens whatever else is sampled at the time; sample i of a
+        request draws from its own stream.
+
+        Raises:
+            RequestError: a field is out of range; the message names it.
+        """
+        request = sampling_request(
+            self._model,
+            self._adapter,
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            self._engine.kv_budget(self._model.name),
+        )
+        return MappedFuture(self._engine.sample(self._model.name, request), self._response)
+
+    def _response(self, result: SamplingResult) -> tinker.types.SampleResponse:
+        return tinker.types.SampleResponse(
+            sequences=[
+                tinker.SampledSequence(
+                    stop_reason=sequence.stop_reason,
+                    sequence_id=f"{self._id}:{next(self._counter)}",
+                    tokens_np=np.array(sequence.tokens, dtype=np.int32),
+                    logprobs_np=np.array(sequence.logprobs, dtype=np.float32),
+                )
+                for sequence in result.sequences
+            ],
+            _prompt_logprobs_list=result.prompt_logprobs,
+        )
+
+    async def sample_async(
+        self,
+        prompt: tinker.ModelInput,
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        include_prompt_logprobs: bool = False,
+    ) -> tinker.types.SampleResponse:
+        """`await sample(...)`, as older scripts spell it."""
+        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
+
+    def compute_logprobs(self, prompt: tinker.ModelInput) -> EngineFuture[list[float | None]]:
+        """Logprob of each prompt token given those before it, at temperature 1; length N, the first is None."""
+        tokens = prompt_tokens(prompt, self._model)
+        request = SamplingRequest(tokens, self._adapter, num_samples=0, max_tokens=0, prompt_logprobs=True)
+        return MappedFuture(self._engine.sample(self._model.name, request), _only_prompt_logprobs)
+
+    async def compute_logprobs_async(self, prompt: tinker.ModelInput) -> list[float | None]:
+        """`await compute_logprobs(...)`, as older scripts spell it."""
+        return await self.compute_logprobs(prompt)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._model.tokenizer
+
+    def get_base_model(self) -> str:
+        return self._model.name
+
+    def __reduce__(self) -> NoReturn:
+        raise RequestError(
+            "a local SamplingClient lives in the engine's process and cannot be pickled; save_weights_for_sampler and make "
+            "one from the path in the other process"
+        )
+
+
+def _only_prompt_logprobs(result: SamplingResult) -> list[float | None]:
+    assert result.prompt_logprobs is not None
+    return result.prompt_logprobs

@@ -1,0 +1,57 @@
+"""Where local state lives, and what a `tinker://` path means: one folder under the home, and never anything outside it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import platformdirs
+
+from tinker_local_backend.errors import RequestError
+
+CheckpointKind = Literal["weights", "sampler_weights"]
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+def local_home() -> Path:
+    """TINKER_LOCAL_HOME, else the user's data folder."""
+    configured = os.environ.get("TINKER_LOCAL_HOME")
+    return Path(configured).expanduser() if configured else Path(platformdirs.user_data_dir("tinker-local"))
+
+
+def check_name(name: str, what: str) -> str:
+    """A name that is one path component: letters, digits, `_`, `-`, `.`, not starting with a dot."""
+    if not _NAME.fullmatch(name):
+        raise RequestError(f"{what} {name!r} must be letters, digits, '_', '-' or '.', and not start with '.' or '-'")
+    return name
+
+
+@dataclass(frozen=True)
+class CheckpointPath:
+    """`tinker://<run_id>/<weights|sampler_weights>/<name>`."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+
+    @classmethod
+    def parse(cls, path: str) -> CheckpointPath:
+        """Raises RequestError for anything that is not of that form."""
+        scheme, separator, rest = path.partition("://")
+        parts = rest.split("/")
+        if scheme != "tinker" or not separator or len(parts) != 3 or parts[1] not in get_args(CheckpointKind):
+            raise RequestError(
+                f"checkpoint path {path!r} must look like tinker://<run_id>/weights/<name> "
+                "or tinker://<run_id>/sampler_weights/<name>"
+            )
+        kind: CheckpointKind = "weights" if parts[1] == "weights" else "sampler_weights"
+        return cls(check_name(parts[0], "run id"), kind, check_name(parts[2], "checkpoint name"))
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+    def folder(self, home: Path) -> Path:
+        return home / "runs" / self.run_id / self.kind / self.name

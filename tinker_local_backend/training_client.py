@@ -1,0 +1,257 @@
+"""TrainingClient: one LoRA adapter being trained, with the SDK's method names.
+
+Every call returns a future at once; calls of one client run in the order in which they were made, so submit
+forward_backward and optim_step back to back and wait for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import tinker
+from tinker.types import (
+    GetInfoResponse,
+    LoadWeightsResponse,
+    OptimStepResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
+from transformers import PreTrainedTokenizerBase
+
+from tinker_local_backend.engine import trainer
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.futures import ClientFuture, EngineFuture
+from tinker_local_backend.sampling_client import SamplingClient
+from tinker_local_backend.storage import checkpoints
+from tinker_local_backend.storage.paths import CheckpointKind, CheckpointPath, check_name
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRun:
+    """What a training client works on: the engine, where it saves, and the adapter's state (touched by the worker only)."""
+
+    engine: Engine
+    home: Path
+    run_id: str
+    model: BaseModel
+    state: trainer.TrainState
+    user_metadata: Mapping[str, str]
+    """given at creation; every checkpoint carries it"""
+
+
+class TrainingClient:
+    """Made by ServiceClient.create_lora_training_client and create_training_client_from_state."""
+
+    def __init__(self, run: TrainingRun, owner: object):
+        self._run = run
+        self._owner = owner  # keeps the service client, and with it the engine, alive
+
+    @property
+    def model_id(self) -> str:
+        return self._run.run_id
+
+    def _submit(self, operation: Callable[[], T]) -> EngineFuture[T]:
+        return self._run.engine.submit(self._run.run_id, operation)
+
+    def forward(
+        self,
+        data: list[tinker.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
+        """Loss and logprobs without gradients."""
+        return self._pass(data, loss_fn, loss_fn_config, backward=False)
+
+    def forward_backward(
+        self,
+        data: list[tinker.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
+        """Loss, logprobs, and gradients that accumulate until optim_step.
+
+        Losses are sums over tokens and datums: cross_entropy, importance_sampling, ppo (see engine/losses.py).
+        `loss_fn_config["temperature"]` scores on the tempered distribution that was sampled.
+        """
+        return self._pass(data, loss_fn, loss_fn_config, backward=True)
+
+    def _pass(
+        self,
+        data: list[tinker.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None,
+        backward: bool,
+    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
+        run, datums = self._run, list(data)
+        return self._submit(
+            lambda: trainer.forward_backward(run.model, run.state, datums, loss_fn, loss_fn_config, backward)
+        )
+
+    def optim_step(
+        self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
+    ) -> EngineFuture[OptimStepResponse]:
+        """One AdamW step with the accumulated gradient sum, which is then cleared. Metrics: grad_norm (before clipping)."""
+        params = optim_params if optim_params is not None else adam_params
+        if not isinstance(params, tinker.AdamParams):
+            raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
+        return self._submit(lambda: trainer.optim_step(self._run.state, params))
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> EngineFuture[SaveWeightsResponse]:
+        """Save adapter and optimizer state, to go on from. `.path` is the tinker:// path."""
+        path = self._path("weights", name)
+
+        def run() -> SaveWeightsResponse:
+            self._save(path, True, ttl_seconds, overwrite, user_metadata)
+            return SaveWeightsResponse(path=str(path))
+
+        return self._submit(run)
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> EngineFuture[SaveWeightsForSamplerResponse]:
+        """Save the adapter alone, to sample from. `.path` is the tinker:// path."""
+        path = self._path("sampler_weights", name)
+
+        def run() -> SaveWeightsForSamplerResponse:
+            self._save(path, False, ttl_seconds, overwrite, user_metadata)
+            return SaveWeightsForSamplerResponse(path=str(path))
+
+        return self._submit(run)
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> ClientFuture[SamplingClient]:
+        """A sampling client of the weights as they are after all earlier calls. With a name it is also saved to disk."""
+        path = None if name is None else self._path("sampler_weights", name)
+
+        def run() -> SamplingClient:
+            if path is not None:
+                self._save(path, False, None, False, None)
+            return SamplingClient(self._run.engine, self._owner, self._run.model, self._run.state.adapter.snapshot())
+
+        future = self._submit(run)
+        return ClientFuture(future.future(), future._gate)
+
+    def load_state(self, path: str) -> EngineFuture[LoadWeightsResponse]:
+        """Replace the adapter by a checkpoint's; the optimizer starts anew and accumulated gradients are dropped."""
+        return self._load(path, with_optimizer=False)
+
+    def load_state_with_optimizer(self, path: str) -> EngineFuture[LoadWeightsResponse]:
+        """Replace adapter and optimizer state by a checkpoint's: training goes on as if it had never stopped."""
+        return self._load(path, with_optimizer=True)
+
+    def _load(self, path: str, with_optimizer: bool) -> EngineFuture[LoadWeightsResponse]:
+        parsed = CheckpointPath.parse(path)
+
+        def run() -> LoadWeightsResponse:
+            load_checkpoint(self._run, parsed, with_optimizer)
+            return LoadWeightsResponse(path=path)
+
+        return self._submit(run)
+
+    def _path(self, kind: CheckpointKind, name: str) -> CheckpointPath:
+        return CheckpointPath(self._run.run_id, kind, check_name(name, "checkpoint name"))
+
+    def _save(
+        self,
+        path: CheckpointPath,
+        with_optimizer: bool,
+        ttl_seconds: int | None,
+        overwrite: bool,
+        user_metadata: Mapping[str, str] | None,
+    ) -> None:
+        run = self._run
+        optimizer = run.state.optimizer if with_optimizer else None
+        metadata = {**run.user_metadata, **(user_metadata or {})}
+        checkpoints.save(run.home, path, run.model.name, run.state.adapter, optimizer, ttl_seconds, overwrite, metadata)
+
+    def get_info(self) -> GetInfoResponse:
+        """Base model, LoRA rank and tokenizer of this run."""
+        model = self._run.model
+        data = {"arch": model.config.model_type, "model_name": model.name, "tokenizer_id": model.name}
+        return GetInfoResponse.model_validate(
+            {
+                "type": "get_info",
+                "model_id": self._run.run_id,
+                "model_data": data,
+                "is_lora": True,
+                "lora_rank": self._run.state.adapter.spec.rank,
+                "model_name": model.name,
+            }
+        )
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._run.model.tokenizer
+
+    # The spelling of older SDKs: a coroutine that yields the future (or, for clients, the client).
+
+    async def forward_async(
+        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
+        return self.forward(data, loss_fn, loss_fn_config)
+
+    async def forward_backward_async(
+        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
+        return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    async def optim_step_async(
+        self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
+    ) -> EngineFuture[OptimStepResponse]:
+        return self.optim_step(optim_params, adam_params=adam_params)
+
+    async def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> EngineFuture[SaveWeightsResponse]:
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+
+    async def save_weights_for_sampler_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> EngineFuture[SaveWeightsForSamplerResponse]:
+        return self.save_weights_for_sampler(name, ttl_seconds, overwrite, user_metadata)
+
+    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+        return await self.save_weights_and_get_sampling_client(name)
+
+    async def load_state_async(self, path: str) -> EngineFuture[LoadWeightsResponse]:
+        return self.load_state(path)
+
+    async def load_state_with_optimizer_async(self, path: str) -> EngineFuture[LoadWeightsResponse]:
+        return self.load_state_with_optimizer(path)
+
+    async def get_info_async(self) -> GetInfoResponse:
+        return self.get_info()
+
+
+def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:
+    """Into `run`, on the worker. Everything is read and checked before the first matrix changes."""
+    checkpoints.read_info(run.home, path)
+    fresh = trainer.AdamW(run.state.adapter.parameters())
+    if with_optimizer:
+        checkpoints.load_optimizer(run.home, path, run.state.adapter, fresh)
+    checkpoints.load_adapter(run.home, path, run.state.adapter)
+    run.state.optimizer = fresh
+    run.state.gradients = None
