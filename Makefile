@@ -1,0 +1,56 @@
+# `make demo` and `make test` need nothing but Python 3.11+ and a network: they build .venv themselves, once.
+# Another interpreter: `make test PYTHON=python3.12`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin/python
+PIP := $(BIN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+STAMP := $(VENV)/.installed
+# In an environment that make made, present from the first step of an installation to its last: what it marks was
+# interrupted and is made anew. An environment that somebody else put there is used and never deleted.
+UNFINISHED := $(VENV)/.unfinished
+TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint llms
+
+help:
+	@echo "make demo   train and sample a tiny model on the CPU, end to end"
+	@echo "make test   run the tests"
+	@echo "make lint   ruff and pyright"
+	@echo "make llms   write llms.txt anew from the docstrings"
+
+demo: $(STAMP)
+	@$(BIN) -m recipes.demo
+
+test: $(STAMP)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q
+
+lint: $(STAMP)
+	@$(BIN) -m ruff check .
+	@$(BIN) -m pyright
+
+llms: $(STAMP)
+	@$(BIN) -m tinker_cookbook.utils.llms_txt
+
+# torch goes first and alone: asked for together with the rest, pip may settle on a build that pulls gigabytes of CUDA.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	"Python 3.11 or newer is needed; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	@if [ -e $(UNFINISHED) ]; then echo "[1/4] an earlier installation was interrupted: starting anew"; rm -rf $(VENV); fi
+	@if $(BIN) -c '' 2>/dev/null; then \
+		echo "[1/4] using the environment in $(VENV)"; \
+		if [ -e $(STAMP) ]; then touch $(UNFINISHED); fi; \
+		$(BIN) -m pip --version >/dev/null 2>&1 || $(BIN) -m ensurepip >/dev/null; \
+	else \
+		echo "[1/4] making the environment $(VENV)"; \
+		rm -rf $(VENV) && mkdir $(VENV) && touch $(UNFINISHED) && $(PYTHON) -m venv $(VENV); \
+	fi
+	@echo "[2/4] installing $(TORCH) (the largest download)"
+	@$(PIP) $(TORCH)
+	@echo "[3/4] installing the other packages (a few minutes on a fresh machine)"
+	@$(PIP) -e '.[dev]'
+	@rm -f $(UNFINISHED)
+	@touch $(STAMP)
+	@echo "[4/4] ready"

@@ -1,0 +1,89 @@
+"""Writes the small data files that ship beside the tiny model, the same on every machine.
+
+python -m recipes.make_tiny_model.data_files
+"""
+
+import json
+import os
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import chz
+
+from recipes.make_tiny_model import arithmetic
+from recipes.make_tiny_model.news import write_article
+from recipes.make_tiny_model.plant_desk import plant_desk_conversations
+
+EXAMPLE_DATA = Path(__file__).resolve().parents[2] / "example_data"
+HAND_PICKED = (
+    ("+", 2, 2),
+    ("+", 7, 5),
+    ("-", 10, 3),
+    ("*", 6, 4),
+    ("+", 14, 9),
+    ("-", 17, 8),
+    ("*", 9, 7),
+    ("+", 0, 6),
+)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    """Written whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    os.replace(scratch, path)
+
+
+def questions(count: int, seed: int) -> list[dict]:
+    """`count` different questions, drawn as the model's training drew them."""
+    rng = random.Random(f"questions/{seed}")
+    chosen: dict[arithmetic.Sum, None] = {}
+    while len(chosen) < count:
+        chosen[arithmetic.draw(rng)] = None
+    return [question(item) for item in chosen]
+
+
+def question(item: arithmetic.Sum) -> dict:
+    return {"question": item.question, "answer": str(item.answer)}
+
+
+def articles(count: int, seed: int) -> list[dict]:
+    rng = random.Random(f"articles/{seed}")
+    written = [write_article(rng) for _ in range(count)]
+    return [
+        {"id": f"news-{i:03d}", "article": a.text, "highlights": a.highlights} for i, a in enumerate(written, start=1)
+    ]
+
+
+def write_all(folder: Path, seed: int = 0) -> None:
+    asked = questions(400, seed)
+    written = articles(64, seed)
+    write_jsonl(folder / "qa" / "arithmetic_train.jsonl", asked[:300])
+    write_jsonl(folder / "qa" / "arithmetic_test.jsonl", asked[300:])
+    write_jsonl(folder / "qa" / "test.jsonl", [question(arithmetic.Sum(*parts)) for parts in HAND_PICKED])
+    write_jsonl(folder / "summary" / "articles_train.jsonl", written[:48])
+    write_jsonl(folder / "summary" / "articles_test.jsonl", written[48:])
+    write_jsonl(folder / "conversations.jsonl", plant_desk_conversations(128, seed))
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Where to write."""
+
+    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder that gets qa/, summary/ and conversations.jsonl")
+    seed: int = chz.field(default=0, doc="seed of the choice of questions, articles and conversations")
+
+
+def main(config: CLIConfig) -> None:
+    write_all(Path(config.folder), config.seed)
+    print(f"written to {config.folder}")
+
+
+if __name__ == "__main__":
+    chz.nested_entrypoint(main)

@@ -1,0 +1,189 @@
+"""Reading what a model wrote: thinking, tool calls, and what goes wrong with them."""
+
+import pytest
+
+from tests.renderers.synthetic import make_tokenizer
+from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.renderers import (
+    ImagePart,
+    Message,
+    ParseFailure,
+    ParseTermination,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    UnparsedToolCall,
+    classify_parse_failure,
+    ensure_list,
+    ensure_text,
+    format_content_as_string,
+    get_renderer,
+    get_text_content,
+    parse_content_blocks,
+    parse_think_blocks,
+)
+
+THINK = ThinkingPart(type="thinking", thinking="hm")
+TEXT = TextPart(type="text", text="yes")
+IMAGE = ImagePart(type="image", image="file.png")
+
+
+def call(name: str, arguments: str) -> ToolCall:
+    return ToolCall(function=ToolCall.FunctionBody(name=name, arguments=arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", []),
+        ("plain", [TextPart(type="text", text="plain")]),
+        ("<think>\nhm\n</think>\n\nyes", [THINK, TEXT]),
+        ("<think>hm</think>yes", [THINK, TEXT]),
+        (
+            "<think>\n\nhm\n\n</think>\n\n\nyes",
+            [ThinkingPart(type="thinking", thinking="\nhm\n"), TextPart(type="text", text="\nyes")],
+        ),
+        ("yes<think>hm</think>", [TEXT, THINK]),
+        ("<think>hm", [THINK]),
+        ("a </think> b", [TextPart(type="text", text="a </think> b")]),
+        ("<think>\n\n</think>\n\nyes", [ThinkingPart(type="thinking", thinking=""), TEXT]),
+    ],
+)
+def test_think_blocks(text: str, parts: list[object]) -> None:
+    assert parse_think_blocks(text) == parts
+    assert parse_content_blocks(text) == (parts, [])
+
+
+def test_think_blocks_leave_tool_calls_in_the_text() -> None:
+    assert parse_think_blocks("<tool_call>\n{}\n</tool_call>") == [
+        TextPart(type="text", text="<tool_call>\n{}\n</tool_call>")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('\n{"name": "add", "arguments": {"a":1}}\n', call("add", '{"a":1}')),
+        ('{"arguments": {"a":1}, "name": "add"}', call("add", '{"a": 1}')),
+        ('\n{"name": "a", "arguments": {"x": "}\\n"}}\n', call("a", '{"x": "}\\n"}')),
+    ],
+)
+def test_tool_call(body: str, expected: ToolCall) -> None:
+    parts, calls = parse_content_blocks(f"text\n<tool_call>{body}</tool_call>\n")
+    assert parts == [TextPart(type="text", text="text")]
+    assert calls == [expected]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", 'string key "name"'),
+        ('{"name": 1, "arguments": {}}', 'string key "name"'),
+        ('{"name": "a"}', 'key "arguments"'),
+        ('{"name": "a", "arguments": "{}"}', 'key "arguments"'),
+        ('{"name": "a", "arguments": {}, "id": 1}', "unexpected keys"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_unreadable_tool_call_keeps_its_text(body: str, error: str) -> None:
+    _, (bad,) = parse_content_blocks(f"<tool_call>{body}</tool_call>")
+    assert isinstance(bad, UnparsedToolCall)
+    assert bad.raw_text == f"<tool_call>{body}</tool_call>"
+    assert error in bad.error
+
+
+def test_unreadable_and_unclosed_calls_reach_the_message_and_render_back() -> None:
+    renderer = get_renderer("qwen3_instruct", make_tokenizer())
+    written = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name'
+    tokens = make_tokenizer().encode(written + "<|im_end|>", add_special_tokens=False)
+    message, termination = renderer.parse_response(tokens)
+    assert message.get("tool_calls") == [call("a", "{}")]
+    assert message.get("unparsed_tool_calls") == [
+        UnparsedToolCall(raw_text='<tool_call>\n{"name', error="</tool_call> is missing")
+    ]
+    assert termination is ParseTermination.STOP_SEQUENCE
+    assert classify_parse_failure(message, termination) is ParseFailure.CONTENT
+    prompt = renderer.build_generation_prompt([]).to_ints()
+    model_input, _ = renderer.build_supervised_example([message])
+    assert model_input.to_ints() == prompt + tokens
+
+
+def test_how_a_response_ended() -> None:
+    tokenizer = make_tokenizer()
+    renderer = get_renderer("qwen3", tokenizer)
+    end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    for tokens, expected, failure in [
+        (end, ParseTermination.STOP_SEQUENCE, None),
+        ([], ParseTermination.MALFORMED, ParseFailure.STRUCTURAL),
+        (end + end, ParseTermination.MALFORMED, ParseFailure.STRUCTURAL),
+    ]:
+        message, termination = renderer.parse_response(tokens)
+        assert (termination, classify_parse_failure(message, termination)) == (expected, failure)
+    assert ParseTermination.EOS.is_clean
+    assert not ParseTermination.EOS.is_stop_sequence
+    assert not ParseTermination.MALFORMED.is_clean
+
+
+def test_truncated_reasoning_is_no_answer() -> None:
+    renderer = get_renderer("qwen3", make_tokenizer())
+    tokens = make_tokenizer().encode("<think>\nthe answer is 4", add_special_tokens=False)
+    message, termination = renderer.parse_response(tokens)
+    assert get_text_content(message) == ""
+    assert termination is ParseTermination.MALFORMED
+
+
+def test_content_helpers() -> None:
+    assert ensure_list("a") == [TextPart(type="text", text="a")]
+    assert ensure_list("") == []
+    assert ensure_text([TEXT, TEXT]) == "yesyes"
+    with pytest.raises(RendererError, match="parts of type image, thinking"):
+        ensure_text([THINK, IMAGE])
+    assert get_text_content(Message(role="assistant", content=[THINK, TEXT])) == "yes"
+    assert format_content_as_string([THINK, TEXT, IMAGE]) == "<think>hm</think>\nyes\n[image]"
+
+
+def test_openai_form() -> None:
+    renderer = get_renderer("qwen3", make_tokenizer())
+    message = Message(role="assistant", content=[THINK, TEXT], tool_calls=[call("a", "{}")])
+    assert renderer.to_openai_message(message) == {
+        "role": "assistant",
+        "content": "yes",
+        "reasoning_content": "hm",
+        "tool_calls": [{"type": "function", "function": {"name": "a", "arguments": "{}"}}],
+    }
+    tool = Message(role="tool", content="4", tool_call_id="c1", name="a")
+    assert renderer.to_openai_message(tool) == {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "error"),
+    [
+        ("qwen3_disable_thinking", Message(role="assistant", content=[THINK, TEXT]), "disables thinking"),
+        (
+            "qwen3_disable_thinking",
+            Message(role="assistant", content="<think>\nhm\n</think>\n\ny"),
+            "disables thinking",
+        ),
+        ("qwen3", Message(role="developer", content="x"), "no role 'developer'"),
+        ("qwen3", Message(role="assistant", content=[IMAGE]), "cannot hold image"),
+        ("qwen3", Message(role="user", content=[THINK]), "text only"),
+        ("qwen3", Message(role="user", content="", tool_calls=[call("a", "{}")]), "only an assistant message"),
+        ("role_colon", Message(role="tool", content="x"), "cannot write role 'tool'"),
+        ("role_colon", Message(role="assistant", content="", tool_calls=[call("a", "{}")]), "no tool calls"),
+        ("role_colon", Message(role="assistant", content=[THINK]), "text only"),
+        ("role_colon", Message(role="assistant", content="a\n\nUser: b"), "stop sequence"),
+    ],
+)
+def test_what_a_format_cannot_write(name: str, message: Message, error: str) -> None:
+    with pytest.raises(RendererError, match=error):
+        get_renderer(name, make_tokenizer()).build_generation_prompt([message])
+
+
+def test_tools_need_a_format_and_a_declaration() -> None:
+    with pytest.raises(RendererError, match="no tool format"):
+        get_renderer("role_colon", make_tokenizer()).create_conversation_prefix_with_tools([])
+    with pytest.raises(RendererError, match="tools is empty"):
+        get_renderer("qwen3", make_tokenizer()).create_conversation_prefix_with_tools([])
+    with pytest.raises(RendererError, match="cannot parse a stream"):
+        get_renderer("role_colon", make_tokenizer()).parse_response_streaming([1])

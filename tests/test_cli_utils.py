@@ -1,0 +1,279 @@
+"""A recipe's command line: what is printed, the exit codes, and what happens to a folder that is there already.
+
+The module docstring above is also what `--help` prints in these tests, because `main` is defined here.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chz
+import pytest
+
+from tinker_cookbook import cli_utils
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
+from tinker_cookbook.runs.bootstrap import open_run
+
+
+@chz.chz(typecheck=True)
+class Env:
+    rounds: int = chz.field(default=2, doc="debate rounds", validator=chz.validators.ge(1))
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    model_name: str = chz.field(default="tiny", doc="folder or hub id of the model")
+    n: int = chz.field(default=1, doc="how many", validator=chz.validators.gt(0))
+    env: Env = chz.field(default_factory=Env, doc="the environment")
+    log_path: str | None = chz.field(default=None, doc="folder of the run")
+    behavior_if_log_dir_exists: cli_utils.LogdirBehavior = chz.field(default="ask", doc="what to do with an old run")
+
+    @chz.validate
+    def _names(self) -> None:
+        if self.model_name == "X_train":
+            raise ValueError("X_model_name may not be 'X_train'")
+        if self.model_name == "forbidden":
+            raise ConfigurationError("model_name='forbidden': choose another")
+
+
+def main(config: CLIConfig) -> int:
+    return config.n
+
+
+def run(*argv: str, target: Callable[[Any], Any] = main) -> Any:
+    return cli_utils.run_recipe(CLIConfig, target, argv=list(argv), prog="python -m recipes.x")
+
+
+def failure(capsys: pytest.CaptureFixture[str], *argv: str, target: Callable[[Any], Any] = main, code: int = 2) -> str:
+    """What a failing command prints; nothing on stdout, no traceback."""
+    with pytest.raises(SystemExit) as exit_info:
+        run(*argv, target=target)
+    out, err = capsys.readouterr()
+    assert exit_info.value.code == code
+    assert out == "" and "Traceback" not in err
+    return err
+
+
+def raising(error: BaseException) -> Callable[[Any], Any]:
+    def target(config: CLIConfig) -> None:
+        raise error
+
+    return target
+
+
+class TestParsing:
+    def test_values_reach_main_sync_and_async(self) -> None:
+        async def main_async(config: CLIConfig) -> int:
+            return config.n + config.env.rounds
+
+        assert run("n=3") == 3
+        assert run("n=3", "--env.rounds=5", target=main_async) == 8
+
+    @pytest.mark.parametrize("flag", ["--help", "-h"])
+    def test_help_has_the_docstring_and_every_key(self, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+        with pytest.raises(SystemExit) as exit_info:
+            run(flag)
+        out = capsys.readouterr().out
+        assert exit_info.value.code == 0
+        assert out.startswith("usage: python -m recipes.x key=value")
+        assert out.index("A recipe's command line") < out.index("Arguments:")
+        for text in ("model_name", "'tiny' (default)", "folder or hub id of the model", "env.rounds", "debate rounds"):
+            assert text in out
+
+    @pytest.mark.parametrize(
+        ("argument", "message"),
+        [
+            ("model_nam=a", "Did you mean 'model_name'?"),
+            ("n", "Specify arguments in the form key=value"),
+            ("n=many", "n"),
+            ("behavior_if_log_dir_exists=keep", "behavior_if_log_dir_exists"),
+        ],
+    )
+    def test_mistakes_get_chz_s_message(self, capsys: pytest.CaptureFixture[str], argument: str, message: str) -> None:
+        err = failure(capsys, argument)
+        assert err.startswith("error: ") and message in err and "usage: python -m recipes.x" in err
+
+    @pytest.mark.parametrize(
+        ("argument", "line"),
+        [
+            ("n=0", "error: n: must be greater than 0, got 0"),
+            ("env.rounds=0", "error: env.rounds: must be greater or equal to 1, got 0"),
+            # The name of the field is cleaned, the value that looks like one is not.
+            ("model_name=X_train", "error: model_name: may not be 'X_train'"),
+            ("model_name=forbidden", "error: model_name='forbidden': choose another"),
+        ],
+    )
+    def test_validators_give_one_clean_line(self, capsys: pytest.CaptureFixture[str], argument: str, line: str) -> None:
+        assert failure(capsys, argument) == line + "\n"
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (ConfigurationError("lr=-1: must be positive"), 2),
+            (DataFormatError("a.jsonl:3: not JSON"), 2),
+            (TrainingError("loss is NaN"), 1),
+        ],
+    )
+    def test_own_errors_are_one_line(self, capsys: pytest.CaptureFixture[str], error: Exception, code: int) -> None:
+        assert failure(capsys, target=raising(error), code=code) == f"error: {error}\n"
+
+    def test_own_errors_in_a_task_group_are_found(self, capsys: pytest.CaptureFixture[str]) -> None:
+        async def target(config: CLIConfig) -> None:
+            async def fail() -> None:
+                raise TrainingError("loss is NaN")
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fail())
+
+        assert failure(capsys, target=target, code=1) == "error: loss is NaN\n"
+
+    def test_bugs_keep_their_traceback(self) -> None:
+        with pytest.raises(KeyError):
+            run(target=raising(KeyError("bug")))
+        with pytest.raises(ExceptionGroup):
+            run(target=raising(ExceptionGroup("both", [TrainingError("a"), KeyError("bug")])))
+
+    def test_the_traceback_can_be_asked_for(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TINKER_COOKBOOK_TRACEBACK", "1")
+        with pytest.raises(SystemExit) as exit_info:
+            run(target=raising(TrainingError("loss is NaN")))
+        err = capsys.readouterr().err
+        assert exit_info.value.code == 1
+        assert "Traceback" in err and err.endswith("error: loss is NaN\n")
+
+
+class TestInterrupt:
+    def test_the_message_is_the_command_that_resumes(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        log_path = tmp_path / "my run"
+
+        def target(config: CLIConfig) -> None:
+            with open_run(log_path, config=config, recipe_name="x"):
+                capsys.readouterr()
+                raise KeyboardInterrupt
+
+        err = failure(capsys, "n=2", "behavior_if_log_dir_exists=delete", target=target, code=130)
+        assert err.splitlines()[-1] == (
+            f"  python -m recipes.x n=2 'log_path={log_path}' behavior_if_log_dir_exists=resume"
+        )
+
+    def test_ctrl_c_lets_an_async_main_clean_up(self, tmp_path: Path) -> None:
+        script = tmp_path / "recipe.py"
+        script.write_text(
+            textwrap.dedent(
+                """
+                import asyncio, chz
+                from tinker_cookbook.cli_utils import run_recipe
+
+                @chz.chz
+                class CLIConfig:
+                    n: int = 1
+
+                async def main(config):
+                    try:
+                        print("ready", flush=True)
+                        await asyncio.Event().wait()
+                    finally:
+                        print("cleaned up", flush=True)
+
+                if __name__ == "__main__":
+                    run_recipe(CLIConfig, main)
+                """
+            )
+        )
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        with subprocess.Popen(
+            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        assert out == "cleaned up\n"
+        assert "nothing to resume" in err and "Traceback" not in err
+        assert process.returncode == 130
+
+
+class TestCheckLogDir:
+    @pytest.fixture
+    def old_run(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "run"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("")
+        return folder
+
+    @pytest.mark.parametrize("behavior", ["delete", "resume", "ask", "raise"])
+    def test_absent_and_empty_folders_are_fine(self, tmp_path: Path, behavior: cli_utils.LogdirBehavior) -> None:
+        cli_utils.check_log_dir(tmp_path / "absent", behavior)
+        cli_utils.check_log_dir(tmp_path, behavior)
+        assert tmp_path.is_dir() and not (tmp_path / "absent").exists()
+
+    def test_resume_keeps_delete_removes_raise_refuses(self, old_run: Path) -> None:
+        cli_utils.check_log_dir(old_run, "resume")
+        assert (old_run / "metrics.jsonl").exists()
+        with pytest.raises(ConfigurationError, match="behavior_if_log_dir_exists=resume"):
+            cli_utils.check_log_dir(old_run, "raise")
+        cli_utils.check_log_dir(old_run, "delete")
+        assert not old_run.exists()
+
+    @pytest.mark.parametrize("files", [("thesis.tex",), ("config.json", "model.safetensors")])
+    def test_what_is_no_run_is_never_deleted(self, tmp_path: Path, files: tuple[str, ...]) -> None:
+        for name in files:
+            (tmp_path / name).write_text("")
+        with pytest.raises(ConfigurationError, match="will not be deleted"):
+            cli_utils.check_log_dir(tmp_path, "delete")
+        assert sorted(os.listdir(tmp_path)) == sorted(files)
+
+    def test_the_working_folder_is_never_deleted(self, old_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (old_run / "sub").mkdir()
+        monkeypatch.chdir(old_run / "sub")
+        with pytest.raises(ConfigurationError, match="will not be deleted"):
+            cli_utils.check_log_dir(old_run, "delete")
+
+    def test_a_file_and_an_unknown_behavior_are_errors(self, old_run: Path) -> None:
+        with pytest.raises(ConfigurationError, match="is a file"):
+            cli_utils.check_log_dir(old_run / "metrics.jsonl", "resume")
+        unknown: Any = "overwrite"
+        with pytest.raises(ConfigurationError, match="overwrite"):
+            cli_utils.check_log_dir(old_run, unknown)
+
+    def test_without_a_terminal_asking_is_an_error(self, old_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
+        with sys.stdin, pytest.raises(ConfigurationError, match="Set behavior_if_log_dir_exists=resume"):
+            cli_utils.check_log_dir(old_run, "ask")
+
+    @pytest.mark.parametrize(("answers", "remains"), [(["?", "d"], False), (["r"], True)])
+    def test_on_a_terminal_the_answer_counts(
+        self, old_run: Path, monkeypatch: pytest.MonkeyPatch, answers: list[str], remains: bool
+    ) -> None:
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", lambda prompt: answers.pop(0))
+        cli_utils.check_log_dir(old_run, "ask")
+        assert old_run.exists() == remains and answers == []
+
+    def test_the_answer_may_be_to_leave(self, old_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", lambda prompt: "x")
+        with pytest.raises(SystemExit):
+            cli_utils.check_log_dir(old_run, "ask")
+        assert old_run.exists()
+
+
+class TestNames:
+    def test_default_log_path(self) -> None:
+        expected = Path(tempfile.gettempdir()) / "tinker-examples" / "debate" / "Qwen-Qwen3-8B-lr1"
+        assert cli_utils.default_log_path("debate", "Qwen/Qwen3-8B-lr1") == str(expected)
+
+    def test_the_last_model_name_counts(self) -> None:
+        assert cli_utils.model_name_from_argv(["a=1", "model_name=x", "--model_name=y=z"], "d") == "y=z"
+        assert cli_utils.model_name_from_argv(["a=1"], "d") == "d"

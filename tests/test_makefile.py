@@ -1,0 +1,121 @@
+"""The installation that README, Makefile and CI promise: the same test command, torch first, once, and healed if torn.
+
+The Makefile runs against a stand-in for Python that only records how it was called, so nothing is installed here.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FAKE_PYTHON = """\
+#!/bin/sh
+# Records its arguments; `-m venv DIR` makes a folder with a copy of itself; FAIL_ON makes a matching call fail.
+echo "$*" >> "$CALLS"
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+esac
+if [ -n "$FAIL_ON" ]; then case "$*" in *"$FAIL_ON"*) exit 1 ;; esac; fi
+exit 0
+"""
+
+
+def ci_commands() -> list[str]:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    return [line for line in lines if line.startswith("make ")]
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    readme = ROOT / "README.md"
+    assert readme.exists(), "README.md is missing; it must show the test command in a code block"
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
+    shown = [line.removeprefix("$ ").split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    assert ci_commands() == ["make test", "make lint"]
+    assert "make test" in shown, "README.md shows no code block with `make test`"
+    assert "make demo" in shown, "README.md shows no code block with `make demo`"
+
+
+def test_constraints_pin_every_dependency_exactly() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
+    pinned = {re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    assert {re.split(r"[<>=!~ \[]", name)[0].lower() for name in wanted} <= pinned
+
+
+class Checkout:
+    """A folder with the Makefile and the stand-in for Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, folder / name)
+        self.python = folder / "fake_python"
+        self.python.write_text(FAKE_PYTHON)
+        self.python.chmod(0o755)
+        self.calls_file = folder / "calls"
+
+    def make(self, target: str, fail_on: str = "") -> tuple[int, list[str]]:
+        """Exit code, and the calls of Python that matter: no version probes."""
+        self.calls_file.write_text("")
+        env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "CALLS": str(self.calls_file), "FAIL_ON": fail_on}
+        command = ["make", target, f"PYTHON={self.python}"]
+        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
+        calls = [line for line in self.calls_file.read_text().splitlines() if line.startswith("-m ")]
+        return done.returncode, [line for line in calls if line != "-m pip --version"]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+PIP = "-m pip install --quiet --disable-pip-version-check -c constraints.txt"
+INSTALL = ["-m venv .venv", f"{PIP} {TORCH}", f"{PIP} -e .[dev]"]
+
+
+def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) -> None:
+    assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 -q"])
+    assert checkout.make("test") == (0, ["-m pytest -n 2 -q"])
+    assert checkout.make("demo") == (0, ["-m recipes.demo"])
+    assert checkout.make("lint") == (0, ["-m ruff check .", "-m pyright"])
+    assert checkout.make("llms") == (0, ["-m tinker_cookbook.utils.llms_txt"])
+
+
+@pytest.mark.parametrize("step", ["-m venv", "torch==", "-e .[dev]"])
+def test_an_interrupted_installation_is_made_anew(checkout: Checkout, step: str) -> None:
+    code, _ = checkout.make("test", fail_on=step)
+    assert code != 0
+    (checkout.folder / ".venv" / "torn").write_text("")
+    assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 -q"])
+    assert not (checkout.folder / ".venv" / "torn").exists()
+
+
+def test_changed_requirements_update_in_place(checkout: Checkout) -> None:
+    checkout.make("test")
+    stamp = checkout.folder / ".venv" / ".installed"
+    later = stamp.stat().st_mtime + 10
+    os.utime(checkout.folder / "constraints.txt", (later, later))
+    assert checkout.make("demo")[1][:2] == INSTALL[1:]
+
+
+def test_an_environment_of_somebody_else_is_used_and_kept(checkout: Checkout) -> None:
+    (checkout.folder / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(checkout.python, checkout.folder / ".venv" / "bin" / "python")
+    (checkout.folder / ".venv" / "mine").write_text("")
+    for fail_on in ("torch==", ""):
+        code, calls = checkout.make("test", fail_on=fail_on)
+    assert (code, calls) == (0, [*INSTALL[1:], "-m pytest -n 2 -q"])
+    assert (checkout.folder / ".venv" / "mine").exists()
+
+
+def test_a_failing_test_fails_make(checkout: Checkout) -> None:
+    assert checkout.make("test", fail_on="-m pytest")[0] != 0

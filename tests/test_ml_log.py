@@ -1,0 +1,219 @@
+"""What must hold for metrics and logs, and for the small helpers that fill them."""
+
+import io
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.utils import misc_utils, ml_log
+
+
+def printed(**options: Any) -> tuple[ml_log.PrettyPrintLogger, io.StringIO]:
+    out = io.StringIO()
+    return ml_log.PrettyPrintLogger(console=Console(file=out, width=80, force_terminal=False), **options), out
+
+
+class TestJsonLogger:
+    def test_one_line_per_step_in_the_order_of_the_metrics(self, tmp_path: Path) -> None:
+        logger = ml_log.JsonLogger(tmp_path)
+        logger.log_metrics({"b": 1, "a": 0.5, "path": "p"}, step=3)
+        logger.log_metrics({"c": 2})
+        text = (tmp_path / "metrics.jsonl").read_text()
+        assert text == '{"step": 3, "b": 1, "a": 0.5, "path": "p"}\n{"c": 2}\n'
+
+    def test_nan_is_an_error_that_names_the_metric(self, tmp_path: Path) -> None:
+        with pytest.raises(DataValidationError, match=r"^optim/loss: nan"):
+            ml_log.JsonLogger(tmp_path).log_metrics({"optim/loss": float("nan")}, step=0)
+        assert not (tmp_path / "metrics.jsonl").exists()
+
+    def test_a_metric_cannot_take_the_place_of_the_step(self, tmp_path: Path) -> None:
+        with pytest.raises(DataValidationError, match="'step'"):
+            ml_log.JsonLogger(tmp_path).log_metrics({"step": 1}, step=0)
+
+    def test_the_config_of_the_first_start_stays(self, tmp_path: Path) -> None:
+        logger = ml_log.JsonLogger(tmp_path)
+        logger.log_hparams({"lr": 1})
+        logger.log_hparams({"lr": 2})
+        assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 1}
+
+
+class TestPrettyPrintLogger:
+    def test_a_pipe_gets_one_line_with_the_key_metrics_first(self) -> None:
+        logger, out = printed(key_metrics=("reward", "lr", "absent"))
+        logger.log_metrics({f"x{i}": i for i in range(30)} | {"lr": 0.00012345, "reward": 0.5}, step=7)
+        assert out.getvalue() == "step 7  reward=0.5  lr=0.0001234  (+30 more)\n"
+
+    def test_without_key_metrics_the_first_few_are_shown(self) -> None:
+        logger, out = printed(key_metrics=())
+        logger.log_metrics({f"[x{i}]": i for i in range(8)}, step=None)
+        assert out.getvalue() == "metrics  [x0]=0  [x1]=1  [x2]=2  [x3]=3  [x4]=4  [x5]=5  (+2 more)\n"
+
+    def test_a_table_shows_everything(self) -> None:
+        logger, out = printed(table=True, key_metrics=("z",))
+        logger.log_metrics({"a[b]": 1, "z": 2}, step=1)
+        text = out.getvalue()
+        assert "step 1" in text and text.index("z") < text.index("a[b]")
+
+    def test_the_config_is_one_line(self) -> None:
+        logger, out = printed()
+        logger.log_hparams({"a": {"b": 1}, "c": "x" * 200})
+        assert out.getvalue() == f"config  a.b=1  c={'x' * 200}\n"
+
+
+class FakeWandbRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, Any], int | None]] = []
+        self.finished = False
+        self.config = SimpleNamespace(update=lambda values, allow_val_change: self.logged.append((values, None)))
+
+    def log(self, metrics: dict[str, Any], step: int | None) -> None:
+        self.logged.append((metrics, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class TestWandbLogger:
+    def test_a_missing_package_says_how_to_install_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+        with pytest.raises(ConfigurationError, match=r"wandb_project='p'.*pip install tinker-cookbook-local\[wandb\]"):
+            ml_log.WandbLogger("p")
+
+    def test_a_resumed_run_goes_on_under_the_same_id(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[dict[str, Any]] = []
+        run = FakeWandbRun()
+
+        def init(**options: Any) -> FakeWandbRun:
+            calls.append(options)
+            return run
+
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+        for _ in range(2):
+            logger = ml_log.setup_logging(tmp_path, wandb_project="p", wandb_name="n", config={"lr": 1})
+            logger.log_metrics({"a": 1}, step=2)
+            logger.close()
+        assert calls[0] == calls[1]
+        assert calls[0]["project"] == "p" and calls[0]["name"] == "n" and calls[0]["id"]
+        assert run.logged[:2] == [({"lr": 1}, None), ({"a": 1}, 2)] and run.finished
+
+
+class Failing(ml_log.Logger):
+    closed = False
+
+    def log_metrics(self, metrics: ml_log.Metrics, step: int | None = None) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+        raise OSError("disk")
+
+
+class TestMultiplexLogger:
+    def test_all_are_closed_when_one_fails(self) -> None:
+        children = [Failing(), Failing()]
+        undone: list[bool] = []
+        with pytest.raises(OSError, match="disk"):
+            ml_log.MultiplexLogger(children, on_close=lambda: undone.append(True)).close()
+        assert all(child.closed for child in children) and undone == [True]
+
+
+class TestSetupLogging:
+    def test_logs_are_appended_and_name_the_command(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "argv", ["prog", "lr=1"])
+        root = logging.getLogger()
+        before = root.handlers[:]
+        for i in range(2):
+            logger = ml_log.setup_logging(tmp_path)
+            assert not set(before) & set(root.handlers)
+            logging.getLogger("some.module").info("message %d", i)
+            logger.close()
+            assert root.handlers == before
+        lines = (tmp_path / "logs.log").read_text().splitlines()
+        assert [line.split(": ", 1)[1] for line in lines] == [
+            "command line: ['prog', 'lr=1']",
+            "message 0",
+            "command line: ['prog', 'lr=1']",
+            "message 1",
+        ]
+
+    def test_the_logging_module_can_be_left_alone(self, tmp_path: Path) -> None:
+        before = logging.getLogger().handlers[:]
+        logger = ml_log.setup_logging(tmp_path, do_configure_logging_module=False)
+        assert logging.getLogger().handlers == before
+        logger.close()
+        assert not (tmp_path / "logs.log").exists()
+
+    def test_a_config_that_cannot_be_written_undoes_the_setup(self, tmp_path: Path) -> None:
+        before = logging.getLogger().handlers[:]
+        with pytest.raises(DataValidationError, match=r"^lr: "):
+            ml_log.setup_logging(tmp_path, config={"lr": float("inf")})
+        assert logging.getLogger().handlers == before
+
+
+class TestTimed:
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        ticks: list[float] = []
+        monkeypatch.setattr(time, "perf_counter", lambda: ticks.pop(0))
+        return ticks
+
+    def test_one_span_is_one_number(self, clock: list[float]) -> None:
+        clock += [1.0, 3.0]
+        metrics: dict[str, Any] = {}
+        with misc_utils.timed("step", metrics):
+            pass
+        assert metrics == {"time/step": 2.0}
+
+    def test_repeated_spans_are_summed_up(self, clock: list[float]) -> None:
+        clock += [0.0, 1.0, 0.0, 5.0, 0.0, 3.0]
+        metrics: dict[str, Any] = {}
+        for _ in range(3):
+            with misc_utils.timed("step", metrics):
+                pass
+        assert metrics == {
+            "time/step:total": 9.0,
+            "time/step:count": 3,
+            "time/step:mean": 3.0,
+            "time/step:max": 5.0,
+        }
+
+    def test_a_span_that_raises_is_counted(self, clock: list[float]) -> None:
+        clock += [0.0, 1.0]
+        metrics: dict[str, Any] = {}
+        with pytest.raises(KeyError), misc_utils.timed("step", metrics):
+            raise KeyError
+        assert metrics == {"time/step": 1.0}
+
+
+class TestHelpers:
+    def test_safezip_refuses_unequal_lengths_at_once(self) -> None:
+        assert list(misc_utils.safezip([1, 2], iter("ab"))) == [(1, "a"), (2, "b")]
+        with pytest.raises(ValueError, match=r"\[2, 1\]"):
+            misc_utils.safezip([1, 2], [1])
+
+    def test_dict_mean_is_over_the_dicts_that_have_the_key(self) -> None:
+        assert misc_utils.dict_mean([{"a": 1, "b": 4}, {"a": 3}]) == {"a": 2.0, "b": 4.0}
+        assert misc_utils.dict_mean([]) == {}
+
+    def test_all_same(self) -> None:
+        assert misc_utils.all_same([]) and misc_utils.all_same([1, 1]) and not misc_utils.all_same([1, 1, 2])
+
+    def test_split_list_keeps_order_and_balances(self) -> None:
+        assert misc_utils.split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
+        for count in (0, 3):
+            with pytest.raises(ConfigurationError, match=f"num_splits={count}"):
+                misc_utils.split_list([1, 2], count)
+
+    def test_concat_and_not_none(self) -> None:
+        assert misc_utils.concat_lists([[1], [], [2, 3]]) == [1, 2, 3]
+        assert misc_utils.not_none(0) == 0
+        with pytest.raises(ValueError):
+            misc_utils.not_none(None)

@@ -1,0 +1,366 @@
+"""Supervised data: the shift into datums, the mean, the two reported numbers, file reading, epochs and the LR schedule."""
+
+import json
+import logging
+import math
+import random
+from pathlib import Path
+
+import pytest
+import tinker
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.renderers.synthetic import conversation, make_tokenizer
+from tinker_cookbook.exceptions import (
+    ConfigurationError,
+    DataFormatError,
+    DataValidationError,
+    RendererError,
+)
+from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat, get_renderer
+from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll, datum_from_model_input_weights
+from tinker_cookbook.supervised.data import (
+    FromConversationFileBuilder,
+    SupervisedDatasetFromList,
+    conversation_to_datum,
+    read_conversations,
+)
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
+from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
+
+MODEL = "tests/supervised"
+
+
+@pytest.fixture(autouse=True)
+def registered_tokenizer():
+    register_tokenizer(MODEL, make_tokenizer)
+    yield
+    unregister_tokenizer(MODEL)
+
+
+def instruct() -> Renderer:
+    return get_renderer("qwen3_instruct", make_tokenizer())
+
+
+def config(batch_size: int = 2, max_length: int | None = None, **more: object) -> ChatDatasetBuilderCommonConfig:
+    fields: dict[str, object] = {"renderer_name": "qwen3_instruct", **more}
+    return ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=MODEL,
+        batch_size=batch_size,
+        max_length=max_length,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def test_shift_golden() -> None:
+    model_input = tinker.ModelInput.from_ints([10, 11, 12, 13])
+    datum = datum_from_model_input_weights(model_input, torch.tensor([0.0, 0.0, 1.0, 3.0]))
+    assert datum.model_input.to_ints() == [10, 11, 12]
+    targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
+    assert (targets.dtype, targets.tolist()) == ("int64", [11, 12, 13])
+    assert (weights.dtype, weights.tolist()) == ("float32", [0.0, 1.0, 3.0])
+    mean = datum_from_model_input_weights(model_input, torch.tensor([5.0, 0.0, 1.0, 3.0]), reduction="mean")
+    assert mean.loss_fn_inputs["weights"].tolist() == [0.0, 0.25, 0.75]
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_datum_of_a_conversation(data: st.DataObject) -> None:
+    messages = data.draw(conversation())
+    model_input, weights = instruct().build_supervised_example(messages, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+    tokens = model_input.to_ints()
+    max_length = data.draw(st.integers(2, len(tokens) + 5))
+    if not weights[1:max_length].any():
+        with pytest.raises(DataValidationError, match=f"max_length={max_length}"):
+            conversation_to_datum(messages, instruct(), max_length)
+        return
+    datum = conversation_to_datum(messages, instruct(), max_length)
+    n = min(max_length, len(tokens)) - 1
+    assert datum.model_input.to_ints() == tokens[:n]
+    assert datum.loss_fn_inputs["target_tokens"].tolist() == tokens[1 : n + 1]
+    got = datum.loss_fn_inputs["weights"].to_torch()
+    assert got.sum().item() == pytest.approx(1.0, abs=1e-5)
+    assert bool(((got > 0) == (weights[1 : n + 1] > 0)).all())
+
+
+def image(length: int) -> tinker.types.ImageChunk:
+    return tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=length)
+
+
+def test_media_positions_are_counted_and_never_predicted() -> None:
+    text = tinker.EncodedTextChunk(tokens=[1, 2])
+    chunks: list[tinker.ModelInputChunk] = [text, image(3), text]
+    datum = datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.tensor([0.0] * 5 + [1.0, 1.0]))
+    assert datum.model_input.length == 6
+    assert datum.loss_fn_inputs["target_tokens"].tolist() == [2, 0, 0, 0, 1, 2]
+    assert datum.loss_fn_inputs["weights"].tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    cut = datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.ones(7), max_length=4)
+    assert cut.model_input.to_ints() == [1]
+    with pytest.raises(DataValidationError, match="select positions of a media chunk"):
+        datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.ones(7))
+    with pytest.raises(DataValidationError, match="ends in a image chunk"):
+        datum_from_model_input_weights(tinker.ModelInput(chunks=[text, image(3)]), torch.zeros(5))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weights", "error"),
+    [
+        ([1, 2, 3], [1.0, 1.0], r"weights has shape \(2,\), but model_input has 3 positions"),
+        ([1], [1.0], "1 positions are left"),
+        ([1, 2], [1.0, 0.0], "no trained token is left"),
+    ],
+)
+def test_bad_examples(tokens: list[int], weights: list[float], error: str) -> None:
+    with pytest.raises(DataValidationError, match=error):
+        datum_from_model_input_weights(tinker.ModelInput.from_ints(tokens), torch.tensor(weights), reduction="mean")
+
+
+def test_mean_nll_weighs_tokens_not_datums() -> None:
+    logprobs = [torch.tensor([-1.0, -2.0, -math.inf]), torch.tensor([-4.0])]
+    weights = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0])]
+    assert compute_mean_nll(logprobs, weights) == pytest.approx((1 + 2 + 8) / 4)
+    as_data = [tinker.TensorData.from_torch(t) for t in logprobs], [tinker.TensorData.from_torch(t) for t in weights]
+    assert compute_mean_nll(*as_data) == pytest.approx(2.75)
+    with pytest.raises(DataValidationError, match="datum 0: 3 values, but 1 weights"):
+        compute_mean_nll(logprobs, [weights[1], weights[0]])
+    with pytest.raises(DataValidationError, match="there is no mean"):
+        compute_mean_nll([torch.zeros(2)], [torch.zeros(2)])
+    with pytest.raises(DataValidationError, match="2 arrays of values, but 1 of weights"):
+        compute_mean_nll(logprobs, weights[:1])
+
+
+def test_bits_per_byte_counts_a_split_character_once_and_no_special_token() -> None:
+    tokenizer = make_tokenizer()
+    tokens = tokenizer.encode("x🙂<|im_end|>", add_special_tokens=False)
+    targets = torch.tensor(tokens)
+    logprobs = torch.full((len(tokens),), -math.log(2))
+    # x is left out, the special token does not count: 4 tokens of 1 bit each, 4 bytes.
+    weights = torch.tensor([0.0] + [1.0] * (len(tokens) - 1))
+    assert compute_mean_bpb([logprobs], [weights], [targets], tokenizer) == pytest.approx(1.0)
+    with pytest.raises(DataValidationError, match="no byte of text"):
+        compute_mean_bpb([logprobs], [torch.zeros(len(tokens))], [targets], tokenizer)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def write_lines(path: Path, lines: list[str]) -> str:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def line(question: str, answer: str = "A") -> str:
+    return json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+
+
+@pytest.fixture
+def file_path(tmp_path: Path) -> str:
+    return write_lines(tmp_path / "data.jsonl", [line(f"Q{i}", f"A{i}") for i in range(7)])
+
+
+def shown(batches: list[list[tinker.Datum]]) -> list[str]:
+    return [str(make_tokenizer().decode(datum.model_input.to_ints())) for batch in batches for datum in batch]
+
+
+def test_file_builder_splits_and_loses_nothing(file_path: str) -> None:
+    train, test = FromConversationFileBuilder(common_config=config(), file_path=file_path, test_size=3)()
+    assert test is not None
+    assert (len(train), len(test)) == (2, 2)
+    assert [len(test.get_batch(i)) for i in range(2)] == [2, 1]
+    texts = shown([d.get_batch(i) for d in (train, test) for i in range(2)])
+    assert sorted(texts) == [f"<|im_start|>user\nQ{i}<|im_end|>\n<|im_start|>assistant\nA{i}" for i in range(7)]
+    assert texts != sorted(texts)
+    again = FromConversationFileBuilder(common_config=config(), file_path=file_path, test_size=3)()
+    assert shown([again[0].get_batch(0)]) == texts[:2]
+    in_order, none = FromConversationFileBuilder(common_config=config(), file_path=file_path, shuffle_seed=None)()
+    assert none is None
+    assert shown([in_order.get_batch(i) for i in range(4)]) == sorted(texts)
+
+
+def test_default_selection_and_its_override(tmp_path: Path) -> None:
+    messages = [
+        Message(role="user", content="Q"),
+        Message(role="assistant", content="A"),
+        Message(role="user", content="R"),
+        Message(role="assistant", content="B"),
+    ]
+    path = write_lines(tmp_path / "two.jsonl", [json.dumps({"messages": messages})])
+    counts = {}
+    for chosen in (None, TrainOnWhat.LAST_ASSISTANT_MESSAGE):
+        dataset, _ = FromConversationFileBuilder(common_config=config(train_on_what=chosen), file_path=path)()
+        (datum,) = dataset.get_batch(0)
+        counts[chosen] = sum(w > 0 for w in datum.loss_fn_inputs["weights"].tolist())
+    assert counts == {None: 4, TrainOnWhat.LAST_ASSISTANT_MESSAGE: 2}
+
+
+def test_a_rewritten_history_is_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    turn = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    path = write_lines(tmp_path / "t.jsonl", [json.dumps({"messages": turn * 2}), json.dumps({"messages": turn})])
+    with caplog.at_level(logging.WARNING):
+        FromConversationFileBuilder(common_config=config(), file_path=path)()
+        assert not caplog.records
+        FromConversationFileBuilder(common_config=config(renderer_name="qwen3"), file_path=path)()
+    assert "1 of 2 conversations have several assistant messages" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "a list and not an object"),
+        ('{"text": "x"}', "the key 'messages' is missing (keys: ['text'])"),
+        ('{"messages": [], "tools": []}', "unknown keys ['tools']"),
+        ('{"messages": []}', "at least one message"),
+        ('{"messages": {}}', "must be a list"),
+        ('{"messages": ["x"]}', "messages[0]: a str and not an object"),
+        ('{"messages": [{"role": "user"}]}', "messages[0]: the key 'content' is missing"),
+        ('{"messages": [{"content": "x"}]}', "messages[0]: the key 'role' is missing"),
+        ('{"messages": [{"role": 1, "content": "x"}]}', "'role' must be a string"),
+        ('{"messages": [{"role": "user", "content": null}]}', "'content' must be a string or a list of parts"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}', "content[0] must be"),
+        ('{"messages": [{"role": "user", "content": "x", "weight": 0}]}', "unknown keys ['weight']"),
+        ('{"messages": [{"role": "user", "content": "x", "trainable": 1}]}', "'trainable' must be true or false"),
+        ('{"messages": [{"role": "user", "content": "x", "tool_calls": {}}]}', "'tool_calls' must be a list"),
+        (
+            '{"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}',
+            "tool_calls: function: Field required",
+        ),
+    ],
+)
+def test_malformed_line(tmp_path: Path, bad: str, what: str) -> None:
+    path = write_lines(tmp_path / "bad.jsonl", [line("Q"), "", bad])
+    with pytest.raises(DataFormatError) as caught:
+        read_conversations(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ")
+    assert what in message
+    assert message.endswith('; expected {"messages": [{"role": "user", "content": "..."}, ...]}')
+
+
+def test_other_file_errors(tmp_path: Path, file_path: str) -> None:
+    with pytest.raises(ConfigurationError, match="no such file"):
+        read_conversations(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataFormatError, match="holds no conversation"):
+        read_conversations(write_lines(tmp_path / "empty.jsonl", [""]))
+    (tmp_path / "latin.jsonl").write_bytes(line("Q").encode() + b"\n\xff\n")
+    with pytest.raises(DataFormatError, match=r"latin.jsonl:2: not UTF-8"):
+        read_conversations(str(tmp_path / "latin.jsonl"))
+    with pytest.raises(ConfigurationError, match="test_size=7 leaves nothing to train on"):
+        FromConversationFileBuilder(common_config=config(), file_path=file_path, test_size=7)()
+
+
+def test_line_separators_inside_strings_do_not_split_a_line(tmp_path: Path) -> None:
+    text = "a\u2028b\x85c"
+    raw = json.dumps({"messages": [{"role": "user", "content": text}]}, ensure_ascii=False)
+    (row,) = read_conversations(write_lines(tmp_path / "u.jsonl", [raw]))
+    assert row.messages[0]["content"] == text
+
+
+def test_rendering_errors_name_the_line(tmp_path: Path) -> None:
+    only_user = json.dumps({"messages": [{"role": "user", "content": "Q"}]})
+    path = write_lines(tmp_path / "user.jsonl", [only_user])
+    dataset, _ = FromConversationFileBuilder(common_config=config(), file_path=path)()
+    with pytest.raises(RendererError, match=r"user.jsonl:1: .*selects nothing"):
+        dataset.get_batch(0)
+    long = write_lines(tmp_path / "long.jsonl", [line("Q" * 50)])
+    dataset, _ = FromConversationFileBuilder(common_config=config(max_length=10), file_path=long)()
+    with pytest.raises(DataValidationError, match=r"long.jsonl:1: no trained token is left.*max_length=10"):
+        dataset.get_batch(0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [({"batch_size": 0}, "batch_size=0"), ({"max_length": 1}, "max_length=1")],
+)
+def test_config_is_checked_when_made(fields: dict[str, int], error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        config(**fields)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="test_size=-1"):
+        FromConversationFileBuilder(common_config=config(), file_path="x", test_size=-1)
+
+
+def test_tool_calls_and_thinking_from_a_file_are_rendered(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}], "tool_calls": [call]},
+    ]
+    path = write_lines(tmp_path / "t.jsonl", [json.dumps({"messages": messages})])
+    dataset, _ = FromConversationFileBuilder(common_config=config(renderer_name="qwen3"), file_path=path)()
+    (text,) = shown([dataset.get_batch(0)])
+    written = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert text.endswith("assistant\n" + written)
+
+
+# Epochs and schedule --------------------------------------------------------------------------------------------------
+
+
+def numbers(batch_size: int, n: int = 10) -> SupervisedDatasetFromList[int]:
+    def to_datum(i: int) -> tinker.Datum:
+        return tinker.Datum(model_input=tinker.ModelInput.from_ints([i]), loss_fn_inputs={})
+
+    return SupervisedDatasetFromList(range(n), batch_size, to_datum)
+
+
+def order(dataset: SupervisedDatasetFromList[int]) -> list[int]:
+    return [d.model_input.to_ints()[0] for i in range(len(dataset)) for d in dataset.get_batch(i)]
+
+
+def test_epochs_shuffle_by_seed_alone() -> None:
+    dataset = numbers(batch_size=3)
+    assert len(dataset) == 4
+    assert order(dataset) == list(range(10))
+    state = random.getstate()
+    dataset.set_epoch(1)
+    first = order(dataset)
+    dataset.set_epoch(2)
+    assert order(dataset) not in (first, list(range(10)))
+    assert sorted(order(dataset)) == list(range(10))
+    dataset.set_epoch(1)
+    assert order(dataset) == first
+    other = numbers(batch_size=3)
+    other.set_epoch(1)
+    assert order(other) == first
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_batch_outside_the_epoch(index: int) -> None:
+    with pytest.raises(IndexError, match="of a dataset with 4 batches"):
+        numbers(batch_size=3).get_batch(index)
+
+
+def test_empty_dataset_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="rows is empty"):
+        numbers(batch_size=3, n=0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", [1.0, 0.75, 0.5, 0.0]),
+        ("cosine", [1.0, 0.5 + 0.25 * math.sqrt(2), 0.5, 0.0]),
+        ("constant", [1.0] * 4),
+    ],
+)
+def test_lr_schedule_golden(schedule, expected: list[float]) -> None:
+    got = [compute_schedule_lr_multiplier(schedule, step, total_steps=4) for step in (0, 1, 2, 4)]
+    assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "total", "error"),
+    [
+        ("linear", 0, 0, "total_steps=0"),
+        ("linear", 0, -1, "total_steps=-1"),
+        ("linear", 5, 4, "step=5"),
+        ("linear", -1, 4, "step=-1"),
+        ("step", 0, 4, "lr_schedule='step'"),
+    ],
+)
+def test_lr_schedule_errors(schedule, step: int, total: int, error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        compute_schedule_lr_multiplier(schedule, step, total)

@@ -1,0 +1,83 @@
+"""Which engine a run uses, decided in one place and never silently: the local engine or the hosted Tinker service.
+
+`backend` of the config decides; where it is None, TINKER_BACKEND (local | api | tinker); else a set TINKER_LOCAL_BACKEND
+means local; else local. This is the only module that imports `tinker_local_backend`, and it does so when it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import Literal, cast
+
+from tinker_cookbook.clients import ServiceClient
+from tinker_cookbook.exceptions import ConfigurationError
+
+Backend = Literal["local", "tinker"]
+
+_ALIASES: dict[str, Backend] = {"local": "local", "tinker": "tinker", "api": "tinker"}
+_local_clients: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+
+
+def resolve_backend(backend: str | None = None) -> Backend:
+    """The backend that this name, or the environment, asks for. Raises ConfigurationError for an unknown name."""
+    source, name = "backend", backend
+    if name is None:
+        source, name = "TINKER_BACKEND", os.environ.get("TINKER_BACKEND")
+    if name is None:
+        name = "local"
+    if name not in _ALIASES:
+        raise ConfigurationError(f"{source}={name!r} is unknown; use local, or tinker (the hosted service; also api)")
+    return _ALIASES[name]
+
+
+def check_backend(backend: str | None, model_name: str, base_url: str | None = None) -> Backend:
+    """Everything about engine and model that can be wrong without loading anything.
+
+    Raises:
+        ConfigurationError: unknown backend, hosted without a key, a base_url with the local engine, no such model.
+    """
+    resolved = resolve_backend(backend)
+    if resolved == "tinker":
+        if not os.environ.get("TINKER_API_KEY"):
+            raise ConfigurationError(
+                "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
+                "or use backend=local"
+            )
+        if Path(model_name).is_dir():
+            raise ConfigurationError(
+                f"model_name={model_name!r} is a local directory; the hosted service takes the names it serves, "
+                "such as Qwen/Qwen3-4B-Instruct-2507"
+            )
+        return resolved
+    if base_url is not None:
+        raise ConfigurationError(
+            f"base_url={base_url!r} is for servers that speak the Tinker protocol; set backend=tinker with it, or drop it"
+        )
+    from tinker_local_backend import ModelLoadError
+    from tinker_local_backend.engine.base_model import check_model_name
+
+    try:
+        check_model_name(model_name)
+    except ModelLoadError as error:
+        raise ConfigurationError(f"model_name: {error}") from error
+    return resolved
+
+
+def create_service_client(backend: str | None = None, base_url: str | None = None) -> ServiceClient:
+    """A service client of the chosen engine.
+
+    The local one is shared within the process while anyone holds it, so that a policy, a judge and a teacher on the same
+    base model share its weights.
+    """
+    if resolve_backend(backend) == "tinker":
+        import tinker
+
+        return cast(ServiceClient, tinker.ServiceClient(base_url=base_url))
+    import tinker_local_backend
+
+    client = _local_clients.get("local")
+    if client is None:
+        client = _local_clients["local"] = tinker_local_backend.ServiceClient()
+    return cast(ServiceClient, client)

@@ -1,0 +1,262 @@
+"""What every `python -m recipes.NAME key=value` shares: parsing, errors without tracebacks, and the run's folder.
+
+`run_recipe` is the entrypoint. Mistakes in keys and values, and errors that the library raises on purpose, are printed
+as one line; a traceback means a bug (or TINKER_COOKBOOK_TRACEBACK=1).
+"""
+
+import asyncio
+import inspect
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn, get_args
+
+import chz
+from chz.blueprint import (
+    Blueprint,
+    ConstructionException,
+    EntrypointHelpException,
+    ExtraneousBlueprintArg,
+    InvalidBlueprintArg,
+    MissingBlueprintArg,
+)
+
+from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCookbookError
+from tinker_cookbook.runs.bootstrap import last_log_path
+
+LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
+
+TRACEBACK_ENV = "TINKER_COOKBOOK_TRACEBACK"
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_BEHAVIOR_KEY = "behavior_if_log_dir_exists"
+_RUN_FILES = ("run_metadata.json", "metrics.jsonl", "logs.log", "config.json")
+
+
+def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> None:
+    """Decide what happens to a run's folder that is there already. An absent or empty folder is always fine.
+
+    Args:
+        log_dir: the folder.
+        behavior_if_exists: "resume" keeps it, "delete" removes it, "raise" refuses, "ask" asks on the terminal.
+
+    Raises:
+        ConfigurationError: the folder may not be used ("raise"; "ask" without a terminal), `log_dir` is a file, or
+            "delete" was asked for a folder that does not look like a run.
+        SystemExit: the answer to "ask" was to leave.
+    """
+    if behavior_if_exists not in get_args(LogdirBehavior):
+        raise ConfigurationError(f"{_BEHAVIOR_KEY}={behavior_if_exists!r}: must be delete, resume, ask or raise")
+    path = Path(log_dir).expanduser()
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise ConfigurationError(f"log_path={str(path)!r}: is a file; give a folder")
+    if not any(path.iterdir()):
+        return
+    if behavior_if_exists == "ask":
+        behavior_if_exists = _ask(path)
+    if behavior_if_exists == "delete":
+        _delete_run(path)
+    elif behavior_if_exists == "raise":
+        raise ConfigurationError(
+            f"log_path={str(path)!r}: exists already. Give another log_path, or set {_BEHAVIOR_KEY}=resume to go on "
+            f"where it stopped, or {_BEHAVIOR_KEY}=delete to start over"
+        )
+
+
+def default_log_path(recipe_name: str, run_name: str) -> str:
+    """`<tmp>/tinker-examples/<recipe>/<run name>`. Slashes in a name (as in model names) become dashes."""
+    parts = [name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)]
+    return str(Path(tempfile.gettempdir(), "tinker-examples", *parts))
+
+
+def model_name_from_argv(argv: Sequence[str], default: str) -> str:
+    """The model that the command line asks for, read before the config is built.
+
+    For recipes whose other defaults (renderer, tokenizer) depend on it. The last `model_name=` counts, as in chz.
+    """
+    values = [value for key, _, value in (arg.lstrip("-").partition("=") for arg in argv) if key == "model_name"]
+    return values[-1] if values else default
+
+
+def run_recipe(
+    config_cls: type,
+    main: Callable[[Any], Any],
+    argv: Sequence[str] | None = None,
+    prog: str | None = None,
+) -> Any:
+    """Build the config from `key=value` arguments and call `main(config)`; a coroutine is run to its end.
+
+    Exit codes: 2 for a mistake in the command line, the config or the data; 1 for other errors that the library raises
+    on purpose; 130 after Ctrl-C, with a message that says how to resume. Other exceptions pass through. With the
+    environment variable TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
+
+    Args:
+        config_cls: the chz class of the config.
+        main: function or coroutine function of the config.
+        argv: arguments; None for those of the process.
+        prog: the command, for messages; None for `python -m` and the module of `main`.
+
+    Returns:
+        What `main` returns.
+
+    Raises:
+        SystemExit: with one of the codes above, or 0 after `--help`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    prog = prog if prog is not None else f"python -m {_module_name(main)}"
+    config = _parse(config_cls, arguments, prog, _module_doc(main))
+    try:
+        result = main(config)
+        if inspect.iscoroutine(result):
+            # On Ctrl-C asyncio.run cancels the main task, waits until it has cleaned up, then raises KeyboardInterrupt.
+            return asyncio.run(result)
+        return result
+    except KeyboardInterrupt as error:
+        _fail(_interrupted_message(config_cls, arguments, prog), EXIT_INTERRUPTED, error, prefix="")
+    except Exception as error:
+        known = _known_errors(error)
+        if not known:
+            raise
+        is_usage = all(isinstance(leaf, ConfigurationError | DataError) for leaf in known)
+        _fail("\nerror: ".join(str(leaf) for leaf in known), EXIT_USAGE if is_usage else EXIT_FAILED, error)
+
+
+def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
+    if "-h" in arguments:
+        arguments = ["--help" if argument == "-h" else argument for argument in arguments]
+    try:
+        blueprint = Blueprint(config_cls)
+        try:
+            blueprint.apply_from_argv(arguments, allow_hyphens=True)
+        except ValueError as error:
+            # chz says "Invalid argument 'x'. Specify arguments in the form key=value".
+            _fail(f"{error}\n{_usage(prog)}", EXIT_USAGE, error)
+        return blueprint.make()
+    except EntrypointHelpException as help_text:
+        print(f"{_usage(prog)}\n")
+        if doc:
+            print(f"{doc}\n")
+        print(str(help_text).rstrip("\n"))
+        raise SystemExit(0) from None
+    except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
+        _fail(f"{str(error).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
+    except (ValueError, TypeError) as error:
+        _fail(_validator_message(error, arguments), EXIT_USAGE, error)
+
+
+def _usage(prog: str) -> str:
+    return f"usage: {prog} key=value ...    (--help lists the keys)"
+
+
+def _validator_message(error: Exception, arguments: list[str]) -> str:
+    """`<field>: <what is wrong>`, without the prefix X_ under which chz stores fields."""
+    message = str(error)
+    if expected := re.match(r"Expected X_(\w+) to (.*)", message, re.DOTALL):
+        return f"{_full_key(expected[1], arguments)}: must {expected[2]}"
+    # In other messages only the names of fields are cleaned: a value may well begin with X_ too.
+    mentioned = [name for name in _field_names(error.__traceback__) if re.search(rf"\bX_{name}\b", message)]
+    for name in mentioned:
+        message = re.sub(rf"\bX_{name}\b", name, message)
+    if not mentioned:
+        return message
+    return f"{_full_key(mentioned[0], arguments)}: {message.removeprefix(mentioned[0] + ' ')}"
+
+
+def _full_key(field: str, arguments: list[str]) -> str:
+    # chz tells the field and not where in the tree it is; the value at fault nearly always comes from the command line.
+    keys = {argument.lstrip("-").partition("=")[0] for argument in arguments}
+    candidates = [key for key in keys if key.rsplit(".", 1)[-1] == field]
+    return candidates[0] if len(candidates) == 1 else field
+
+
+def _field_names(trace: TracebackType | None) -> list[str]:
+    """Fields of the innermost chz object that was being built when the error arose."""
+    names: list[str] = []
+    for frame, _ in traceback.walk_tb(trace):
+        owner = frame.f_locals.get("self")
+        if owner is not None and chz.is_chz(owner):
+            names = list(chz.chz_fields(owner))
+    return names
+
+
+def _known_errors(error: BaseException) -> list[TinkerCookbookError]:
+    """The library's own errors in an exception or exception group; none if anything else is among them."""
+    if isinstance(error, TinkerCookbookError):
+        return [error]
+    if not isinstance(error, BaseExceptionGroup):
+        return []
+    leaves = [_known_errors(part) for part in error.exceptions]
+    return [leaf for part in leaves for leaf in part] if all(leaves) else []
+
+
+def _interrupted_message(config_cls: type, arguments: list[str], prog: str) -> str:
+    log_path = last_log_path()
+    if log_path is None:
+        return "interrupted before the run's folder was opened; there is nothing to resume"
+    fields = chz.chz_fields(config_cls) if chz.is_chz(config_cls) else {}
+    resume = {"log_path": str(log_path), _BEHAVIOR_KEY: "resume"}
+    kept = [argument for argument in arguments if argument.lstrip("-").partition("=")[0] not in resume]
+    added = [f"{key}={value}" for key, value in resume.items() if key in fields]
+    return (
+        f"interrupted. The files in {log_path} are whole; work since the last checkpoint is lost. To resume:\n"
+        f"  {prog} {shlex.join([*kept, *added])}"
+    )
+
+
+def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:
+    if os.environ.get(TRACEBACK_ENV, "") not in ("", "0"):
+        traceback.print_exception(error)
+    print(f"{prefix}{message}", file=sys.stderr)
+    raise SystemExit(code) from None
+
+
+def _module_name(main: Callable[..., Any]) -> str:
+    module = sys.modules.get(main.__module__)
+    spec = getattr(module, "__spec__", None)
+    return spec.name if spec is not None else main.__module__
+
+
+def _module_doc(main: Callable[..., Any]) -> str:
+    return inspect.cleandoc(getattr(sys.modules.get(main.__module__), "__doc__", None) or "")
+
+
+def _ask(path: Path) -> LogdirBehavior:
+    if not sys.stdin.isatty():
+        raise ConfigurationError(
+            f"log_path={str(path)!r}: exists already, and there is no terminal to ask on. Set {_BEHAVIOR_KEY}=resume, "
+            "delete or raise, or give another log_path"
+        )
+    while True:
+        try:
+            answer = input(f"{path} exists already: [d]elete, [r]esume or e[x]it? ").strip().lower()
+        except EOFError:
+            answer = "x"
+        if answer in ("d", "delete"):
+            return "delete"
+        if answer in ("r", "resume"):
+            return "resume"
+        if answer in ("x", "exit"):
+            raise SystemExit(EXIT_FAILED)
+
+
+def _delete_run(path: Path) -> None:
+    # A model folder has a config.json too, and must not be lost to a mistaken log_path.
+    is_run = any((path / name).exists() for name in _RUN_FILES) and not any(path.glob("*.safetensors"))
+    if not is_run or path.is_symlink() or Path.cwd().is_relative_to(path.resolve()):
+        raise ConfigurationError(
+            f"log_path={str(path)!r}: will not be deleted, because it does not look like the folder of a run (a folder "
+            f"of its own with one of {', '.join(_RUN_FILES)}). Remove it by hand or give another log_path"
+        )
+    shutil.rmtree(path)

@@ -1,0 +1,64 @@
+"""What the loops need of an engine: the narrow part of the SDK's clients that both backends, and a fake, can offer.
+
+Every method returns an awaitable at once, so that forward_backward and optim_step can be submitted back to back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Any, Protocol
+
+import tinker
+from tinker.types import OptimStepResponse, SampleResponse, SaveWeightsForSamplerResponse, SaveWeightsResponse
+
+
+class SamplingClient(Protocol):
+    """A frozen snapshot that can be sampled from and asked for logprobs."""
+
+    def sample(
+        self, prompt: tinker.ModelInput, num_samples: int, sampling_params: tinker.SamplingParams
+    ) -> Awaitable[SampleResponse]: ...
+
+    def compute_logprobs(self, prompt: tinker.ModelInput) -> Awaitable[list[float | None]]: ...
+
+    def get_tokenizer(self) -> Any: ...
+
+
+class TrainingClient(Protocol):
+    """A LoRA adapter being trained. Calls run in the order in which they are made."""
+
+    def forward(
+        self, data: list[tinker.Datum], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
+
+    def forward_backward(
+        self, data: list[tinker.Datum], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
+
+    def optim_step(self, optim_params: tinker.AdamParams) -> Awaitable[OptimStepResponse]: ...
+
+    def save_state(self, name: str, ttl_seconds: int | None = None) -> Awaitable[SaveWeightsResponse]: ...
+
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None
+    ) -> Awaitable[SaveWeightsForSamplerResponse]: ...
+
+    def save_weights_and_get_sampling_client(self) -> Awaitable[SamplingClient]: ...
+
+    def get_tokenizer(self) -> Any: ...
+
+
+class ServiceClient(Protocol):
+    """Makes the other two."""
+
+    def create_lora_training_client(
+        self, base_model: str, rank: int = 32, seed: int | None = None
+    ) -> Awaitable[TrainingClient]: ...
+
+    def create_training_client_from_state(self, path: str) -> Awaitable[TrainingClient]: ...
+
+    def create_training_client_from_state_with_optimizer(self, path: str) -> Awaitable[TrainingClient]: ...
+
+    def create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> Awaitable[SamplingClient]: ...

@@ -1,0 +1,131 @@
+"""Policies as functions: tokens to tokens (TokenCompleter), or messages to a message (MessageCompleter)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Self
+
+import tinker
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.renderers import Message, Renderer
+
+StopCondition = list[str] | list[int]
+
+
+@dataclass
+class TokensWithLogprobs:
+    """A completion. With a stop token that the model emitted, that token and its logprob are the last ones."""
+
+    tokens: list[int]
+    maybe_logprobs: list[float] | None
+    stop_reason: tinker.StopReason = "stop"
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Raises ValueError when the completer gave none."""
+        if self.maybe_logprobs is None:
+            raise ValueError("this completion has no logprobs: its completer does not report them")
+        return self.maybe_logprobs
+
+
+class TokenCompleter(ABC):
+    """A policy over token ids."""
+
+    @abstractmethod
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs: ...
+
+    def fork(self, *key: int | str) -> Self:
+        """The completer for one rollout. A seeded one returns a copy with a seed of its own; others return themselves."""
+        return self
+
+
+class MessageCompleter(ABC):
+    """A policy over chat messages."""
+
+    @abstractmethod
+    async def __call__(self, messages: list[Message]) -> Message: ...
+
+
+def derive_seed(*key: int | str) -> int:
+    """A seed in [0, 2**31) from any key: equal keys give equal seeds on every machine, different ones are unrelated."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+@dataclass
+class TinkerTokenCompleter(TokenCompleter):
+    """A TokenCompleter over a sampling client.
+
+    Args:
+        max_tokens: longest completion; a call may ask for less.
+        context_window: when given, completions are cut so that prompt + completion fits, and a prompt that leaves no room
+            raises ConfigurationError.
+        seed: None samples afresh each time; otherwise call i of this completer always draws from the same seed.
+    """
+
+    sampling_client: SamplingClient
+    max_tokens: int
+    temperature: float = 1.0
+    context_window: int | None = None
+    seed: int | None = None
+    _calls: int = field(default=0, init=False, repr=False)
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        limit = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
+        if self.context_window is not None:
+            limit = min(limit, self.context_window - model_input.length)
+            if limit < 1:
+                raise ConfigurationError(
+                    f"a prompt of {model_input.length} tokens leaves no room in context_window={self.context_window}"
+                )
+        seed = None
+        if self.seed is not None:
+            seed = derive_seed(self.seed, self._calls)
+            self._calls += 1
+        params = tinker.SamplingParams(max_tokens=limit, temperature=self.temperature, stop=stop, seed=seed)
+        response = await self.sampling_client.sample(model_input, 1, params)
+        sequence = response.sequences[0]
+        logprobs = sequence.logprobs
+        if logprobs is None or len(logprobs) != len(sequence.tokens):
+            raise DataValidationError(
+                f"the sampler returned {len(sequence.tokens)} tokens and "
+                f"{'no' if logprobs is None else len(logprobs)} logprobs; each token needs one"
+            )
+        return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason)
+
+    def fork(self, *key: int | str) -> Self:
+        if self.seed is None:
+            return self
+        return dataclasses.replace(self, seed=derive_seed(self.seed, *key))
+
+
+class TinkerMessageCompleter(MessageCompleter):
+    """A MessageCompleter over a sampling client and a renderer. The reply keeps tool calls as the renderer parsed them."""
+
+    def __init__(
+        self,
+        sampling_client: SamplingClient,
+        renderer: Renderer,
+        max_tokens: int,
+        stop_condition: StopCondition | None = None,
+        temperature: float = 1.0,
+    ):
+        self._tokens = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
+        self._renderer = renderer
+        self._stop = stop_condition if stop_condition is not None else renderer.get_stop_sequences()
+
+    async def __call__(self, messages: list[Message]) -> Message:
+        completion = await self._tokens(self._renderer.build_generation_prompt(messages), self._stop)
+        message, _ = self._renderer.parse_response(completion.tokens)
+        return message
+
+

@@ -1,0 +1,59 @@
+"""Judges from a configuration: `mock`, `confidence`, `scripted:NAME`, or `lm`, a frozen model."""
+
+from __future__ import annotations
+
+import chz
+
+from tinker_cookbook import backends
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.debate.judges import SCRIPTS, ConfidenceJudge, Judge, LMJudge, MockJudge, ScriptedJudge
+from tinker_cookbook.debate.prompts import JUDGE_SYSTEM
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+JUDGE_NAMES = "mock, confidence, lm, " + ", ".join(f"scripted:{name}" for name in SCRIPTS)
+
+
+@chz.chz(typecheck=True)
+class JudgeConfig:
+    """Which judge, and for `lm` which model. That model is frozen: the base model or a checkpoint, never the live policy."""
+
+    name: str = chz.field(default="lm", doc=JUDGE_NAMES)
+    model_name: str = chz.field(doc="base model of an lm judge")
+    model_path: str | None = chz.field(default=None, doc="tinker:// path of an lm judge's weights; None: the base model")
+    renderer_name: str = chz.field(doc="renderer of the judge's model")
+    backend: str | None = chz.field(default=None, doc="where an lm judge runs")
+    base_url: str | None = chz.field(default=None, doc="server of an lm judge")
+    system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm judge is told")
+    max_tokens: int = chz.field(default=96, doc="longest verdict", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=0.3, doc="of an lm judge; 0 is greedy", validator=chz.validators.ge(0))
+    max_retries: int = chz.field(default=1, doc="how often an unreadable verdict is asked for again")
+    seed: int = chz.field(default=0, doc="seed of mock and lm judges")
+
+
+def check_judge(name: str) -> None:
+    """Raise ConfigurationError for a name that is none of JUDGE_NAMES."""
+    kind, _, script = name.partition(":")
+    if name in ("mock", "confidence", "lm") or (kind == "scripted" and script in SCRIPTS):
+        return
+    raise ConfigurationError(f"judge={name!r} is unknown; use {JUDGE_NAMES}")
+
+
+async def make_judge(config: JudgeConfig) -> Judge:
+    """The judge that the config asks for. An lm judge is one frozen snapshot, made here."""
+    check_judge(config.name)
+    if config.name == "mock":
+        return MockJudge(config.seed)
+    if config.name == "confidence":
+        return ConfidenceJudge()
+    if config.name.startswith("scripted:"):
+        return ScriptedJudge(SCRIPTS[config.name.partition(":")[2]])
+    service = backends.create_service_client(config.backend, config.base_url)
+    if config.model_path is not None:
+        client = await service.create_sampling_client(model_path=config.model_path)
+    else:
+        client = await service.create_sampling_client(base_model=config.model_name)
+    renderer = get_renderer(config.renderer_name, get_tokenizer(config.model_name), model_name=config.model_name)
+    completer = TinkerTokenCompleter(client, config.max_tokens, config.temperature, seed=config.seed)
+    return LMJudge(completer, renderer, config.system_prompt, config.max_retries)

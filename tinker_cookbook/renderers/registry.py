@@ -1,0 +1,71 @@
+"""Renderers by name: a table of our own, and the ones that a user registers."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers.base import Renderer
+from tinker_cookbook.renderers.qwen3 import Qwen3DisableThinkingRenderer, Qwen3InstructRenderer, Qwen3Renderer
+from tinker_cookbook.renderers.role_colon import RoleColonRenderer
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+RendererFactory: TypeAlias = Callable[[Tokenizer, object | None], Renderer]
+"""factory(tokenizer, image_processor); the image processor is None for text-only use."""
+
+_BUILT_IN: dict[str, Callable[[Tokenizer], Renderer]] = {
+    "role_colon": RoleColonRenderer,
+    "qwen3": Qwen3Renderer,
+    "qwen3_disable_thinking": Qwen3DisableThinkingRenderer,
+    "qwen3_instruct": Qwen3InstructRenderer,
+}
+_registered: dict[str, RendererFactory] = {}
+
+
+def get_renderer(
+    name: str, tokenizer: Tokenizer, image_processor: object | None = None, model_name: str | None = None
+) -> Renderer:
+    """The renderer called `name`. `model_name` (else the tokenizer's own) lets it be pickled by name.
+
+    Raises ConfigurationError for an unknown name, listing the known ones.
+    """
+    if name in _registered:
+        renderer = _registered[name](tokenizer, image_processor)
+    elif name not in _BUILT_IN:
+        raise ConfigurationError(f"renderer_name={name!r} is unknown; known names: {', '.join(known_renderer_names())}")
+    elif image_processor is not None:
+        raise ConfigurationError(f"renderer_name={name!r} reads text only; leave image_processor out")
+    else:
+        renderer = _BUILT_IN[name](tokenizer)
+    renderer._renderer_name = name
+    renderer._model_name = model_name or tokenizer.name_or_path or None
+    renderer._has_image_processor = image_processor is not None
+    return renderer
+
+
+def register_renderer(name: str, factory: RendererFactory) -> None:
+    """Make `get_renderer(name, ...)` call `factory`. A second registration replaces the first.
+
+    Raises ConfigurationError for an empty name, or the name of a renderer of ours.
+    """
+    if not name or name in _BUILT_IN:
+        raise ConfigurationError(f"register_renderer: name={name!r} is {'taken' if name else 'empty'}; choose another")
+    _registered[name] = factory
+
+
+def unregister_renderer(name: str) -> bool:
+    """Forget a registered renderer; False when there was none of that name."""
+    return _registered.pop(name, None) is not None
+
+
+def is_renderer_registered(name: str) -> bool:
+    """Whether register_renderer gave this name; False for the renderers of ours."""
+    return name in _registered
+
+
+def get_registered_renderer_names() -> list[str]:
+    return sorted(_registered)
+
+
+def known_renderer_names() -> list[str]:
+    """Every name that get_renderer takes."""
+    return [*_BUILT_IN, *get_registered_renderer_names()]

@@ -1,0 +1,66 @@
+"""The plain format for base models: `User: ...`, `Assistant: ...`, a blank line between.
+
+    User: What is 1+1?
+
+    Assistant: 2
+
+    User:
+
+A response ends where the model begins the next user message. There are no special tokens, tools or thinking.
+"""
+
+from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, Renderer, text_chunk
+from tinker_cookbook.renderers.content import ensure_text
+from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.renderers.types import Message, ParseTermination
+
+_STOP = "\n\nUser:"
+_LABELS = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
+
+
+class RoleColonRenderer(Renderer):
+    @property
+    def has_extension_property(self) -> bool:
+        return True
+
+    @property
+    def _bos_tokens(self) -> list[int]:
+        bos = self.tokenizer.bos_token_id
+        return [bos] if isinstance(bos, int) else []
+
+    def get_stop_sequences(self) -> list[str]:
+        return [_STOP]
+
+    def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
+        role = message["role"]
+        if role not in _LABELS:
+            raise RendererError(f"role_colon cannot write role {role!r}; it writes {', '.join(_LABELS)}")
+        if message.get("tool_calls") or message.get("unparsed_tool_calls"):
+            raise RendererError("role_colon has no tool calls; use a renderer that has them, such as qwen3")
+        text = ensure_text(message["content"])
+        if role == "assistant" and _STOP in text:
+            raise RendererError(f"an assistant message holds role_colon's stop sequence {_STOP!r}; remove it there")
+        return RenderedMessage(
+            header=text_chunk(encode_text(self.tokenizer, _LABELS[role])),
+            output=[chunk] if (chunk := text_chunk(encode_text(self.tokenizer, f" {text}\n\n"))) else [],
+            stop_overlap=text_chunk(encode_text(self.tokenizer, "User:")) if role == "assistant" else None,
+        )
+
+    def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
+        """STOP_SEQUENCE when the last token completes the stop, EOS after the end-of-text token, else MALFORMED.
+
+        The text keeps its white space, except for the one space that follows `Assistant:`.
+        """
+        tokens = self._normalize_response_tokens(response)
+        eos = self.tokenizer.eos_token_id
+        ended = bool(tokens) and tokens[-1] == eos
+        text, stop, _ = decode_tokens(self.tokenizer, tokens[:-1] if ended else tokens).partition(_STOP)
+        if not stop:
+            termination = ParseTermination.EOS if ended else ParseTermination.MALFORMED
+        elif _STOP in decode_tokens(self.tokenizer, tokens[:-1]):
+            # The model was not stopped at its stop sequence: this is no response to a prompt of ours.
+            termination = ParseTermination.MALFORMED
+        else:
+            termination = ParseTermination.STOP_SEQUENCE
+        return Message(role="assistant", content=text.removeprefix(" ")), termination

@@ -1,0 +1,147 @@
+"""The vocabulary of chat: messages, their parts, tool calls, and the two enums that callers of a renderer meet.
+
+Plain data only. How messages become tokens is in base.py and the family files; how content is read is in content.py.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, NotRequired, TypeAlias, TypedDict
+
+from pydantic import BaseModel, ConfigDict
+
+Role: TypeAlias = str
+"""One of system, user, assistant, tool; a renderer raises RendererError for a role that it cannot write."""
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingPart(TypedDict):
+    """Reasoning, without the tags that delimit it in the model's own format."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ImagePart(TypedDict):
+    type: Literal["image"]
+    image: str
+    """A URL, a file path or a data URI."""
+
+
+class AudioPart(TypedDict):
+    type: Literal["audio"]
+    audio: str
+    """A URL, a file path or a data URI."""
+
+
+ContentPart: TypeAlias = TextPart | ThinkingPart | ImagePart | AudioPart
+Content: TypeAlias = str | list[ContentPart]
+
+
+class ToolCall(BaseModel):
+    """A call that the model asks for. `arguments` stays the JSON text that the model wrote, so that it renders back."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    class FunctionBody(BaseModel):
+        model_config = ConfigDict(frozen=True, extra="forbid")
+
+        name: str
+        arguments: str
+
+    type: Literal["function"] = "function"
+    id: str | None = None
+    function: FunctionBody
+
+
+class UnparsedToolCall(BaseModel):
+    """A tool call block that could not be read: its text as written, tags included, and what is wrong with it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    raw_text: str
+    error: str
+
+
+class ToolSpec(TypedDict):
+    """A tool as declared to the model; `parameters` is a JSON schema."""
+
+    name: str
+    description: str
+    parameters: dict[str, object]
+
+
+class Message(TypedDict):
+    role: Role
+    content: Content
+    tool_calls: NotRequired[list[ToolCall]]
+    unparsed_tool_calls: NotRequired[list[UnparsedToolCall]]
+    trainable: NotRequired[bool]
+    """Required on every message with TrainOnWhat.CUSTOMIZED, forbidden otherwise."""
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+class TrainOnWhat(StrEnum):
+    """Which tokens of a conversation carry weight in a supervised example."""
+
+    LAST_ASSISTANT_MESSAGE = "last_assistant_message"
+    """The assistant message that ends the conversation."""
+    LAST_ASSISTANT_TURN = "last_assistant_turn"
+    """Every assistant message after the last user message: a turn with tool calls has several."""
+    ALL_ASSISTANT_MESSAGES = "all_assistant_messages"
+    ALL_MESSAGES = "all_messages"
+    ALL_TOKENS = "all_tokens"
+    ALL_USER_AND_SYSTEM_MESSAGES = "all_user_and_system_messages"
+    CUSTOMIZED = "customized"
+    """Each message says so itself, by its key `trainable`."""
+
+
+class ParseTermination(StrEnum):
+    """How a sampled response ended. Every member is truthy: ask `.is_clean`, never `if termination`."""
+
+    STOP_SEQUENCE = "stop_sequence"
+    EOS = "eos"
+    MALFORMED = "malformed"
+
+    @property
+    def is_clean(self) -> bool:
+        """The model ended the message itself, by the stop sequence or by its end-of-text token."""
+        return self is not ParseTermination.MALFORMED
+
+    @property
+    def is_stop_sequence(self) -> bool:
+        return self is ParseTermination.STOP_SEQUENCE
+
+
+class ParseFailure(StrEnum):
+    """Why a response is not a usable message."""
+
+    STRUCTURAL = "structural"
+    """It did not end cleanly (cut off): asking again with the same budget would not help."""
+    CONTENT = "content"
+    """It ended cleanly, but holds a tool call that cannot be read: a corrective message may help."""
+
+
+@dataclass(frozen=True)
+class StreamingMessageHeader:
+    """First item of a stream: who speaks."""
+
+    role: Role
+
+
+@dataclass(frozen=True)
+class StreamingTextDelta:
+    text: str
+
+
+@dataclass(frozen=True)
+class StreamingThinkingDelta:
+    thinking: str
+
+
+MessageDelta: TypeAlias = StreamingMessageHeader | StreamingTextDelta | StreamingThinkingDelta | Message
+"""A stream is one header, then deltas, then the whole Message as parse_response would return it."""

@@ -1,0 +1,104 @@
+"""Metrics of rollouts, and an evaluator that rolls a policy out on a fixed dataset."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.rl.rollouts import do_batch_rollout
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
+
+
+def compute_trajectory_metrics(
+    trajectory_groups_P: Sequence[TrajectoryGroup], tags_P: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Metrics over all groups under env/all/, and over each tag that selects only some of them under env/<tag>/."""
+    metrics = {f"env/all/{key}": value for key, value in _group_metrics(trajectory_groups_P).items()}
+    for tag in sorted({tag for tags in tags_P for tag in tags}):
+        selected = [group for group, tags in zip(trajectory_groups_P, tags_P, strict=True) if tag in tags]
+        if len(selected) < len(trajectory_groups_P):
+            metrics |= {f"env/{tag}/{key}": value for key, value in _group_metrics(selected).items()}
+    return metrics
+
+
+def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
+    transitions = [transition for trajectory in trajectories for transition in trajectory.transitions]
+    if not trajectories:
+        return {}
+    ac_tokens = sum(len(transition.ac.tokens) for transition in transitions)
+    ob_tokens = sum(transition.ob.length for transition in transitions)
+    rewards = [reward for group in groups for reward in group.get_total_rewards()]
+    metrics: dict[str, float] = {
+        "ac_tokens_per_turn": ac_tokens / len(transitions),
+        "ob_tokens_per_turn": ob_tokens / len(transitions),
+        "turns_per_episode": len(transitions) / len(trajectories),
+        "total_episodes": len(trajectories),
+        "total_turns": len(transitions),
+        "total_ac_tokens": ac_tokens,
+        "total_ob_tokens": ob_tokens,
+        "reward/total": sum(rewards) / len(rewards),
+        "trained_fraction": sum(sum(group.is_trained()) for group in groups) / len(trajectories),
+        **_fractions_by_group(groups),
+    }
+    # A metric is averaged over those who report it: won_if_correct, say, comes from correct debaters alone.
+    reported: defaultdict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for trajectory, group_metrics in zip(group.trajectories_G, group.metrics_G, strict=True):
+            for source in [*(transition.metrics for transition in trajectory.transitions), group_metrics]:
+                for key, value in source.items():
+                    reported[key].append(value)
+    return metrics | {key: sum(values) / len(values) for key, values in sorted(reported.items())}
+
+
+def _fractions_by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Share of groups whose trained members differ in reward (mixed: they give signal), or all do well or badly."""
+    mixed = good = bad = 0
+    for group in groups:
+        rewards = [r for r, trained in zip(group.get_total_rewards(), group.is_trained(), strict=True) if trained]
+        if not rewards:
+            continue
+        if len(set(rewards)) > 1:
+            mixed += 1
+        elif rewards[0] > 0.5:
+            good += 1
+        else:
+            bad += 1
+    total = len(groups)
+    return {
+        "by_group/frac_mixed": mixed / total,
+        "by_group/frac_all_good": good / total,
+        "by_group/frac_all_bad": bad / total,
+    }
+
+
+def dataset_to_env_group_builders(dataset: RLDataset) -> list[EnvGroupBuilder]:
+    """All groups of a dataset in order."""
+    return [builder for index in range(len(dataset)) for builder in dataset.get_batch(index)]
+
+
+class RLTestSetEvaluator(SamplingClientEvaluator):
+    """Rolls the policy out once on every group of a dataset; metrics come as <name>/env/all/...
+
+    Args:
+        temperature: that of training, unless another is asked for.
+        seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
+    """
+
+    def __init__(
+        self, dataset: RLDataset, max_tokens: int, name: str = "test", temperature: float = 1.0, seed: int | None = None
+    ):
+        self._builders = dataset_to_env_group_builders(dataset)
+        self._max_tokens = max_tokens
+        self._name = name
+        self._temperature = temperature
+        self._seed = seed
+
+    async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
+        policy = TinkerTokenCompleter(sampling_client, self._max_tokens, self._temperature, seed=self._seed)
+        groups = await do_batch_rollout(self._builders, policy)
+        metrics = compute_trajectory_metrics(groups, [builder.logging_tags() for builder in self._builders])
+        return {f"{self._name}/{key}": value for key, value in metrics.items()}

@@ -1,0 +1,174 @@
+"""The vocabulary of reinforcement learning here: environments, groups of them, datasets of groups, and what a rollout leaves.
+
+RLDatasetBuilder -> RLDataset.get_batch(i) -> EnvGroupBuilder.make_envs() -> Env. An Env lives for one episode. Members of a
+group belong together (same question, or opponents): they keep their order and their peers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypedDict
+
+import chz
+import tinker
+
+from tinker_cookbook.completers import StopCondition, TokensWithLogprobs
+
+Action: TypeAlias = list[int]
+Observation: TypeAlias = tinker.ModelInput
+Logprobs: TypeAlias = list[float]
+Metrics: TypeAlias = dict[str, float | int]
+Logs: TypeAlias = dict[str, str | int | float]
+
+
+class ActionExtra(TypedDict, total=False):
+    """What an env may want to know of an action besides its tokens."""
+
+    stop_reason: tinker.StopReason
+
+
+@dataclass
+class StepResult:
+    """What one action led to. `next_observation` is ignored when the episode is done."""
+
+    reward: float
+    episode_done: bool
+    next_observation: Observation
+    next_stop_condition: StopCondition
+    metrics: Metrics = field(default_factory=dict)
+    logs: Logs = field(default_factory=dict)
+
+
+@dataclass
+class Transition:
+    """Observation, action with logprobs, and reward of one turn."""
+
+    ob: Observation
+    ac: TokensWithLogprobs
+    reward: float
+    episode_done: bool
+    metrics: Metrics = field(default_factory=dict)
+    logs: Logs = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One episode. `final_ob` is what the env showed after the last action."""
+
+    transitions: list[Transition]
+    final_ob: Observation
+    stop_reason: str | None = None
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(len(transition.ac.tokens) for transition in self.transitions)
+
+
+@dataclass(frozen=True)
+class InitialObservationOverflow:
+    """Returned instead of a first observation by an env whose prompt is too long: scored, but nothing to train on."""
+
+    reward: float
+    metrics: Metrics = field(default_factory=dict)
+    logs: Logs = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutError:
+    """Why a member of a group is missing."""
+
+    error_type: str
+    error_message: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """A JSON record of something that happened in a group, written to the run's folder as `<kind>_<where>.json`."""
+
+    kind: str
+    content: dict[str, Any]
+
+
+@dataclass
+class TrajectoryGroup:
+    """The episodes of one group, in the order of its envs.
+
+    `trained_G` says which members survive into training; None means all. A member that does not survive still counts in
+    the metrics, but neither in the group's baseline nor in the data.
+    """
+
+    trajectories_G: list[Trajectory]
+    final_rewards_G: list[float]
+    metrics_G: list[Metrics]
+    rollout_errors: list[RolloutError] = field(default_factory=list)
+    trained_G: list[bool] | None = None
+    records: list[Record] = field(default_factory=list)
+
+    def get_total_rewards(self) -> list[float]:
+        """Sum of step rewards plus the group's final reward, per member."""
+        return [
+            sum(transition.reward for transition in trajectory.transitions) + final
+            for trajectory, final in zip(self.trajectories_G, self.final_rewards_G, strict=True)
+        ]
+
+    def is_trained(self) -> list[bool]:
+        return self.trained_G if self.trained_G is not None else [True] * len(self.trajectories_G)
+
+
+class Env(ABC):
+    """One episode's environment; used once, never reset."""
+
+    @abstractmethod
+    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow: ...
+
+    @abstractmethod
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult: ...
+
+
+class EnvGroupBuilder(ABC):
+    """Makes the envs of one group. Must be picklable: it may travel to another process."""
+
+    @abstractmethod
+    async def make_envs(self) -> Sequence[Env]: ...
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        """A final reward and metrics per member, for rewards that depend on the whole group (judges, comparisons)."""
+        return [(0.0, {}) for _ in trajectory_group]
+
+    def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
+        """Which members survive into training (rejection sampling); None means all. Called after the rewards."""
+        return None
+
+    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        """What to write to the run's folder about this group."""
+        return []
+
+    async def cleanup(self) -> None:
+        """Called once per make_envs, also when a rollout failed."""
+
+    def logging_tags(self) -> list[str]:
+        """Tags under which the group's metrics are also reported, as env/<tag>/..."""
+        return []
+
+
+class RLDataset(ABC):
+    """Batches of groups."""
+
+    @abstractmethod
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]: ...
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of batches."""
+
+
+@chz.chz
+class RLDatasetBuilder:
+    """Makes a training dataset and, optionally, a test dataset."""
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        raise NotImplementedError(f"{type(self).__name__} must define __call__")

@@ -1,0 +1,106 @@
+"""Opening a run: the part that every training loop does first, written once.
+
+`open_run` makes the folder, records config and metadata, and opens the loggers. Whether an existing folder may be used
+is decided before, by `cli_utils.check_log_dir`; where training continues is decided after, from `runs.checkpoints`.
+"""
+
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.files import truncate_jsonl, write_json
+from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_run_metadata
+from tinker_cookbook.utils import ml_log
+
+logger = logging.getLogger(__name__)
+
+_last_log_path: Path | None = None
+
+
+class Run:
+    """An open run: its folder and its loggers. Made by `open_run`; a context manager that closes the loggers."""
+
+    def __init__(self, log_path: Path, metrics_logger: ml_log.Logger, resumed: bool) -> None:
+        self.log_path = log_path
+        self.logger = metrics_logger
+        self.resumed = resumed
+        """True if the folder was a run's before. It may still have no checkpoint."""
+        self._closed = False
+
+    def write_record(self, name: str, obj: Any) -> Path:
+        """Write `<name>.json` into the run's folder, whole or not at all, replacing an earlier record of that name.
+
+        Raises:
+            ConfigurationError: the name is not a plain file name.
+            DataValidationError: the object has a NaN or infinite number.
+        """
+        if not name or Path(name).name != name or name in (".", ".."):
+            raise ConfigurationError(f"record name {name!r}: must be a plain file name without folders")
+        path = self.log_path / f"{name}.json"
+        write_json(path, obj)
+        return path
+
+    def rewind_metrics(self, next_step: int) -> int:
+        """Drop the metrics of steps that a resumed run is going to do again: those with step >= `next_step`.
+
+        Returns:
+            The number of lines dropped.
+        """
+
+        def is_before(row: dict[str, Any]) -> bool:
+            return row.get("step") is None or row["step"] < next_step
+
+        return truncate_jsonl(self.log_path / ml_log.METRICS_BASE_NAME, keep=is_before)
+
+    def close(self) -> None:
+        """Close the loggers. Calling it again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self.logger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            # The terminal shows the error in its own way; an unattended run needs the traceback on file.
+            logger.error("the run stopped", exc_info=error, extra=ml_log.FILE_ONLY)
+        self.close()
+
+
+def open_run(
+    log_path: str | Path,
+    *,
+    config: Any,
+    recipe_name: str,
+    wandb_project: str | None = None,
+    wandb_name: str | None = None,
+) -> Run:
+    """Make or reopen the folder of a run and return it with its loggers. Use it in a `with` statement.
+
+    Raises:
+        ConfigurationError: `log_path` is a file, or W&B is asked for and not installed.
+        DataFormatError: the folder has a damaged `run_metadata.json`.
+        DataValidationError: the config has a value that JSON cannot hold.
+    """
+    global _last_log_path
+    log_path = Path(log_path).expanduser()
+    if log_path.exists() and not log_path.is_dir():
+        raise ConfigurationError(f"log_path={str(log_path)!r}: is a file; give a folder")
+    log_path.mkdir(parents=True, exist_ok=True)
+    resumed = (log_path / METADATA_BASE_NAME).exists()
+    entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name)
+    run = Run(log_path, ml_log.setup_logging(log_path, wandb_project, wandb_name, config), resumed)
+    _last_log_path = log_path
+    for key, (before, after) in entry.get("changed", {}).items():
+        logger.warning("resumed with another %s: %r, was %r at the first start", key, after, before)
+    return run
+
+
+def last_log_path() -> Path | None:
+    """Folder of the run that this process opened last, for a message that says how to resume it."""
+    return _last_log_path

@@ -1,0 +1,246 @@
+"""Reading and writing the files of a run so that a kill at any instant leaves them usable.
+
+Whole files are written to a temporary name and renamed; log lines are appended in one write. `to_jsonable` decides how
+every object looks as JSON. Which files exist and what they mean is left to the callers.
+"""
+
+import dataclasses
+import enum
+import errno
+import json
+import math
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import chz
+import numpy as np
+
+from tinker_cookbook.exceptions import DataFormatError, DataValidationError
+
+CLASS_KEY = "class"
+"""Key under which a chz object names its class. A Python keyword, so that no field can have the same name."""
+
+
+def to_jsonable(obj: Any, key_path: str = "") -> Any:
+    """The object as plain JSON types.
+
+    numpy and torch values become numbers or nested lists, enums their value, dataclasses and pydantic models dicts, chz
+    objects dicts with their class name under "class", sets sorted lists, paths and dates strings, functions and classes
+    their qualified name. Anything else becomes `str(type(obj))`, so that a config with an odd member can be written.
+
+    Raises:
+        DataValidationError: a number is NaN or infinite (JSON has neither), or two keys of a dict have the same text.
+            The message names the key path.
+    """
+    if obj is None or isinstance(obj, bool):
+        return obj
+    if isinstance(obj, enum.Enum):
+        return to_jsonable(obj.value, key_path)
+    if isinstance(obj, str):
+        return str(obj)
+    if isinstance(obj, int):
+        return int(obj)
+    if isinstance(obj, float):
+        if not math.isfinite(obj):
+            raise DataValidationError(
+                f"{key_path or 'value'}: {obj} cannot be written as JSON; leave the key out or convert the value first"
+            )
+        return float(obj)
+    if isinstance(obj, np.generic | np.ndarray) or _is_torch_tensor(obj):
+        return to_jsonable(obj.tolist(), key_path)
+    if isinstance(obj, dict):
+        return _dict_to_jsonable(obj, key_path)
+    if isinstance(obj, list | tuple):
+        return [to_jsonable(item, f"{key_path}[{i}]") for i, item in enumerate(obj)]
+    if isinstance(obj, set | frozenset):
+        return sorted((to_jsonable(item, f"{key_path}[...]") for item in obj), key=lambda x: json.dumps(x))
+    if isinstance(obj, Path | date):
+        return str(obj) if isinstance(obj, Path) else obj.isoformat()
+    if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__")):
+        return qualified_name(obj)
+    if chz.is_chz(obj):
+        fields = {name: getattr(obj, name) for name in chz.chz_fields(obj)}
+        return {CLASS_KEY: qualified_name(type(obj)), **_dict_to_jsonable(fields, key_path)}
+    if dataclasses.is_dataclass(obj):
+        fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
+        return _dict_to_jsonable(fields, key_path)
+    if hasattr(obj, "model_dump"):
+        return to_jsonable(obj.model_dump(), key_path)
+    return str(type(obj))
+
+
+def qualified_name(obj: Any) -> str:
+    """`package.module.Name` of a class or function; a module run with `python -m` keeps its real name."""
+    module = getattr(obj, "__module__", None) or "?"
+    if module == "__main__":
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        module = spec.name if spec is not None else module
+    return f"{module}.{obj.__qualname__}"
+
+
+def flatten(obj: Any, key_path: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by dotted key. Lists are leaves."""
+    if not isinstance(obj, dict) or not obj:
+        return {key_path: obj}
+    leaves: dict[str, Any] = {}
+    for key, value in obj.items():
+        leaves.update(flatten(value, f"{key_path}.{key}" if key_path else str(key)))
+    return leaves
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file whole or not at all: readers see the old content or the new, never a part."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_json(path: str | Path, obj: Any) -> None:
+    """Write one object as indented JSON, whole or not at all.
+
+    Raises:
+        DataValidationError: as `to_jsonable`; nothing is written then.
+    """
+    write_text(path, json.dumps(to_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def append_jsonl(path: str | Path, row: dict[str, Any]) -> None:
+    """Append one line and put it on disk before returning.
+
+    If the file ends in the torn line of a writer that was killed, that line is removed first, so that the new one does
+    not grow onto it.
+
+    Raises:
+        DataValidationError: as `to_jsonable`; nothing is written then.
+        OSError: the disk took only a part of the line; the part is removed again.
+    """
+    line = json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    with open(path, "a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end > 0:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                content = file.read()
+                tail = content[content.rfind(b"\n") + 1 :]
+                if _is_object(tail):
+                    line = b"\n" + line
+                else:
+                    end -= len(tail)
+                    file.truncate(end)
+        # Unbuffered: one write call, hence one line or a short count, never two interleaved halves.
+        written = file.write(line)
+        if written != len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, "only a part of the line could be written", str(path))
+        os.fsync(file.fileno())
+
+
+def read_jsonl(path: str | Path, tolerate_torn_tail: bool = False) -> list[dict[str, Any]]:
+    """All rows of a JSON-lines file; empty lines are skipped.
+
+    Args:
+        path: the file.
+        tolerate_torn_tail: drop a last line that has no line end and does not parse, which is what a writer leaves that
+            was killed in the middle of a write.
+
+    Raises:
+        DataFormatError: a line is not a JSON object in UTF-8. The message begins with `path:line:`.
+        FileNotFoundError: there is no such file.
+    """
+    return [row for _, row in _read_lines(Path(path), tolerate_torn_tail)]
+
+
+def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> int:
+    """Drop the rows that `keep` rejects, and a torn last line; the kept lines stay byte for byte.
+
+    A resumed run uses it to forget what it is going to do again. A missing file is an empty one.
+
+    Returns:
+        The number of rows dropped, a torn line not counted.
+
+    Raises:
+        DataFormatError: as `read_jsonl`; the file is unchanged then.
+    """
+    path = Path(path)
+    if not path.exists():
+        return 0
+    lines = list(_read_lines(path, tolerate_torn_tail=True))
+    kept = [raw for raw, row in lines if keep(row)]
+    text = "".join(raw + "\n" for raw in kept)
+    if text.encode() != path.read_bytes():
+        write_text(path, text)
+    return len(lines) - len(kept)
+
+
+def _read_lines(path: Path, tolerate_torn_tail: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Split on b"\n" alone: str.splitlines also splits at U+2028 and others, which JSON strings may contain.
+    lines = path.read_bytes().split(b"\n")
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        try:
+            text = raw.decode("utf-8")
+            row = json.loads(text, parse_constant=_reject_constant)
+            if not isinstance(row, dict):
+                raise ValueError(f"expected a JSON object, got {type(row).__name__}")
+        except ValueError as error:
+            if tolerate_torn_tail and number == len(lines):
+                return
+            raise DataFormatError(f"{path}:{number}: {error}") from error
+        yield text, row
+
+
+def _is_object(raw: bytes) -> bool:
+    try:
+        return isinstance(json.loads(raw), dict)
+    except ValueError:
+        return False
+
+
+def _reject_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _dict_to_jsonable(obj: dict[Any, Any], key_path: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in obj.items():
+        text = str(key.value if isinstance(key, enum.Enum) else key)
+        if text in result:
+            raise DataValidationError(f"{key_path or 'value'}: two keys of the dict have the same text {text!r}")
+        result[text] = to_jsonable(value, f"{key_path}.{text}" if key_path else text)
+    return result
+
+
+def _is_torch_tensor(obj: Any) -> bool:
+    # An API-only script need not pay for the import: if torch is not loaded, nothing can be a tensor.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def _sync_folder(folder: Path) -> None:
+    # Makes the rename itself durable. Folders cannot be opened on every platform; the rename is atomic regardless.
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,137 @@
+"""What produced a run: `config.json` (the config with class names) and `run_metadata.json` (machine, versions, code).
+
+Both are written once. A resumed run adds an entry to the `resumed` list of the metadata instead, with the config keys
+that differ from the first start, so that the record of what was run is never lost.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.runs.files import flatten, to_jsonable, write_json
+
+CONFIG_BASE_NAME = "config.json"
+METADATA_BASE_NAME = "run_metadata.json"
+
+# Nothing outside this list is recorded: an environment holds passwords under names that nobody can foresee.
+_RECORDED_ENV = re.compile(
+    r"TINKER_.*|USE_TF|TRANSFORMERS_.*|HF_HUB_OFFLINE|PYTORCH_.*|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES"
+)
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+_DISTRIBUTIONS = ("torch", "transformers", "peft", "tinker", "numpy", "tinker-cookbook-local")
+
+
+def write_run_metadata(
+    log_dir: str | Path, *, config: Any, recipe_name: str, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write `config.json` and `run_metadata.json`; if the folder has metadata already, append to its `resumed` list.
+
+    Args:
+        log_dir: the run's folder, which exists.
+        config: the config object (chz, dataclass or dict).
+        recipe_name: the name of the recipe.
+        extra: more top-level entries of this start, for example the path of a reference policy.
+
+    Returns:
+        The entry of this start.
+
+    Raises:
+        DataFormatError: the folder has a `run_metadata.json` or `config.json` that is not JSON.
+        DataValidationError: the config has a value that JSON cannot hold.
+    """
+    log_dir = Path(log_dir)
+    args = to_jsonable(config)
+    entry = {
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+        "platform": platform.platform(),
+        "argv": list(sys.argv),
+        "recipe": recipe_name,
+        "args": args,
+        "env": recorded_env(os.environ),
+        "versions": versions(),
+        "git": git_state(),
+        **dict(extra or {}),
+    }
+    metadata_path = log_dir / METADATA_BASE_NAME
+    if metadata_path.exists():
+        first = _read_json(metadata_path)
+        entry["changed"] = changed_keys(first.get("args"), args)
+        write_json(metadata_path, {**first, "resumed": [*first.get("resumed", []), entry]})
+    else:
+        # The metadata goes last: where it exists, the config does too.
+        write_json(log_dir / CONFIG_BASE_NAME, args)
+        write_json(metadata_path, entry)
+    return entry
+
+
+def changed_keys(before: Any, after: Any) -> dict[str, list[Any]]:
+    """The config keys whose values differ, each with [before, after]; None stands for an absent key."""
+    old, new = flatten(before), flatten(after)
+    return {key: [old.get(key), new.get(key)] for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
+def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that may be recorded; of those that look secret only the fact that they are set."""
+    return {
+        name: "<set>" if _SECRET_NAME.search(name) else value
+        for name, value in sorted(environ.items())
+        if _RECORDED_ENV.fullmatch(name)
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, CUDA (as torch was built) and the packages that results depend on; None if absent."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": _cuda_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout that this code runs from and whether tracked files differ from it; None outside of git."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cuda_version() -> str | None:
+    # torch/version.py is read without importing torch, which takes seconds and which a hosted run does not need.
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version_file = Path(spec.origin).with_name("version.py")
+    return runpy.run_path(str(version_file)).get("cuda") if version_file.exists() else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataFormatError(f"{path}: {error}; move the file away or start in another log_path") from error
+    if not isinstance(content, dict):
+        raise DataFormatError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content

@@ -1,0 +1,108 @@
+"""Where a task's items come from: a shipped name, a JSONL file of one's own, or a Hugging Face dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.tasks.types import Task, TaskItem
+
+EXAMPLE_DATA = Path(__file__).resolve().parents[2] / "example_data"
+
+SHIPPED: dict[str, dict[str, tuple[str, str]]] = {
+    "qa": {
+        "arithmetic": ("qa/arithmetic_train.jsonl", "qa/arithmetic_test.jsonl"),
+        "test": ("qa/test.jsonl", "qa/test.jsonl"),
+    },
+    "summary": {"articles": ("summary/articles_train.jsonl", "summary/articles_test.jsonl")},
+}
+"""Task -> dataset name -> files of its train and test split."""
+
+HUB_ALIASES = {"cnn_dailymail": ("abisee/cnn_dailymail", "3.0.0"), "gsm8k": ("openai/gsm8k", "main")}
+
+
+def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tuple[list[TaskItem], list[TaskItem]]:
+    """Training and test items. Of a JSONL file all lines train; a file `test_dataset` gives the test items.
+
+    Raises:
+        ConfigurationError: no such dataset.
+        DataFormatError: a line or row lacks what the task needs; the message names file and line.
+    """
+    shipped = SHIPPED.get(task.name, {})
+    if dataset in shipped:
+        train, test = (_read_file(task, EXAMPLE_DATA / file) for file in shipped[dataset])
+    elif dataset.endswith(".jsonl") or Path(dataset).exists():
+        train, test = _read_file(task, Path(dataset).expanduser()), []
+    elif "/" in dataset or dataset in HUB_ALIASES:
+        train, test = _read_hub(task, dataset)
+    else:
+        raise ConfigurationError(
+            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(shipped)}), a .jsonl file "
+            f"with {_expected(task)} per line, or a Hugging Face dataset id (owner/name)"
+        )
+    if test_dataset is not None:
+        test = load_items(task, test_dataset)[1] or load_items(task, test_dataset)[0]
+    return train, test
+
+
+def _read_file(task: Task, path: Path) -> list[TaskItem]:
+    if not path.is_file():
+        raise ConfigurationError(f"dataset={str(path)!r}: no such file")
+    items = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataFormatError(f"{where}: not JSON ({error}); expected {_expected(task)}") from None
+            if not isinstance(row, dict):
+                raise DataFormatError(f"{where}: not an object; expected {_expected(task)}")
+            items.append(_item(task, row, where, f"{path.stem}-{number}"))
+    if not items:
+        raise DataFormatError(f"{path}: empty; expected one {_expected(task)} per line")
+    return items
+
+
+def _read_hub(task: Task, name: str) -> tuple[list[TaskItem], list[TaskItem]]:
+    import datasets
+
+    repository, config = HUB_ALIASES.get(name, (name, None))
+    try:
+        splits = datasets.load_dataset(repository, config)
+    except Exception as error:  # the hub raises many kinds, all of which mean that the dataset is not to be had
+        raise ConfigurationError(f"dataset={name!r} could not be loaded from the Hugging Face hub: {error}") from error
+    if not isinstance(splits, Mapping) or "train" not in splits:
+        raise ConfigurationError(f"dataset={name!r} has no split named train")
+
+    def items(split: str) -> list[TaskItem]:
+        rows: Iterable[Mapping] = splits[split]
+        return [_item(task, row, f"{name}[{split}][{i}]", f"{split}-{i}") for i, row in enumerate(rows)]
+
+    test_split = next((split for split in ("test", "validation") if split in splits), None)
+    return items("train"), items(test_split) if test_split else []
+
+
+def _item(task: Task, row: Mapping, where: str, default_id: str) -> TaskItem:
+    question, reference = (_column(row, names, where, task) for names in task.columns)
+    if task.name == "qa" and "####" in reference:
+        reference = reference.rsplit("####", 1)[1].strip()  # GSM8K writes the answer after its derivation
+    return TaskItem(str(row.get("id", default_id)), question, reference)
+
+
+def _column(row: Mapping, names: tuple[str, ...], where: str, task: Task) -> str:
+    for name in names:
+        if name in row:
+            value = row[name]
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                value = str(value)
+            if not isinstance(value, str) or not value.strip():
+                raise DataFormatError(f"{where}: {name!r} must be a non-empty string; expected {_expected(task)}")
+            return value
+    raise DataFormatError(f"{where}: has no {names[0]!r} (it has {sorted(row)}); expected {_expected(task)}")
+
+
+def _expected(task: Task) -> str:
+    return "{" + ", ".join(f'"{names[0]}": "..."' for names in task.columns) + "}"

@@ -1,0 +1,22 @@
+"""Questions with a short exact answer."""
+
+from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.rewards import exact_match
+from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_solution
+
+
+class QATask(Task):
+    """The answer stands between <SOLUTION> tags; it is right when it equals the reference."""
+
+    name = "qa"
+    system_prompt = QA_SYSTEM
+    columns = (("question", "prompt", "problem"), ("answer", "solution", "reference"))
+    default_dataset = "arithmetic"
+    default_reward = "exact_match"
+
+    def score(self, item: TaskItem, text: str) -> Score:
+        solution = parse_solution(text)
+        reward, scores = self.reward(solution, item.question, item.reference)
+        correct = solution is not None and exact_match(solution, item.question, item.reference) == 1.0
+        metrics = {"correct": float(correct), "parsed": float(solution is not None), "task_reward": reward}
+        return Score(reward, metrics | {f"reward/{name}": value for name, value in scores.items()}, correct)

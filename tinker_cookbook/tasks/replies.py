@@ -1,0 +1,43 @@
+"""A sampled reply without its stop: as token ids for another agent's prompt, as text for rewards, judges and people."""
+
+from collections.abc import Sequence
+
+from tinker_cookbook.renderers import Renderer
+
+
+def strip_stop(renderer: Renderer, tokens: Sequence[int]) -> list[int]:
+    """The reply's ids without the stop that ended it; unchanged when it was cut off.
+
+    A stop token is one id. Of a stop string the tokens that hold nothing but it go; one that also ends the reply stays.
+    """
+    reply = list(tokens)
+    for stop in renderer.get_stop_sequences():
+        if isinstance(stop, int):
+            if reply and reply[-1] == stop:
+                return reply[:-1]
+            continue
+        text = _decode(renderer, reply)
+        if stop in text:
+            length = text.index(stop)
+            while reply and len(_decode(renderer, reply[:-1])) >= length:
+                reply.pop()
+            return reply
+    return reply
+
+
+def decode_reply(renderer: Renderer, tokens: Sequence[int]) -> str:
+    """The reply's text without the stop. Never encoded again."""
+    text = _decode(renderer, list(tokens))
+    for stop in renderer.get_stop_sequences():
+        if isinstance(stop, int):
+            if tokens and tokens[-1] == stop:
+                return _decode(renderer, list(tokens[:-1]))
+        elif stop in text:
+            return text[: text.index(stop)]
+    return text
+
+
+def _decode(renderer: Renderer, tokens: list[int]) -> str:
+    text = renderer.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text

@@ -1,0 +1,75 @@
+"""What a task is: items that can be asked, a prompt for each, and a score for a reply. How agents interact is not its matter."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.tasks.rewards import RewardSpec
+
+_SOLUTION = re.compile(r"<SOLUTION>(.*?)</SOLUTION>", re.DOTALL)
+_CONFIDENCE = re.compile(r"<CONFIDENCE>\s*([0-9]*\.?[0-9]+)\s*</CONFIDENCE>")
+
+
+@dataclass(frozen=True)
+class TaskItem:
+    """One question. `reference` is the right answer, or the text that a reply is compared with."""
+
+    id: str
+    question: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reply's reward, its metrics, and whether it is right (None where the task has no notion of right)."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    correct: bool | None = None
+
+
+class Task(ABC):
+    """Items, prompts and scores. Picklable.
+
+    Class attributes: `name`, `system_prompt`, `columns` (question and reference column of a dataset row), `record_kind`
+    (how single-turn records are named), `default_dataset`, `default_reward`.
+    """
+
+    name: str
+    system_prompt: str
+    columns: tuple[tuple[str, ...], tuple[str, ...]]
+    record_kind: str = "baseline"
+    default_dataset: str
+    default_reward: str
+
+    def __init__(self, reward: RewardSpec):
+        self.reward = reward
+
+    def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:
+        """The prompt of one item; `extra_request` is appended to the system prompt."""
+        system = f"{self.system_prompt} {extra_request}" if extra_request else self.system_prompt
+        return [{"role": "system", "content": system}, {"role": "user", "content": item.question}]
+
+    @abstractmethod
+    def score(self, item: TaskItem, text: str) -> Score:
+        """Reward and metrics of a reply's text, tags included."""
+
+    def judge_context(self, item: TaskItem) -> str:
+        """What a judge is told of the question."""
+        return item.question
+
+
+def parse_solution(text: str) -> str | None:
+    """What stands between the first <SOLUTION> tags, stripped; None without them."""
+    match = _SOLUTION.search(text)
+    return match.group(1).strip() if match else None
+
+
+def parse_confidence(text: str) -> float | None:
+    """The number in [0, 1] between <CONFIDENCE> tags; None when absent or outside."""
+    match = _CONFIDENCE.search(text)
+    value = float(match.group(1)) if match else None
+    return value if value is not None and 0 <= value <= 1 else None

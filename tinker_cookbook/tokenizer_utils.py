@@ -1,0 +1,88 @@
+"""Where tokenizers come from: the user's own registry first, then Hugging Face, each loaded once per process."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from tinker_cookbook.exceptions import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Tokenizer: TypeAlias = PreTrainedTokenizerBase
+else:
+    # transformers takes seconds to import; only get_tokenizer needs it.
+    Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+
+TokenizerFactory: TypeAlias = Callable[[], Tokenizer]
+
+_WHAT_A_NAME_MAY_BE = (
+    "a model_name is a folder with config.json and tokenizer files (absolute, ./relative or ~), "
+    "a Hugging Face hub id such as Qwen/Qwen3-8B, or a name given to register_tokenizer"
+)
+_registry: dict[str, TokenizerFactory] = {}
+_made: dict[str, Tokenizer] = {}
+
+
+def get_tokenizer(name_or_path: str) -> Tokenizer:
+    """The tokenizer of a model; the same object on every call with the same name.
+
+    Raises ConfigurationError when the name is a path that does not exist, or when Hugging Face cannot load it.
+    """
+    if name_or_path in _registry:
+        if name_or_path not in _made:
+            _made[name_or_path] = _registry[name_or_path]()
+        return _made[name_or_path]
+    name = name_or_path.split(":peft:")[0]
+    if _is_path(name):
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            raise ConfigurationError(f"model_name={name_or_path!r}: there is no such folder; {_WHAT_A_NAME_MAY_BE}")
+        # Resolved before the cache: the same relative path means another folder after a chdir.
+        return _from_hugging_face(str(folder.resolve()))
+    return _from_hugging_face(name)
+
+
+def register_tokenizer(name: str, factory: TokenizerFactory) -> None:
+    """Make `get_tokenizer(name)` return `factory()`, called once. A second registration replaces the first."""
+    if not name:
+        raise ConfigurationError("register_tokenizer: name is empty; give the model_name that it stands for")
+    _registry[name] = factory
+    _made.pop(name, None)
+
+
+def unregister_tokenizer(name: str) -> bool:
+    """Forget a registered tokenizer; False when there was none of that name."""
+    _made.pop(name, None)
+    return _registry.pop(name, None) is not None
+
+
+def is_tokenizer_registered(name: str) -> bool:
+    return name in _registry
+
+
+def get_registered_tokenizer_names() -> list[str]:
+    return sorted(_registry)
+
+
+@cache
+def _from_hugging_face(name: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"model_name={name!r}: no tokenizer could be loaded ({_first_line(error)}); {_WHAT_A_NAME_MAY_BE}. "
+            "Without a network, name a local folder or fill the Hugging Face cache first."
+        ) from error
+
+
+def _is_path(name: str) -> bool:
+    """A hub id is `org/name`: anything rooted, dotted, deeper, or present on disk is a path."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).is_dir()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,93 @@
+"""Small helpers that several loops need: timing, and a few functions on lists and dicts."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from tinker_cookbook.exceptions import ConfigurationError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def timed(name: str, metrics: dict[str, Any]) -> Iterator[None]:
+    """Add the seconds that the body took to `metrics`, also when it raises.
+
+    The first span of a name is `time/<name>`. From the second on, that key gives way to `time/<name>:total`, `:count`,
+    `:mean` and `:max` over all spans of the name.
+    """
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _add_span(f"time/{name}", time.perf_counter() - start, metrics)
+
+
+def _add_span(key: str, seconds: float, metrics: dict[str, Any]) -> None:
+    if key not in metrics and f"{key}:count" not in metrics:
+        metrics[key] = seconds
+        return
+    first = metrics.pop(key, 0.0)
+    count = metrics.get(f"{key}:count", 1) + 1
+    total = metrics.get(f"{key}:total", first) + seconds
+    metrics[f"{key}:total"] = total
+    metrics[f"{key}:count"] = count
+    metrics[f"{key}:mean"] = total / count
+    metrics[f"{key}:max"] = max(metrics.get(f"{key}:max", first), seconds)
+
+
+def safezip(*iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """`zip` that raises ValueError at once if the lengths differ, instead of at the end or not at all."""
+    lists = [list(iterable) for iterable in iterables]
+    if not all_same([len(items) for items in lists]):
+        raise ValueError(f"safezip: lengths differ: {[len(items) for items in lists]}")
+    return zip(*lists, strict=True)
+
+
+def dict_mean(dicts: Sequence[dict[str, float | int]]) -> dict[str, float]:
+    """The mean of each key over the dicts that have it, keys in order of first appearance."""
+    values: dict[str, list[float | int]] = {}
+    for row in dicts:
+        for key, value in row.items():
+            values.setdefault(key, []).append(value)
+    return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
+
+
+def all_same(items: Sequence[Any]) -> bool:
+    """Whether all items are equal; true for none and for one."""
+    return all(item == items[0] for item in items)
+
+
+def split_list(items: Sequence[T], num_splits: int) -> list[list[T]]:
+    """Consecutive parts in order, none empty, lengths differing by at most one, the longer ones first.
+
+    Raises:
+        ConfigurationError: `num_splits` is below 1 or above the number of items.
+    """
+    if not 1 <= num_splits <= len(items):
+        raise ConfigurationError(f"num_splits={num_splits}: must be between 1 and the number of items, {len(items)}")
+    quotient, remainder = divmod(len(items), num_splits)
+    parts: list[list[T]] = []
+    start = 0
+    for i in range(num_splits):
+        end = start + quotient + (1 if i < remainder else 0)
+        parts.append(list(items[start:end]))
+        start = end
+    return parts
+
+
+def concat_lists(lists: Iterable[Sequence[T]]) -> list[T]:
+    """One list with the items of all."""
+    return [item for items in lists for item in items]
+
+
+def not_none(value: T | None) -> T:
+    """The value, for values that cannot be None here.
+
+    Raises:
+        ValueError: it is None.
+    """
+    if value is None:
+        raise ValueError("expected a value, got None")
+    return value
