@@ -12,6 +12,7 @@ import chz
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 TINY_CHAT = "tiny_chat"
@@ -83,3 +84,18 @@ def loss_config(config: CommonConfig, temperature: float) -> dict[str, float] | 
     if temperature != 1.0 and backends.resolve_backend(config.backend) == "local":
         return {"temperature": temperature}
     return None
+
+
+def check_groups(num_rollouts: int, num_groups: int, multiple: int) -> int:
+    """Rollouts per group. Raises ConfigurationError unless they divide, into a multiple of `multiple` (2 for debates)."""
+    group_size, rest = divmod(num_rollouts, num_groups)
+    fitting = num_groups * multiple * max(1, -(-group_size // multiple))
+    if rest:
+        raise ConfigurationError(
+            f"num_rollouts={num_rollouts} is not divisible by num_groups={num_groups}; try num_rollouts={fitting}"
+        )
+    if group_size % multiple:
+        raise ConfigurationError(
+            f"num_rollouts / num_groups = {group_size} is odd, but a debate takes two rollouts; try num_rollouts={fitting}"
+        )
+    return group_size

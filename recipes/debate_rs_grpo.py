@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import chz
 
-from recipes.common import CommonConfig, SamplingKeys, dataset_label, loss_config, open_log_path, resolve_model
+from recipes.common import (
+    CommonConfig,
+    SamplingKeys,
+    check_groups,
+    dataset_label,
+    loss_config,
+    open_log_path,
+    resolve_model,
+)
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.dataset import ADVANTAGES, DebateDatasetBuilder, DebateTrain
 from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig, check_judge
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
-from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.outcome import outcome_table
+from tinker_cookbook.runs.outcome import print_rl_changes
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 
@@ -55,17 +62,7 @@ class CLIConfig(CommonConfig, SamplingKeys):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    if cli.num_rollouts % cli.num_groups:
-        raise ConfigurationError(
-            f"num_rollouts={cli.num_rollouts} is not divisible by num_groups={cli.num_groups}; "
-            f"try num_rollouts={cli.num_groups * max(2, 2 * (cli.num_rollouts // cli.num_groups // 2))}"
-        )
-    group_size = cli.num_rollouts // cli.num_groups
-    if group_size % 2:
-        raise ConfigurationError(
-            f"num_rollouts / num_groups = {group_size} is odd, but a debate takes two rollouts; "
-            f"try num_rollouts={cli.num_groups * (group_size + 1)}"
-        )
+    group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
     task = get_task(cli.task, cli.reward_fn)
     check_judge(cli.judge)
     model, renderer_name = resolve_model(cli)
@@ -141,7 +138,7 @@ def build_config(cli: CLIConfig) -> train.Config:
 async def main(cli: CLIConfig) -> None:
     config = build_config(cli)
     await train.main(config)
-    outcome_table(config.log_path, ["correct", "reward/total"])
+    print_rl_changes(config.log_path, ["correct", "task_reward"])
 
 
 if __name__ == "__main__":

@@ -46,26 +46,15 @@ class TestJsonLogger:
 
 
 class TestPrettyPrintLogger:
-    def test_a_pipe_gets_one_line_with_the_key_metrics_first(self) -> None:
-        logger, out = printed(key_metrics=("reward", "lr", "absent"))
-        logger.log_metrics({f"x{i}": i for i in range(30)} | {"lr": 0.00012345, "reward": 0.5}, step=7)
-        assert out.getvalue() == "step 7  reward=0.5  lr=0.0001234  (+30 more)\n"
+    def test_a_step_is_one_line_of_the_key_metrics_under_short_names(self) -> None:
+        logger, out = printed(key_metrics={"env/all/reward": "reward", "lr": "lr", "absent": "absent"})
+        logger.log_metrics({f"x{i}": i for i in range(30)} | {"lr": 0.00012345, "env/all/reward": 0.5}, step=7)
+        assert out.getvalue() == "step    7  reward=0.5  lr=0.0001234\n"
 
     def test_without_key_metrics_the_first_few_are_shown(self) -> None:
-        logger, out = printed(key_metrics=())
+        logger, out = printed(key_metrics={})
         logger.log_metrics({f"[x{i}]": i for i in range(8)}, step=None)
-        assert out.getvalue() == "metrics  [x0]=0  [x1]=1  [x2]=2  [x3]=3  [x4]=4  [x5]=5  (+2 more)\n"
-
-    def test_a_table_shows_everything(self) -> None:
-        logger, out = printed(table=True, key_metrics=("z",))
-        logger.log_metrics({"a[b]": 1, "z": 2}, step=1)
-        text = out.getvalue()
-        assert "step 1" in text and text.index("z") < text.index("a[b]")
-
-    def test_the_config_is_one_line(self) -> None:
-        logger, out = printed()
-        logger.log_hparams({"a": {"b": 1}, "c": "x" * 200})
-        assert out.getvalue() == f"config  a.b=1  c={'x' * 200}\n"
+        assert out.getvalue() == "metrics  [x0]=0  [x1]=1  [x2]=2  [x3]=3  [x4]=4  [x5]=5\n"
 
 
 class FakeWandbRun:

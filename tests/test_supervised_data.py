@@ -1,4 +1,4 @@
-"""Supervised data: the shift into datums, the mean, the two reported numbers, file reading, epochs and the LR schedule."""
+"""Supervised data: the shift into datums, the mean, the reported numbers, file reading, epochs, the LR schedule."""
 
 import json
 import logging

@@ -172,7 +172,7 @@ def test_folder_of_another_family(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="open a think block"):
         get_recommended_renderer_name(str(folder))
     (folder / "config.json").write_text("{")
-    with pytest.raises(ConfigurationError, match="config.json is not valid JSON"):
+    with pytest.raises(ConfigurationError, match=r"config\.json is not valid JSON"):
         get_recommended_renderer_name(str(folder))
 
 

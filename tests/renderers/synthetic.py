@@ -1,7 +1,7 @@
 """A small tokenizer, chat templates and message strategies for renderer tests; nothing is read from disk.
 
 The tokenizer is a byte-level BPE with merges over letters and line breaks, so that a renderer that cuts text in the
-wrong place gets other ids than the template. The templates are our own statement of the documented behaviour of the families.
+wrong place gets other ids than the template. The templates are our own statement of what the families document.
 """
 
 import json

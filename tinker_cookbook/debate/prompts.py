@@ -34,14 +34,13 @@ JUDGE_SYSTEM = (
 
 @chz.chz(typecheck=True)
 class DebatePrompts:
-    """Wording of the rounds after the first, and of the judge.
+    """Wording of the rounds after the first.
 
     Raises ValueError when a round's text does not hold the placeholder `{opponent}` exactly once.
     """
 
     rebuttal: str = chz.field(default=REBUTTAL, doc="user turn of round 2; {opponent} is their round 1")
     closing: str = chz.field(default=CLOSING, doc="user turn of round 3; {opponent} is their round 2")
-    judge_system: str = chz.field(default=JUDGE_SYSTEM, doc="system prompt of an LM judge")
 
     @chz.validate
     def _one_placeholder(self) -> None:

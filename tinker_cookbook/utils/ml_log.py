@@ -14,8 +14,6 @@ from typing import Any
 from uuid import uuid4
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.runs.files import append_jsonl, flatten, to_jsonable, write_json, write_text
@@ -31,24 +29,27 @@ Metrics = Mapping[str, float | int | str]
 FILE_ONLY = {"file_only": True}
 """`extra=FILE_ONLY` in a logging call sends the record to `logs.log` and not to the terminal."""
 
-KEY_METRICS = (
-    "progress/done_frac",
-    "progress",
-    "env/all/reward/total",
-    "env/all/correct",
-    "train_mean_nll",
-    "dpo_loss",
-    "accuracy",
-    "teacher_kl",
-    "test/env/all/reward/total",
-    "test/nll",
-    "optim/kl_sample_train_v1",
-    "optim/entropy",
-    "optim/lr",
-    "learning_rate",
-    "time/total",
-)
-"""What the terminal shows first, as far as a step has it."""
+KEY_METRICS = {
+    "progress/done_frac": "done",
+    "progress": "done",
+    "env/all/reward/total": "reward",
+    "env/all/correct": "correct",
+    "debate/judge_accuracy": "judge",
+    "train_mean_nll": "nll",
+    "dpo_loss": "dpo_loss",
+    "accuracy": "accuracy",
+    "teacher_kl": "teacher_kl",
+    "train_questions/env/all/correct": "train_questions/correct",
+    "test/env/all/correct": "test/correct",
+    "test/env/all/task_reward": "test/task_reward",
+    "test/nll": "test/nll",
+    "optim/kl_sample_train_v1": "kl",
+    "optim/entropy": "entropy",
+    "optim/lr": "lr",
+    "learning_rate": "lr",
+    "time/total": "seconds",
+}
+"""What the terminal shows of a step, and under which name; everything else is in metrics.jsonl."""
 
 
 class Logger(ABC):
@@ -93,46 +94,26 @@ class JsonLogger(Logger):
 
 
 class PrettyPrintLogger(Logger):
-    """Shows each step on the terminal: a table for people who watch, one line per step in a log file or a pipe.
+    """Shows each step on the terminal as one line.
 
     Args:
-        key_metrics: metrics to show first, in this order. The line shows these alone (if a step has none of them, its
-            first few) and says how many more there are; the table shows all.
-        table: True for tables, False for lines, None for tables on a terminal only.
+        key_metrics: metric -> the name to show it under. A step that has none of them shows its first few.
         console: where to print.
     """
 
-    LINE_FALLBACK = 6
+    FALLBACK = 6
 
-    def __init__(
-        self, key_metrics: Sequence[str] = KEY_METRICS, table: bool | None = None, console: Console | None = None
-    ) -> None:
-        self.key_metrics = tuple(key_metrics)
+    def __init__(self, key_metrics: Mapping[str, str] = KEY_METRICS, console: Console | None = None) -> None:
+        self.key_metrics = dict(key_metrics)
         self.console = console if console is not None else Console()
-        self.table = table if table is not None else self.console.is_terminal
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Print one step."""
-        title = "metrics" if step is None else f"step {step}"
-        first = [key for key in self.key_metrics if key in metrics]
-        rest = [key for key in metrics if key not in first]
-        if self.table:
-            table = Table(title=title, title_justify="left", show_header=False)
-            for key in first + rest:
-                # As Text, because in a str rich would read "[...]" as markup.
-                table.add_row(Text(key), Text(_show(metrics[key])))
-            self.console.print(table)
-            return
-        shown = first or rest[: self.LINE_FALLBACK]
-        parts = [title, *(f"{key}={_show(metrics[key])}" for key in shown)]
-        if hidden := len(metrics) - len(shown):
-            parts.append(f"(+{hidden} more)")
-        self._print_line("  ".join(parts))
-
-    def log_hparams(self, config: Any) -> None:
-        """Print the config as one line of `key=value`."""
-        leaves = flatten(dump_config(config))
-        self._print_line("config  " + "  ".join(f"{key}={_show(value)}" for key, value in leaves.items()))
+        shown = {label: metrics[key] for key, label in self.key_metrics.items() if key in metrics}
+        if not shown:
+            shown = dict(list(metrics.items())[: self.FALLBACK])
+        title = "metrics" if step is None else f"step {step:4d}"
+        self._print_line("  ".join([title, *(f"{label}={_show(value)}" for label, value in shown.items())]))
 
     def _print_line(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)

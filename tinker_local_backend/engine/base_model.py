@@ -7,12 +7,14 @@ state of sequences or training; those are generation.py and trainer.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from tinker_local_backend.engine.attention import ATTENTION_NAME, DecodePlan, PackedPlan
 from tinker_local_backend.engine.kv_cache import KVCache
@@ -44,6 +46,18 @@ def check_model_name(name: str) -> None:
         )
 
 
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bar for models that load in a blink; the bar comes back for downloads and for others."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
+
+
 class BaseModel:
     """A causal language model on one device, shared by every adapter and snapshot of an engine.
 
@@ -65,7 +79,8 @@ class BaseModel:
             self.config = AutoConfig.from_pretrained(name).get_text_config()
             self._refuse_unsupported()
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype, attn_implementation=ATTENTION_NAME)
+            with _quiet_loading():
+                model = AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype, attn_implementation=ATTENTION_NAME)
         except OSError as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
         self._model: nn.Module = model.to(self.device).eval().requires_grad_(False)
@@ -119,9 +134,7 @@ class BaseModel:
     ) -> torch.Tensor:
         """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or one per token."""
         with self._route(adapters):
-            output = self._body(
-                input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan
-            )
+            output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
 
     def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Sequence[Adapter | None] | None) -> torch.Tensor:

@@ -1,0 +1,61 @@
+"""What a run came to, read back from its metrics.jsonl: first steps against last, evaluations before against after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tinker_cookbook.runs.files import read_jsonl
+
+WINDOW = 5
+"""Steps averaged at each end of a run."""
+
+
+def first_and_last(rows: Sequence[Mapping[str, Any]], key: str, window: int = WINDOW) -> tuple[float, float] | None:
+    """Mean of `key` over the first and the last `window` steps that report it; None when none does."""
+    values = [row[key] for row in rows if key in row]
+    return (fmean(values[:window]), fmean(values[-window:])) if values else None
+
+
+def before_and_after(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[float, float] | None:
+    """`key` of the first and the last evaluation; None unless there were two."""
+    values = [row[key] for row in rows if key in row]
+    return (values[0], values[-1]) if len(values) > 1 else None
+
+
+def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: Mapping[str, str]) -> None:
+    """Print a table of metrics before and after, and where the run's files are.
+
+    Args:
+        evaluated: metric -> where it was measured, for metrics of evaluations.
+        training: metric -> where it was measured, for metrics of every step.
+    """
+    rows = read_jsonl(Path(log_path) / "metrics.jsonl", tolerate_torn_tail=True)
+    table = Table(title="What changed", title_justify="left")
+    for header in ("metric", "where", "before", "after", "change"):
+        table.add_column(header, justify="left" if header in ("metric", "where") else "right")
+    measured = [(key, f"{where}, first and last {WINDOW} steps", first_and_last(rows, key)) for key, where in training.items()]
+    measured += [(key, where, before_and_after(rows, key)) for key, where in evaluated.items()]
+    for key, where, values in measured:
+        if values is not None:
+            before, after = values
+            name = key.partition("env/all/")[2] or key
+            table.add_row(name, where, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(f"Files: {log_path}")
+
+
+def print_rl_changes(log_path: str | Path, keys: Sequence[str]) -> None:
+    """The table for reinforcement learning: env/all/<key> in rollouts, on training questions and on held-out ones."""
+    evaluated = {
+        f"{name}/env/all/{key}": where
+        for key in keys
+        for name, where in (("train_questions", "training questions"), ("test", "held-out questions"))
+    }
+    print_changes(log_path, evaluated, {f"env/all/{key}": "rollouts" for key in keys})
