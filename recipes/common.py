@@ -38,8 +38,12 @@ class CommonConfig:
     name: str | None = chz.field(default=None, doc="added to the default folder's name")
     behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
     load_checkpoint_path: str | None = chz.field(default=None, doc="start from these weights (tinker://...)")
-    eval_every: int = chz.field(default=20, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0))
-    save_every: int = chz.field(default=20, doc="checkpoint every n steps; 0: only at the end", validator=chz.validators.ge(0))
+    eval_every: int = chz.field(
+        default=20, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0)
+    )
+    save_every: int = chz.field(
+        default=20, doc="checkpoint every n steps; 0: only at the end", validator=chz.validators.ge(0)
+    )
     wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project (extra: wandb)")
     wandb_name: str | None = chz.field(default=None, doc="name of the W&B run")
 
@@ -76,7 +80,7 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
 def dataset_label(dataset: str | None, default: str) -> str:
     """How a dataset is called in a folder's name: shipped and hub names as they are, files as `custom`."""
     name = dataset or default
-    return "custom" if name.endswith(".jsonl") or os.sep in name and Path(name).exists() else name
+    return "custom" if name.endswith(".jsonl") or (os.sep in name and Path(name).exists()) else name
 
 
 def loss_config(config: CommonConfig, temperature: float) -> dict[str, float] | None:

@@ -43,11 +43,17 @@ class CLIConfig(CommonConfig, SamplingKeys):
         default=None, doc="shipped name (qa: arithmetic, test; summary: articles), a .jsonl file, or a hub dataset id"
     )
     test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
-    reward_fn: str | None = chz.field(default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; default: the task's own")
+    reward_fn: str | None = chz.field(
+        default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; default: the task's own"
+    )
     judge: str = chz.field(default="mock", doc=JUDGE_NAMES)
-    judge_model_path: str | None = chz.field(default=None, doc="judge=lm: weights of the judge; default: the base model")
+    judge_model_path: str | None = chz.field(
+        default=None, doc="judge=lm: weights of the judge; default: the base model"
+    )
     judge_max_tokens: int = chz.field(default=96, doc="judge=lm: longest verdict", validator=chz.validators.gt(0))
-    judge_temperature: float = chz.field(default=0.3, doc="judge=lm: sampling temperature", validator=chz.validators.ge(0))
+    judge_temperature: float = chz.field(
+        default=0.3, doc="judge=lm: sampling temperature", validator=chz.validators.ge(0)
+    )
     debate_train: DebateTrain = chz.field(default="rs_grpo", doc="rs_grpo, or rejection (winners only, no reward)")
     num_rollouts: int = chz.field(default=64, doc="rollouts per batch", validator=chz.validators.gt(0))
     num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))

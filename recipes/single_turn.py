@@ -1,8 +1,8 @@
 """Any task without debate: several replies per question, advantages within the question, one step per batch.
 
-    python -m recipes.single_turn
-    python -m recipes.single_turn task=summary reward_fn=compression:0.5,rouge:0.3
-    python -m recipes.single_turn task=summary dataset=cnn_dailymail model_name=Qwen/Qwen3-4B-Instruct-2507
+python -m recipes.single_turn
+python -m recipes.single_turn task=summary reward_fn=compression:0.5,rouge:0.3
+python -m recipes.single_turn task=summary dataset=cnn_dailymail model_name=Qwen/Qwen3-4B-Instruct-2507
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ class CLIConfig(CommonConfig, SamplingKeys):
         default=None, doc="shipped name (qa: arithmetic, test; summary: articles), a .jsonl file, or a hub dataset id"
     )
     test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
-    reward_fn: str | None = chz.field(default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; default: the task's own")
+    reward_fn: str | None = chz.field(
+        default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; default: the task's own"
+    )
     num_rollouts: int = chz.field(default=64, doc="rollouts per batch", validator=chz.validators.gt(0))
     num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))
     baseline: Literal["mean", "zscore", "constant"] = chz.field(
-        default="zscore", doc="advantage: reward minus mean, z-score, or 1 for every accepted reply (rejection sampling)"
+        default="zscore",
+        doc="advantage: reward minus mean, z-score, or 1 for every accepted reply (rejection sampling)",
     )
     accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
     accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")

@@ -33,7 +33,9 @@ class CLIConfig(CommonConfig):
     test_size: int = chz.field(default=32, doc="conversations held out", validator=chz.validators.ge(0))
     batch_size: int = chz.field(default=16, doc="conversations per step", validator=chz.validators.gt(0))
     num_epochs: int = chz.field(default=4, doc="passes over the data", validator=chz.validators.gt(0))
-    max_length: int = chz.field(default=512, doc="longest conversation in tokens; the rest is cut", validator=chz.validators.gt(1))
+    max_length: int = chz.field(
+        default=512, doc="longest conversation in tokens; the rest is cut", validator=chz.validators.gt(1)
+    )
     train_on_what: TrainOnWhat = chz.field(
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
     )
@@ -46,7 +48,9 @@ def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     file = EXAMPLE_DATA / "conversations.jsonl" if cli.dataset == SHIPPED else Path(cli.dataset).expanduser()
     if not file.is_file():
-        raise ConfigurationError(f"dataset={cli.dataset!r}: no such file; use {SHIPPED} or a .jsonl file of conversations")
+        raise ConfigurationError(
+            f"dataset={cli.dataset!r}: no such file; use {SHIPPED} or a .jsonl file of conversations"
+        )
     model, renderer_name = resolve_model(cli)
     common = ChatDatasetBuilderCommonConfig(
         model_name_for_tokenizer=model,
@@ -83,7 +87,9 @@ def build_config(cli: CLIConfig) -> train.Config:
 async def main(cli: CLIConfig) -> None:
     config = build_config(cli)
     await train.main(config)
-    print_changes(config.log_path, {"test/nll": "held out", "test/bpb": "held out"}, {"train_mean_nll": "training batches"})
+    print_changes(
+        config.log_path, {"test/nll": "held out", "test/bpb": "held out"}, {"train_mean_nll": "training batches"}
+    )
 
 
 if __name__ == "__main__":

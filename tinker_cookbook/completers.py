@@ -127,5 +127,3 @@ class TinkerMessageCompleter(MessageCompleter):
         completion = await self._tokens(self._renderer.build_generation_prompt(messages), self._stop)
         message, _ = self._renderer.parse_response(completion.tokens)
         return message
-
-

@@ -1,4 +1,4 @@
-"""Errors that the library raises on purpose. Each also inherits the standard type that it refines, so `except ValueError` still works."""
+"""Errors that the library raises on purpose. Each also inherits the standard type that it refines (ValueError, RuntimeError)."""
 
 
 class TinkerCookbookError(Exception):

@@ -65,7 +65,11 @@ def train_a_little(client: TrainingClient, prompts: Sequence[Sequence[int]], ste
 
 
 def max_abs_diff(
-    training: TrainingClient, sampling: SamplingClient, prompts: Sequence[Sequence[int]], temperature: float, config: Config
+    training: TrainingClient,
+    sampling: SamplingClient,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    config: Config,
 ) -> tuple[float, int]:
     """Largest |sampled - teacher-forced| logprob over all sampled tokens at one temperature, and how many there were."""
     params = tinker.SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=config.seed)

@@ -104,3 +104,13 @@ def test_prompt_text(name: str, ending: str) -> None:
     renderer = make(name)
     prompt = renderer.build_generation_prompt([Message(role="user", content="Hi")], prefill="So")
     assert make_tokenizer().decode(prompt.to_ints()) == "<|im_start|>user\nHi" + ending + "So"
+
+
+def test_line_breaks_around_reasoning_are_those_of_the_template() -> None:
+    loose = Message(
+        role="assistant",
+        content=[ThinkingPart(type="thinking", thinking="\n\nhm\n"), TextPart(type="text", text="\n\nanswer")],
+    )
+    messages = [Message(role="user", content="q"), loose]
+    assert make("qwen3").build_generation_prompt(messages).to_ints() == reference("qwen3", messages, prompt=True)
+    assert "<think>\nhm\n</think>\n\nanswer<|im_end|>" in text_of_prompt(messages)

@@ -33,7 +33,9 @@ class DebateDatasetBuilder(RLDatasetBuilder):
 
     task: str = chz.field(doc="qa, summary, or a registered task")
     dataset: str | None = chz.field(default=None, doc="shipped name, .jsonl file or hub id; None: the task's own")
-    test_dataset: str | None = chz.field(default=None, doc="where test items come from, if not the dataset's test split")
+    test_dataset: str | None = chz.field(
+        default=None, doc="where test items come from, if not the dataset's test split"
+    )
     reward_fn: str | None = chz.field(default=None, doc="reward spec; None: the task's own")
     model_name: str = chz.field(doc="whose tokenizer to use")
     renderer_name: str = chz.field(doc="how messages become tokens")

@@ -47,7 +47,9 @@ class DebateProtocol:
 
     @classmethod
     def make(cls, task: Task, renderer: Renderer, prompts: DebatePrompts) -> DebateProtocol:
-        return cls(task, renderer, tuple(make_injection(renderer, text) for text in (prompts.rebuttal, prompts.closing)))
+        return cls(
+            task, renderer, tuple(make_injection(renderer, text) for text in (prompts.rebuttal, prompts.closing))
+        )
 
     def first_prompt(self, item: TaskItem) -> tinker.ModelInput:
         return self.renderer.build_generation_prompt(self.task.messages(item, CONFIDENCE_REQUEST))

@@ -84,7 +84,7 @@ def _placeholders(renderer: Renderer, template: str) -> tuple[tuple[str, int], t
     stops = renderer.get_stop_sequences()
     spare = [
         (text, token)
-        for text, token in sorted(tokenizer.get_added_vocab().items(), key=lambda item: -item[1])
+        for token, text in sorted(_added_tokens(renderer).items(), reverse=True)
         if token not in plain and token not in stops and tokenizer.encode(text, add_special_tokens=False) == [token]
     ]
     # Tags that a renderer itself reads (thinking, tools) would change the rendering.
@@ -95,3 +95,7 @@ def _placeholders(renderer: Renderer, template: str) -> tuple[tuple[str, int], t
             "where turns are inserted. Use a model whose tokenizer has reserved tokens"
         )
     return spare[0], spare[1]
+
+
+def _added_tokens(renderer: Renderer) -> dict[int, str]:
+    return {token: str(added) for token, added in renderer.tokenizer.added_tokens_decoder.items()}

@@ -21,7 +21,9 @@ class JudgeConfig:
 
     name: str = chz.field(default="lm", doc=JUDGE_NAMES)
     model_name: str = chz.field(doc="base model of an lm judge")
-    model_path: str | None = chz.field(default=None, doc="tinker:// path of an lm judge's weights; None: the base model")
+    model_path: str | None = chz.field(
+        default=None, doc="tinker:// path of an lm judge's weights; None: the base model"
+    )
     renderer_name: str = chz.field(doc="renderer of the judge's model")
     backend: str | None = chz.field(default=None, doc="where an lm judge runs")
     base_url: str | None = chz.field(default=None, doc="server of an lm judge")

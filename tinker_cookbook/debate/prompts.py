@@ -8,9 +8,7 @@ import chz
 
 OPPONENT = "{opponent}"
 
-CONFIDENCE_REQUEST = (
-    "Then put how sure you are, from 0 to 1, between <CONFIDENCE> and </CONFIDENCE>."
-)
+CONFIDENCE_REQUEST = "Then put how sure you are, from 0 to 1, between <CONFIDENCE> and </CONFIDENCE>."
 
 REBUTTAL = (
     "Your answer is FIXED now. Another agent answered the same question:\n\n"

@@ -24,7 +24,8 @@ class AdvantageConfig:
         doc="mean: reward minus the group's mean; zscore: that over its standard deviation; constant: 1 for each member",
     )
     per_token: bool = chz.field(
-        default=False, doc="divide by the number of tokens the member generated, so that each trajectory weighs the same"
+        default=False,
+        doc="divide by the number of tokens the member generated, so that each trajectory weighs the same",
     )
 
 
@@ -144,7 +145,9 @@ def _text_tokens(observation: tinker.ModelInput) -> list[int]:
     tokens: list[int] = []
     for chunk in observation.chunks:
         if not isinstance(chunk, tinker.EncodedTextChunk):
-            raise DataValidationError(f"an observation holds a {type(chunk).__name__}; only text can be trained on here")
+            raise DataValidationError(
+                f"an observation holds a {type(chunk).__name__}; only text can be trained on here"
+            )
         tokens.extend(chunk.tokens)
     return tokens
 

@@ -89,9 +89,7 @@ class ProblemGroupBuilder(EnvGroupBuilder):
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         records = []
-        for i, (trajectory, reward) in enumerate(
-            zip(group.trajectories_G, group.get_total_rewards(), strict=True)
-        ):
+        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
             transition = trajectory.transitions[-1]
             metrics: Metrics = transition.metrics
             reply = str(transition.logs.get("reply", ""))

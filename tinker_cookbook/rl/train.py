@@ -63,7 +63,8 @@ class Config:
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
     loss_fn: str = chz.field(default="importance_sampling", doc=" or ".join(LOSS_FNS))
     loss_fn_config: dict[str, float] | None = chz.field(
-        default=None, doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)"
+        default=None,
+        doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
     )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
     on_zero_advantages: ZeroAdvantages = chz.field(
@@ -84,7 +85,9 @@ class Config:
     ttl_seconds: int | None = chz.field(default=604800, doc="life of periodic checkpoints; None keeps them")
     wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project")
     wandb_name: str | None = chz.field(default=None, doc="name of the W&B run")
-    write_records: bool = chz.field(default=True, doc="write each group's and each step's tokens, logprobs and advantages")
+    write_records: bool = chz.field(
+        default=True, doc="write each group's and each step's tokens, logprobs and advantages"
+    )
 
 
 def check_config(config: Config) -> None:

@@ -147,7 +147,7 @@ class EnvGroupBuilder(ABC):
         """What to write to the run's folder about this group."""
         return []
 
-    async def cleanup(self) -> None:
+    async def cleanup(self) -> None:  # noqa: B027  (most builders have nothing to clean up)
         """Called once per make_envs, also when a rollout failed."""
 
     def logging_tags(self) -> list[str]:

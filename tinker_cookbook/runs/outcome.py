@@ -39,7 +39,9 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
     table = Table(title="What changed", title_justify="left")
     for header in ("metric", "where", "before", "after", "change"):
         table.add_column(header, justify="left" if header in ("metric", "where") else "right")
-    measured = [(key, f"{where}, first and last {WINDOW} steps", first_and_last(rows, key)) for key, where in training.items()]
+    measured = [
+        (key, f"{where}, first and last {WINDOW} steps", first_and_last(rows, key)) for key, where in training.items()
+    ]
     measured += [(key, where, before_and_after(rows, key)) for key, where in evaluated.items()]
     for key, where, values in measured:
         if values is not None:

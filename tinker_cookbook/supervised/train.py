@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import chz
 import tinker
@@ -58,7 +58,9 @@ class Config:
     adam_beta1: float = chz.field(default=0.9, doc="Adam's beta1")
     adam_beta2: float = chz.field(default=0.95, doc="Adam's beta2")
     adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
-    submit_ahead: int = chz.field(default=1, doc="batches submitted before the oldest is awaited", validator=chz.validators.ge(0))
+    submit_ahead: int = chz.field(
+        default=1, doc="batches submitted before the oldest is awaited", validator=chz.validators.ge(0)
+    )
     wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project")
     wandb_name: str | None = chz.field(default=None, doc="name of the W&B run")
 
@@ -144,16 +146,21 @@ async def _train(
         await finish(config.submit_ahead)
         if config.save_every > 0 and (step + 1) % config.save_every == 0 and step + 1 < total:
             await finish(0)
-            state = dict(zip(("epoch", "batch"), divmod(step + 1, len(dataset)), strict=True))
-            await save_checkpoint(client, f"{step + 1:06d}", run.log_path, state, "both", config.ttl_seconds)
+            cursor = _cursor(step + 1, dataset)
+            await save_checkpoint(client, f"{step + 1:06d}", run.log_path, cursor, "both", config.ttl_seconds)
     await finish(0)
     if start >= total:
         logger.info("nothing left to do: the run had reached step %d of %d", start, total)
         return
     if config.eval_every > 0 and evaluators:
         run.logger.log_metrics({"progress": 1.0, **await run_evaluators(evaluators, client)}, step=total)
-    state = dict(zip(("epoch", "batch"), divmod(total, len(dataset)), strict=True))
-    await save_checkpoint(client, "final", run.log_path, {**state, "final": True}, "both")
+    await save_checkpoint(client, "final", run.log_path, {**_cursor(total, dataset), "final": True}, "both")
+
+
+def _cursor(step: int, dataset: SupervisedDataset) -> dict[str, Any]:
+    """Where the next batch stands, as checkpoints record it."""
+    epoch, batch = divmod(step, len(dataset))
+    return {"epoch": epoch, "batch": batch}
 
 
 def _submit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.tasks.types import Task, TaskItem
@@ -78,7 +79,7 @@ def _read_hub(task: Task, name: str) -> tuple[list[TaskItem], list[TaskItem]]:
         raise ConfigurationError(f"dataset={name!r} has no split named train")
 
     def items(split: str) -> list[TaskItem]:
-        rows: Iterable[Mapping] = splits[split]
+        rows = cast(Iterable[Mapping], splits[split])
         return [_item(task, row, f"{name}[{split}][{i}]", f"{split}-{i}") for i, row in enumerate(rows)]
 
     test_split = next((split for split in ("test", "validation") if split in splits), None)

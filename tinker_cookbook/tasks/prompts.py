@@ -3,6 +3,5 @@
 QA_SYSTEM = "Answer the question. Put only the final answer between <SOLUTION> and </SOLUTION>."
 
 SUMMARY_SYSTEM = (
-    "Summarise the article in one or two sentences. "
-    "Put only the summary between <SOLUTION> and </SOLUTION>."
+    "Summarise the article in one or two sentences. Put only the summary between <SOLUTION> and </SOLUTION>."
 )

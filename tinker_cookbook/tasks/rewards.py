@@ -96,8 +96,6 @@ class RewardSpec:
 
     def __call__(self, solution: str | None, question: str, reference: str) -> tuple[float, dict[str, float]]:
         """The mixed reward and each function's own value; all 0 without a solution."""
-        scores = {
-            name: REWARDS[name](solution, question, reference) if solution else 0.0 for name, _ in self.weights
-        }
+        scores = {name: REWARDS[name](solution, question, reference) if solution else 0.0 for name, _ in self.weights}
         total = sum(weight for _, weight in self.weights)
         return sum(weight * scores[name] for name, weight in self.weights) / total, scores

@@ -173,8 +173,12 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
 
     task: str = chz.field(doc="qa, summary, or a registered task")
     dataset: str | None = chz.field(default=None, doc="shipped name, .jsonl file or hub id; None: the task's own")
-    test_dataset: str | None = chz.field(default=None, doc="where test items come from, if not the dataset's test split")
-    reward_fn: str | None = chz.field(default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; None: the task's own")
+    test_dataset: str | None = chz.field(
+        default=None, doc="where test items come from, if not the dataset's test split"
+    )
+    reward_fn: str | None = chz.field(
+        default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; None: the task's own"
+    )
     model_name: str = chz.field(doc="whose tokenizer to use")
     renderer_name: str = chz.field(doc="how messages become tokens")
     num_groups: int = chz.field(doc="questions per batch", validator=chz.validators.gt(0))
@@ -192,7 +196,9 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
 
     async def __call__(self) -> tuple[TaskDataset, TaskDataset | None]:
         task, train, test = self.check()
-        train_set = TaskDataset(train, self.num_groups, self.num_batches, self._builder(task, self.group_size), self.seed)
+        train_set = TaskDataset(
+            train, self.num_groups, self.num_batches, self._builder(task, self.group_size), self.seed
+        )
         return train_set, evaluation_set(test[: self.max_test_items], self._builder(task, 1))
 
     def _builder(self, task: Task, group_size: int):

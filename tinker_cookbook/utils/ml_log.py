@@ -16,7 +16,7 @@ from uuid import uuid4
 from rich.console import Console
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.runs.files import append_jsonl, flatten, to_jsonable, write_json, write_text
+from tinker_cookbook.runs.files import append_jsonl, to_jsonable, write_json, write_text
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ one new token per running sequence (decode). The plan of the pass says which; th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ ATTENTION_NAME = "tinker_local_packed"
 
 @dataclass
 class PackedPlan:
-    """Sequences end to end: sequence i owns tokens bounds[i]:bounds[i + 1]. With a cache, its keys and values are kept in rows[i]."""
+    """Sequences end to end: sequence i owns tokens bounds[i]:bounds[i + 1]. A cache keeps its keys and values in rows[i]."""
 
     bounds: list[int]
     cache: KVCache | None = None
@@ -75,7 +76,7 @@ def _packed(
     layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, plan: PackedPlan
 ) -> torch.Tensor:
     outputs = []
-    for i, (start, end) in enumerate(zip(plan.bounds[:-1], plan.bounds[1:], strict=True)):
+    for i, (start, end) in enumerate(pairwise(plan.bounds)):
         q, k, v = query[:, :, start:end], key[:, :, start:end], value[:, :, start:end]
         if plan.cache is not None and plan.rows is not None:
             plan.cache.write_prompt(layer, plan.rows[i], k[0], v[0])
@@ -96,7 +97,7 @@ def _decode(
 
 
 def max_length(bounds: list[int]) -> int:
-    return max(end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True))
+    return max(end - start for start, end in pairwise(bounds))
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +81,9 @@ class BaseModel:
             self._refuse_unsupported()
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
             with _quiet_loading():
-                model = AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype, attn_implementation=ATTENTION_NAME)
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    name, dtype=self.dtype, attn_implementation=ATTENTION_NAME
+                )
         except OSError as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
         self._model: nn.Module = model.to(self.device).eval().requires_grad_(False)

@@ -76,7 +76,7 @@ class KVCache:
     def append(
         self, layer: int, rows: int, lengths: torch.Tensor, longest: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add one token per live row, keys (kv_heads, rows, head_dim) at position lengths[i]; returns views up to `longest` + 1."""
+        """Add one token per live row, (kv_heads, rows, head_dim) at lengths[i]; returns views of `longest` + 1 tokens."""
         index = torch.arange(rows, device=lengths.device)
         self._keys[layer][index, :, lengths] = keys.transpose(0, 1)
         self._values[layer][index, :, lengths] = values.transpose(0, 1)

@@ -98,7 +98,9 @@ def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, devic
         a[name] = matrix.to(device).requires_grad_()
         b[name] = torch.zeros(out_features, spec.rank, device=device).requires_grad_()
     if not a:
-        raise ModelLoadError(f"no linear of this model is named like one of {spec.target_modules}; LoRA cannot be applied")
+        raise ModelLoadError(
+            f"no linear of this model is named like one of {spec.target_modules}; LoRA cannot be applied"
+        )
     return Adapter(spec, a, b)
 
 

@@ -48,7 +48,11 @@ class AdamW:
     def state_tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Moments and step counts for saving, as `<parameter name>.<exp_avg|exp_avg_sq|step>`. Empty before the first step."""
         state = self._torch.state_dict()["state"]
-        return {f"{names[index]}.{key}": value.contiguous() for index, entry in state.items() for key, value in entry.items()}
+        return {
+            f"{names[index]}.{key}": value.contiguous()
+            for index, entry in state.items()
+            for key, value in entry.items()
+        }
 
     def load_state_tensors(self, names: list[str], tensors: dict[str, torch.Tensor]) -> None:
         """The reverse of `state_tensors`."""

@@ -57,7 +57,9 @@ def prompt_tokens(prompt: tinker.ModelInput, model: BaseModel) -> tuple[int, ...
         raise RequestError("the prompt is empty; give at least one token")
     check_vocabulary(tokens, model.vocab_size, "prompt")
     if len(tokens) > model.context_length:
-        raise RequestError(f"prompt of {len(tokens)} tokens exceeds the context length {model.context_length}; shorten it")
+        raise RequestError(
+            f"prompt of {len(tokens)} tokens exceeds the context length {model.context_length}; shorten it"
+        )
     return tuple(tokens)
 
 

@@ -67,7 +67,9 @@ def forward_backward(
             pack_loss = elementwise.sum()
         if backward:
             # A loss may be constant in the parameters (all weights zero): the gradient is zero, not an error.
-            for total, part in zip(gradients, torch.autograd.grad(pack_loss, parameters, allow_unused=True), strict=True):
+            for total, part in zip(
+                gradients, torch.autograd.grad(pack_loss, parameters, allow_unused=True), strict=True
+            ):
                 if part is not None:
                     total += part
         with torch.no_grad():
@@ -137,7 +139,9 @@ def _stack(arrays: list[np.ndarray], device: torch.device) -> torch.Tensor:
 def optim_step(state: TrainState, params: tinker.AdamParams) -> tinker.types.OptimStepResponse:
     """Apply the accumulated gradient sum and clear it. Metrics: the gradient norm before clipping."""
     if state.gradients is None:
-        raise RequestError("optim_step without gradients: submit forward_backward first (it accumulates until optim_step)")
+        raise RequestError(
+            "optim_step without gradients: submit forward_backward first (it accumulates until optim_step)"
+        )
     check_adam_params(params)
     gradients, state.gradients = state.gradients, None
     grad_norm = state.optimizer.step(state.adapter.parameters(), gradients, params)
