@@ -104,6 +104,7 @@ class CLIConfig(CommonConfig, SamplingKeys):
     max_number: int = chz.field(default=20, doc="largest operand", validator=chz.validators.gt(0))
     num_test: int = chz.field(default=100, doc="problems of an evaluation", validator=chz.validators.gt(0))
     loss_fn: str = chz.field(default="importance_sampling", doc="importance_sampling or ppo")
+    on_zero_advantages: train.ZeroAdvantages = chz.field(default="raise", doc="raise, or skip the step and count it")
     learning_rate: float = chz.field(default=2e-3, doc="Adam's learning rate (real models: 1e-5 to 1e-4)")
     max_tokens: int = chz.field(default=32, doc="longest answer", validator=chz.validators.gt(0))
     max_steps: int = chz.field(default=20, doc="number of steps", validator=chz.validators.gt(0))
@@ -134,6 +135,7 @@ def build_config(cli: CLIConfig) -> train.Config:
         temperature=cli.temperature,
         loss_fn=cli.loss_fn,
         loss_fn_config=loss_config(cli, cli.temperature),
+        on_zero_advantages=cli.on_zero_advantages,
         seed=cli.seed,
         eval_every=cli.eval_every,
         save_every=cli.save_every,

@@ -7,6 +7,7 @@ means local; else local. This is the only module that imports `tinker_local_back
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from pathlib import Path
 from typing import Literal, cast
@@ -81,3 +82,11 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     if client is None:
         client = _local_clients["local"] = tinker_local_backend.ServiceClient()
     return cast(ServiceClient, client)
+
+
+def is_engine_error(error: BaseException) -> bool:
+    """Whether an engine raised this on purpose: its message says what is wrong, and a traceback adds nothing."""
+    import tinker
+
+    local = sys.modules.get("tinker_local_backend")
+    return isinstance(error, tinker.TinkerError) or (local is not None and isinstance(error, local.LocalBackendError))

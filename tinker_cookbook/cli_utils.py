@@ -28,6 +28,7 @@ from chz.blueprint import (
     MissingBlueprintArg,
 )
 
+from tinker_cookbook.backends import is_engine_error
 from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCookbookError
 from tinker_cookbook.runs.bootstrap import last_log_path
 
@@ -191,9 +192,9 @@ def _field_names(trace: TracebackType | None) -> list[str]:
     return names
 
 
-def _known_errors(error: BaseException) -> list[TinkerCookbookError]:
-    """The library's own errors in an exception or exception group; none if anything else is among them."""
-    if isinstance(error, TinkerCookbookError):
+def _known_errors(error: BaseException) -> list[BaseException]:
+    """The library's and the engines' own errors in an exception (group); none if anything else is among them."""
+    if isinstance(error, TinkerCookbookError) or is_engine_error(error):
         return [error]
     if not isinstance(error, BaseExceptionGroup):
         return []

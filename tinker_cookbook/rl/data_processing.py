@@ -183,6 +183,6 @@ def check_advantages(trajectory_groups_P: list[TrajectoryGroup], advantages_P: l
     raise ZeroAdvantageError(
         "every advantage of this batch is zero: within each group all members that train have the same reward, so this "
         "step would train nothing. Rewards:\n" + "\n".join(rows) + "\n"
-        "Use larger groups (num_rollouts / num_groups), a task or reward that varies, a higher temperature, or "
+        "Use larger groups, a task or reward that varies, a higher temperature, or "
         "on_zero_advantages=skip to skip such steps and count them."
     )

@@ -1,0 +1,100 @@
+"""One engine for all tests of the folder, on random models so small that a pass takes milliseconds."""
+
+import faulthandler
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from tests.engine.helpers import make_training_client
+from tests.engine.reference import Reference
+from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
+
+TINY_CHAT = Path(__file__).resolve().parents[2] / "example_data" / "tiny_chat"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+SHAPE = {
+    "vocab_size": 1536,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1513,
+    "pad_token_id": 1511,
+    "bos_token_id": None,
+    # Large enough that next-token distributions are far from uniform.
+    "initializer_range": 0.2,
+}
+
+
+def write_model(config: PretrainedConfig, folder: Path, seed: int) -> str:
+    """A random model and the shipped tokenizer in a folder."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(TINY_CHAT / name, folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_hangs_and_no_real_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A deadlock ends the test run in a minute with every thread's stack, and nothing is written to the user's folder."""
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "default-home"))
+    for name in ("TINKER_LOCAL_SEED", "TINKER_LOCAL_KV_CACHE_TOKENS", "TINKER_LOCAL_GRAD_ACCUM_STEPS"):
+        monkeypatch.delenv(name, raising=False)
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen3 whose head is its embedding, as in most small models."""
+    return write_model(Qwen3Config(**SHAPE, tie_word_embeddings=True), tmp_path_factory.mktemp("models") / "qwen", 1)
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Llama with a head of its own."""
+    return write_model(LlamaConfig(**SHAPE, tie_word_embeddings=False), tmp_path_factory.mktemp("models") / "llama", 2)
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tinker-home")
+
+
+@pytest.fixture(scope="session")
+def service(home: Path) -> Iterator[ServiceClient]:
+    with ServiceClient(home) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def reference(tied_model: str) -> Reference:
+    """transformers' own tied_model in float64."""
+    return Reference(tied_model)
+
+
+@pytest.fixture(scope="session")
+def base_sampler(service: ServiceClient, tied_model: str) -> SamplingClient:
+    return service.create_sampling_client(base_model=tied_model).result()
+
+
+@pytest.fixture
+def training(service: ServiceClient, tied_model: str) -> TrainingClient:
+    """A client whose adapter is not the identity."""
+    return make_training_client(service, tied_model)
+
+
+@pytest.fixture
+def sampler(training: TrainingClient) -> SamplingClient:
+    return training.save_weights_and_get_sampling_client().result()

@@ -1,0 +1,98 @@
+"""What the engine must compute, written down a second time: transformers' model in float64, whole matrices, autograd."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tinker
+import torch
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from tinker_local_backend import TrainingClient
+
+
+class Reference:
+    """A model in double precision. LoRA enters as W + scale * B @ A in the weight matrix itself."""
+
+    def __init__(self, model_path: str):
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float64, attn_implementation="eager"
+        ).requires_grad_(False)
+
+    def adapter_of(self, client: TrainingClient) -> dict[str, torch.Tensor]:
+        """Double precision copies of a client's A and B matrices, as leaves, in the engine's order."""
+        named = client._run.state.adapter.named_parameters()
+        return {name: matrix.detach().double().clone().requires_grad_() for name, matrix in named}
+
+    def logits(self, tokens: Sequence[int], adapter: Mapping[str, torch.Tensor] | None = None, scale: float = 1.0):
+        """(N, vocabulary) float64 of one sequence by itself."""
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        merged = {}
+        for name, a in (adapter or {}).items():
+            module, _, which = name.rpartition(".lora_")
+            if which == "A.weight":
+                b = (adapter or {})[f"{module}.lora_B.weight"]
+                merged[f"{module}.weight"] = weights[f"{module}.weight"] + scale * b @ a
+        output = functional_call(
+            self.model, merged, (), {"input_ids": torch.tensor([list(tokens)])}, tie_weights=False, strict=False
+        )
+        return output.logits[0]
+
+    def logprobs(
+        self,
+        tokens: Sequence[int],
+        adapter: Mapping[str, torch.Tensor] | None = None,
+        scale: float = 1.0,
+        temperature: float = 1.0,
+    ) -> torch.Tensor:
+        """(N, vocabulary): log of softmax(logits / temperature)."""
+        return torch.log_softmax(self.logits(tokens, adapter, scale) / temperature, dim=-1)
+
+    def completion_logprobs(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        adapter: Mapping[str, torch.Tensor] | None = None,
+        scale: float = 1.0,
+        temperature: float = 1.0,
+    ) -> np.ndarray:
+        """Logprob of each completion token given everything before it."""
+        with torch.no_grad():
+            scores = self.logprobs([*prompt, *completion][:-1], adapter, scale, temperature)[len(prompt) - 1 :]
+        return scores.gather(1, torch.tensor(list(completion))[:, None])[:, 0].numpy()
+
+
+def loss_and_gradients(
+    reference: Reference,
+    client: TrainingClient,
+    data: Sequence[tinker.Datum],
+    loss_fn: str,
+    temperature: float = 1.0,
+    clip: tuple[float, float] = (0.8, 1.2),
+) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
+    """(loss sum, logprobs per datum, gradient per adapter matrix) of cross_entropy, importance_sampling or ppo."""
+    adapter = reference.adapter_of(client)
+    scale = 32 / client._run.state.adapter.spec.rank
+    total = torch.zeros((), dtype=torch.float64)
+    logprobs = []
+    for datum in data:
+        given = {key: torch.from_numpy(value.to_numpy()) for key, value in datum.loss_fn_inputs.items()}
+        scores = reference.logprobs(datum.model_input.to_ints(), adapter, scale, temperature)
+        targets = given["target_tokens"]
+        lp = scores.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
+        if loss_fn == "cross_entropy":
+            total = total - (given["weights"].double() * lp).sum()
+        else:
+            ratio = (lp - given["logprobs"].double()).exp()
+            advantages = given["advantages"].double()
+            objective = ratio * advantages
+            if loss_fn == "ppo":
+                objective = torch.minimum(objective, ratio.clamp(*clip) * advantages)
+            total = total - objective.sum()
+        logprobs.append(lp.detach().numpy())
+    gradients = torch.autograd.grad(total, list(adapter.values()), allow_unused=True)
+    named = {
+        name: np.zeros(tuple(matrix.shape)) if gradient is None else gradient.numpy()
+        for (name, matrix), gradient in zip(adapter.items(), gradients, strict=True)
+    }
+    return float(total), logprobs, named
