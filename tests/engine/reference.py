@@ -95,4 +95,4 @@ def loss_and_gradients(
         name: np.zeros(tuple(matrix.shape)) if gradient is None else gradient.numpy()
         for (name, matrix), gradient in zip(adapter.items(), gradients, strict=True)
     }
-    return float(total), logprobs, named
+    return float(total.detach()), logprobs, named

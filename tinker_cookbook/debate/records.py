@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinker_cookbook.debate.transcript import Seat, Transcript
+from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import Metrics, Trajectory
 
@@ -14,6 +14,7 @@ def debate_record(
     verdict = transcript.verdict
     assert verdict is not None
     record: dict[str, Any] = {
+        "config": {"num_rounds": NUM_ROUNDS},
         "question": transcript.item.question,
         "ground_truth": transcript.item.reference,
         "instance_id": transcript.item.id,
@@ -45,7 +46,13 @@ def _agent(transcript: Transcript, seat: Seat, trajectory: Trajectory, metrics: 
     return {
         "frozen_solution": transcript.solution(seat),
         **{f"r{i}": text for i, text in enumerate(texts, start=1)},
-        "metrics": {"task_reward": score.reward, "task_reward_metrics": score.metrics, **metrics},
+        "metrics": {
+            **{f"r{i}": transition.metrics for i, transition in enumerate(trajectory.transitions, start=1)},
+            "instance_id": transcript.item.id,
+            "task_reward": score.reward,
+            "task_reward_metrics": score.metrics,
+            **metrics,
+        },
         "transitions": [
             transition_record(transition, text, round=i)
             for i, (transition, text) in enumerate(zip(trajectory.transitions, texts, strict=True), start=1)

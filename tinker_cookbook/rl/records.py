@@ -12,11 +12,17 @@ from tinker_cookbook.rl.data_processing import DatumMetadata
 from tinker_cookbook.rl.types import TrajectoryGroup, Transition
 
 
-def group_records(groups: Sequence[TrajectoryGroup], step: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """File name (without .json) and content of each record of a batch, e.g. debate_000003_g002_01."""
+def group_records(
+    groups: Sequence[TrajectoryGroup], step: int, model: str, config: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """File name (without .json) and content of each record of a batch, e.g. debate_000003_g002_01.
+
+    `model` and `config` (sampling and training settings) go into every record, so that each stands on its own.
+    """
     for group_idx, group in enumerate(groups):
         for i, record in enumerate(group.records):
-            content = {"timestamp": time.time(), "step": step, "group_id": group_idx, **record.content}
+            where = {"timestamp": time.time(), "model": model, "step": step, "group_id": group_idx}
+            content = where | record.content | {"config": {**config, **record.content.get("config", {})}}
             yield f"{record.kind}_{step:06d}_g{group_idx:03d}_{i:02d}", content
 
 

@@ -218,7 +218,12 @@ async def sample_groups(
     metrics |= compute_trajectory_metrics(groups, [builder.logging_tags() for builder in builders])
     if config.write_records:
         with timed("write_records", metrics):
-            for name, content in group_records(groups, step):
+            settings = {
+                "max_tokens_per_turn": config.max_tokens,
+                "temperature": config.temperature,
+                "learning_rate": config.learning_rate,
+            }
+            for name, content in group_records(groups, step, config.model_name, settings):
                 run.write_record(name, content)
     return groups
 

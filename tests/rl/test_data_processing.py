@@ -1,0 +1,242 @@
+"""From rewards to advantages, and from turns to datums: golden numbers, and what holds for any trajectory."""
+
+import pytest
+import tinker
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes import said
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.exceptions import DataValidationError, ZeroAdvantageError
+from tinker_cookbook.rl.data_processing import (
+    AdvantageConfig,
+    assemble_training_data,
+    check_advantages,
+    compute_advantages,
+    remove_constant_reward_groups,
+    trajectory_to_data,
+)
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
+
+EMPTY = tinker.ModelInput.empty()
+
+
+def turn(observation: list[int], action: TokensWithLogprobs, reward: float = 0.0) -> Transition:
+    return Transition(tinker.ModelInput.from_ints(observation), action, reward, False)
+
+
+def trajectory(*turns: Transition) -> Trajectory:
+    return Trajectory(list(turns), EMPTY)
+
+
+def group(rewards: list[float], trained: list[bool] | None = None, lengths: list[int] | None = None) -> TrajectoryGroup:
+    members = [trajectory(turn([1], said([2] * length))) for length in lengths or [1] * len(rewards)]
+    return TrajectoryGroup(members, rewards, [{} for _ in rewards], trained_G=trained)
+
+
+def advantages(members: TrajectoryGroup, **config) -> list[float]:
+    (found,) = compute_advantages([members], AdvantageConfig(**config))
+    assert found.dtype == torch.float32
+    return found.tolist()
+
+
+class TestAdvantages:
+    @pytest.mark.parametrize(
+        ("baseline", "expected"),
+        [
+            ("mean", [-0.75, 0.25, 0.25, 0.25]),
+            ("zscore", [-3**0.5, 3**-0.5, 3**-0.5, 3**-0.5]),
+            ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ],
+    )
+    def test_golden_numbers(self, baseline: str, expected: list[float]) -> None:
+        assert advantages(group([0.0, 1.0, 1.0, 1.0]), baseline=baseline) == pytest.approx(expected)
+
+    def test_default_is_reward_minus_mean(self) -> None:
+        (found,) = compute_advantages([group([3.0, 1.0])])
+        assert found.tolist() == [1.0, -1.0]
+
+    def test_per_token_divides_by_what_each_member_generated(self) -> None:
+        found = advantages(group([1.0, 0.0], lengths=[2, 5]), per_token=True)
+        assert found == pytest.approx([0.25, -0.1])
+
+    def test_tokens_of_all_turns_count(self) -> None:
+        talker = trajectory(turn([1], said([2, 3])), turn([1, 2, 3, 4], said([5, 6, 7])))
+        members = TrajectoryGroup([talker], [0.0], [{}])
+        assert advantages(members, baseline="constant", per_token=True) == pytest.approx([1 / 5])
+
+    @pytest.mark.parametrize(
+        ("baseline", "expected"),
+        [
+            ("mean", [-1.0, 0.0, 1.0, 0.0]),
+            ("zscore", [-1.0, 0.0, 1.0, 0.0]),
+            ("constant", [1.0, 0.0, 1.0, 0.0]),
+        ],
+    )
+    def test_the_rejected_have_none_and_no_part_in_the_baseline(self, baseline: str, expected: list[float]) -> None:
+        members = group([0.0, 100.0, 2.0, -50.0], trained=[True, False, True, False])
+        assert advantages(members, baseline=baseline) == pytest.approx(expected)
+
+    @given(st.floats(-1e6, 1e6), st.integers(1, 9), st.booleans())
+    def test_equal_rewards_give_exactly_zero(self, reward: float, size: int, per_token: bool) -> None:
+        for baseline in ("mean", "zscore"):
+            assert advantages(group([reward] * size), baseline=baseline, per_token=per_token) == [0.0] * size
+
+    def test_survivors_with_equal_rewards_give_exactly_zero(self) -> None:
+        members = group([0.1, 0.1, 0.1, 7.0], trained=[True, True, True, False])
+        assert advantages(members) == advantages(members, baseline="zscore") == [0.0] * 4
+
+    @pytest.mark.parametrize("baseline", ["mean", "zscore", "constant"])
+    def test_all_rejected_is_all_zero(self, baseline: str) -> None:
+        assert advantages(group([0.0, 1.0], trained=[False, False]), baseline=baseline, per_token=True) == [0.0, 0.0]
+
+    @given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
+    def test_mean_baseline_sums_to_zero(self, rewards: list[float]) -> None:
+        assert sum(advantages(group(rewards))) == pytest.approx(0.0, abs=1e-3)
+
+    def test_step_rewards_and_final_reward_add_up(self) -> None:
+        first = trajectory(turn([1], said([2]), 0.25), turn([1, 2], said([3]), 0.5))
+        second = trajectory(turn([1], said([2]), 0.0))
+        members = TrajectoryGroup([first, second], [0.25, 0.0], [{}, {}])
+        assert advantages(members) == [0.5, -0.5]
+
+    def test_constant_groups_are_removed_by_what_trains_of_them(self) -> None:
+        mixed, same = group([0.0, 1.0]), group([1.0, 1.0])
+        survivors_same = group([1.0, 0.0, 1.0], trained=[True, False, True])
+        assert remove_constant_reward_groups([same, mixed, survivors_same]) == [mixed]
+
+
+Turn = tuple[list[int], TokensWithLogprobs]
+tokens = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Turn]:
+    """Turns whose observation extends what came before, or differs from it, sometimes by one token only."""
+    turns: list[Turn] = []
+    history: list[int] = []
+    for _ in range(draw(st.integers(1, 5))):
+        kind = draw(st.sampled_from(["extend", "extend", "same length", "unrelated"])) if history else "unrelated"
+        observation = draw(tokens)
+        if kind == "extend":
+            observation = history + draw(st.lists(st.integers(0, 5), max_size=3))
+        elif kind == "same length":
+            changed = draw(st.integers(0, len(history) - 1))
+            observation = [t + 10 if i == changed else t for i, t in enumerate(history)] + observation
+        ids = draw(tokens)
+        logprobs = draw(st.lists(st.floats(-5, -0.125, width=32), min_size=len(ids), max_size=len(ids)))
+        turns.append((observation, TokensWithLogprobs(ids, logprobs)))
+        history = observation + ids
+    return turns
+
+
+def runs_of_turns(turns: list[Turn]) -> list[list[Turn]]:
+    """The turns that belong in one datum, by the definition: each observation starts with all that came before."""
+    runs: list[list[Turn]] = []
+    history: list[int] = []
+    for observation, action in turns:
+        if runs and observation[: len(history)] == history:
+            runs[-1].append((observation, action))
+        else:
+            runs.append([(observation, action)])
+        history = observation + action.tokens
+    return runs
+
+
+class TestTrajectoryToData:
+    @given(conversations())
+    def test_each_action_token_once_and_the_rest_masked(self, turns: list[Turn]) -> None:
+        data = trajectory_to_data(trajectory(*(turn(ob, ac) for ob, ac in turns)), 0.5)
+        runs = runs_of_turns(turns)
+        assert len(data) == len(runs)
+        for datum, run in zip(data, runs, strict=True):
+            last_observation, last_action = run[-1]
+            sequence = last_observation + last_action.tokens
+            logprobs = [0.0] * len(sequence)
+            mask = [0.0] * len(sequence)
+            for observation, action in run:
+                start, end = len(observation), len(observation) + len(action.tokens)
+                assert sequence[start:end] == action.tokens
+                logprobs[start:end], mask[start:end] = action.logprobs, [1.0] * len(action.tokens)
+            inputs = datum.loss_fn_inputs
+            # Shifted by one: position i predicts token i + 1.
+            assert datum.model_input.to_ints() == sequence[:-1]
+            assert inputs["target_tokens"].tolist() == sequence[1:]
+            assert inputs["mask"].tolist() == mask[1:]
+            assert inputs["logprobs"].tolist() == pytest.approx(logprobs[1:])
+            assert inputs["advantages"].tolist() == [0.5 * m for m in mask[1:]]
+            assert {key: value.dtype for key, value in inputs.items()} == {
+                "target_tokens": "int64", "logprobs": "float32", "advantages": "float32", "mask": "float32",
+            }  # fmt: skip
+
+    def test_golden_two_turns_with_injected_text(self) -> None:
+        first = TokensWithLogprobs([3, 4], [-0.5, -0.25])
+        second = TokensWithLogprobs([7], [-0.75])
+        (datum,) = trajectory_to_data(trajectory(turn([1, 2], first), turn([1, 2, 3, 4, 5, 6], second)), -2.0)
+        assert datum.model_input.to_ints() == [1, 2, 3, 4, 5, 6]
+        inputs = {key: value.tolist() for key, value in datum.loss_fn_inputs.items()}
+        assert inputs == {
+            "target_tokens": [2, 3, 4, 5, 6, 7],
+            "logprobs": [0.0, -0.5, -0.25, 0.0, 0.0, -0.75],
+            "advantages": [0.0, -2.0, -2.0, 0.0, 0.0, -2.0],
+            "mask": [0.0, 1.0, 1.0, 0.0, 0.0, 1.0],
+        }
+
+    def test_an_observation_of_the_right_length_with_other_ids_starts_anew(self) -> None:
+        data = trajectory_to_data(trajectory(turn([1, 2], said([3])), turn([1, 9, 3, 4], said([5]))), 1.0)
+        assert [datum.model_input.to_ints() for datum in data] == [[1, 2], [1, 9, 3, 4]]
+        assert [datum.loss_fn_inputs["mask"].tolist() for datum in data] == [[0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+
+    def test_a_shorter_observation_starts_anew(self) -> None:
+        data = trajectory_to_data(trajectory(turn([1, 2], said([3])), turn([1, 2], said([4]))), 1.0)
+        assert [datum.loss_fn_inputs["target_tokens"].tolist() for datum in data] == [[2, 3], [2, 4]]
+
+    def test_an_overflow_contributes_nothing(self) -> None:
+        overflow = Transition(EMPTY, TokensWithLogprobs([], [], "length"), -1.0, True)
+        assert trajectory_to_data(trajectory(overflow), 1.0) == []
+
+    def test_tokens_and_logprobs_must_match(self) -> None:
+        with pytest.raises(DataValidationError, match="2 sampled tokens but 1 logprobs"):
+            trajectory_to_data(trajectory(turn([1], TokensWithLogprobs([2, 3], [-0.5]))), 1.0)
+        with pytest.raises(ValueError, match="no logprobs"):
+            trajectory_to_data(trajectory(turn([1], TokensWithLogprobs([2], None))), 1.0)
+
+    def test_only_text_can_be_trained_on(self) -> None:
+        image = tinker.ModelInput(
+            chunks=[tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=1)]
+        )
+        with pytest.raises(DataValidationError, match="ImageChunk"):
+            trajectory_to_data(trajectory(Transition(image, said([2]), 0.0, True)), 1.0)
+
+
+class TestAssembly:
+    def test_zero_advantages_are_left_out_and_order_is_kept(self) -> None:
+        groups = [group([0.0, 1.0, 2.0]), group([5.0, 5.0]), group([1.0, 0.0, 9.0], trained=[True, True, False])]
+        data, metadata = assemble_training_data(groups, compute_advantages(groups))
+        assert [(m["group_idx"], m["traj_idx"]) for m in metadata] == [(0, 0), (0, 2), (2, 0), (2, 1)]
+        assert [datum.loss_fn_inputs["advantages"].tolist() for datum in data] == [[-1.0], [1.0], [0.5], [-0.5]]
+
+    def test_a_rejected_member_gives_no_data_whatever_its_advantage(self) -> None:
+        data, _ = assemble_training_data([group([0.0, 1.0], trained=[True, False])], [torch.tensor([1.0, 1.0])])
+        assert len(data) == 1
+
+    def test_every_datum_of_a_split_trajectory_names_its_member(self) -> None:
+        split = trajectory(turn([1], said([2])), turn([9], said([3])))
+        members = TrajectoryGroup([split, split], [0.0, 1.0], [{}, {}])
+        data, metadata = assemble_training_data([members], compute_advantages([members]))
+        assert [m["traj_idx"] for m in metadata] == [0, 0, 1, 1] and len(data) == 4
+
+
+class TestZeroAdvantages:
+    def test_the_message_shows_the_rewards_and_the_mend(self) -> None:
+        groups = [group([0.25, 0.25]), group([1.0, 0.5], trained=[True, False])]
+        with pytest.raises(ZeroAdvantageError) as raised:
+            check_advantages(groups, compute_advantages(groups))
+        message = str(raised.value)
+        assert "group   0: 0.25 0.25\n" in message and "group   1: 1 0.5(rejected)\n" in message
+        assert "on_zero_advantages=skip" in message
+
+    def test_one_advantage_is_enough_also_a_negative_one(self) -> None:
+        groups = [group([1.0, 1.0]), group([1.0, 1.0])]
+        check_advantages(groups, [torch.zeros(2), torch.tensor([0.0, -1e-6])])

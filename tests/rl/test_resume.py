@@ -1,0 +1,182 @@
+"""A run that is killed and resumed gives the metrics of one that was not, on the fakes and on the shipped tiny model."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes import rl_basic
+from tests.fakes import FakeServiceClient, SampleCall, seeded_reply
+from tests.rl.loop import NumberDatasetBuilder, WhichWeights, make_config, rows, untimed
+from tinker_cookbook import backends
+from tinker_cookbook.rl import train
+
+
+class Killed(BaseException):
+    """Stands for a signal: nothing in the library may catch and swallow it."""
+
+
+def new_service(monkeypatch: pytest.MonkeyPatch, kill_at: int | None = None) -> FakeServiceClient:
+    """A fake that is killed when the first prompt of batch `kill_at` comes."""
+    fake = FakeServiceClient()
+
+    def reply(call: SampleCall) -> list[int]:
+        if call.prompt[2] == kill_at:
+            raise Killed
+        return seeded_reply(call)
+
+    fake.reply = reply
+    monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
+    return fake
+
+
+class TestOnFakes:
+    @pytest.mark.parametrize("kill_at", [0, 1, 2, 3, 5])
+    def test_metrics_are_those_of_an_uninterrupted_run(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kill_at: int
+    ) -> None:
+        dataset = NumberDatasetBuilder(batches=6)
+        settings = {"save_every": 2, "eval_every": 2, "evaluator_builders": [WhichWeights]}
+        new_service(monkeypatch)
+        asyncio.run(train.main(make_config(tmp_path / "whole", dataset, **settings)))
+
+        service = new_service(monkeypatch, kill_at)
+        with pytest.raises(Killed):
+            asyncio.run(train.main(make_config(tmp_path / "killed", dataset, **settings)))
+        service.reply = seeded_reply
+        trained_before = service.trainers[0].weights
+        asyncio.run(train.main(make_config(tmp_path / "killed", dataset, **settings)))
+
+        assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")
+        resumed_at = kill_at // 2 * 2
+        how = ("state with optimizer", f"tinker://run0/weights/{resumed_at:06d}") if resumed_at else ("lora",)
+        assert service.created[1][: len(how)] == how
+        assert (trained_before, service.trainers[1].weights) == (kill_at, 6)
+        records = rows(tmp_path / "killed", "checkpoints.jsonl")
+        assert [record["batch"] for record in records] == [2, 4, 6] and records[-1]["final"]
+
+    def test_a_finished_run_has_nothing_left_to_do(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        service = new_service(monkeypatch)
+        asyncio.run(train.main(make_config(tmp_path, eval_every=1, evaluator_builders=[WhichWeights])))
+        files = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "checkpoints.jsonl")}
+        asyncio.run(train.main(make_config(tmp_path, eval_every=1, evaluator_builders=[WhichWeights])))
+        assert service.trainers[1].passes == []
+        # The last evaluation is part of the result and must survive.
+        assert {name: (tmp_path / name).read_bytes() for name in files} == files
+
+    def test_more_steps_go_on_from_the_end(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        new_service(monkeypatch)
+        dataset = NumberDatasetBuilder(batches=4)
+        asyncio.run(train.main(make_config(tmp_path / "whole", dataset, max_steps=4)))
+        asyncio.run(train.main(make_config(tmp_path / "longer", dataset, max_steps=2)))
+        asyncio.run(train.main(make_config(tmp_path / "longer", dataset, max_steps=4)))
+        done = "progress/done_frac"
+        whole, longer = ([{**row, done: 0} for row in untimed(tmp_path / name)] for name in ("whole", "longer"))
+        assert longer == whole
+
+    def test_the_first_weights_are_not_loaded_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        service = new_service(monkeypatch, kill_at=3)
+        service.saved["tinker://other/weights/x"] = 7
+        config = make_config(tmp_path, save_every=2, load_checkpoint_path="tinker://other/weights/x")
+        with pytest.raises(Killed):
+            asyncio.run(train.main(config))
+        service.reply = seeded_reply
+        asyncio.run(train.main(config))
+        assert service.created[1] == ("state with optimizer", "tinker://run0/weights/000002")
+        assert service.trainers[1].weights == 7 + 4
+
+
+def kill_before_sampling(step: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = train.sample_groups
+
+        async def sample_groups(config, run, dataset, sampling_client, at, metrics):
+            if at == step:
+                raise Killed
+            return await original(config, run, dataset, sampling_client, at, metrics)
+
+        monkeypatch.setattr(train, "sample_groups", sample_groups)
+
+    return patch
+
+
+def kill_after_training(step: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = train.train_on_groups
+
+        async def train_on_groups(config, run, training_client, groups, at, metrics):
+            trained = await original(config, run, training_client, groups, at, metrics)
+            if at == step:
+                raise Killed
+            return trained
+
+        monkeypatch.setattr(train, "train_on_groups", train_on_groups)
+
+    return patch
+
+
+def kill_while_saving(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """The weights are saved, the line that names them is not yet written."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = train.save_checkpoint
+
+        async def save_checkpoint(client, at, log_path, state, kind="state", ttl_seconds=None):
+            if at == name:
+                await client.save_state(at, ttl_seconds=ttl_seconds)
+                raise Killed
+            return await original(client, at, log_path, state, kind, ttl_seconds)
+
+        monkeypatch.setattr(train, "save_checkpoint", save_checkpoint)
+
+    return patch
+
+
+def run_tiny(log_path: Path) -> None:
+    """Four steps, saved after the second."""
+    cli = rl_basic.CLIConfig(
+        groups_per_batch=4,
+        group_size=8,
+        num_test=4,
+        max_steps=4,
+        save_every=2,
+        eval_every=3,
+        lora_rank=4,
+        log_path=str(log_path),
+        behavior_if_log_dir_exists="resume",
+    )
+    asyncio.run(train.main(rl_basic.build_config(cli)))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    log_path = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path_factory.mktemp("home")))
+        run_tiny(log_path)
+    return untimed(log_path)
+
+
+class TestOnTheTinyModel:
+    @pytest.mark.parametrize(
+        "kill",
+        [kill_before_sampling(3), kill_after_training(2), kill_after_training(1), kill_while_saving("000002"),
+         kill_while_saving("final")],
+        ids=["before sampling", "after training", "before the first checkpoint", "while saving", "at the very end"],
+    )  # fmt: skip
+    def test_metrics_are_those_of_an_uninterrupted_run(
+        self,
+        kill: Callable[[pytest.MonkeyPatch], None],
+        uninterrupted: list[dict],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+        with monkeypatch.context() as patched:
+            kill(patched)
+            with pytest.raises(Killed):
+                run_tiny(tmp_path / "run")
+        run_tiny(tmp_path / "run")
+        assert untimed(tmp_path / "run") == uninterrupted
+        assert rows(tmp_path / "run", "checkpoints.jsonl")[-1]["final"]

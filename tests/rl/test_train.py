@@ -1,0 +1,226 @@
+"""The reinforcement learning loop on the fakes: what it submits and when, what it logs, saves, evaluates and refuses."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import FakeServiceClient, fake_logprob
+from tests.rl.loop import NumberDatasetBuilder, WhichWeights, make_config, rows
+from tinker_cookbook import backends
+from tinker_cookbook.exceptions import ConfigurationError, ZeroAdvantageError
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.data_processing import AdvantageConfig, trajectory_to_data
+from tinker_cookbook.rl.types import Trajectory, Transition
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> FakeServiceClient:
+    fake = FakeServiceClient()
+    monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
+    return fake
+
+
+def run(config: train.Config) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await train.main(config)
+
+    asyncio.run(bounded())
+
+
+def datums(count: int):
+    import tinker
+
+    from tests.fakes import said
+
+    turns = [Transition(tinker.ModelInput.from_ints([1, 2]), said([10 + i]), 0.0, True) for i in range(count)]
+    return [datum for t in turns for datum in trajectory_to_data(Trajectory([t], t.ob), 1.0)]
+
+
+class TestTrainStep:
+    def test_all_is_submitted_before_anything_is_awaited(self, service: FakeServiceClient) -> None:
+        client = service.create_lora_training_client("m")
+        trainer = service.trainers[0]
+        service.calls.clear()
+        logprobs = asyncio.run(train.train_step(datums(5), trainer, 0.5, 2, "importance_sampling"))
+        assert client is not None
+        assert service.calls[:4] == ["submit forward_backward", "submit optim_step"] * 2
+        assert service.calls[4:] == ["await forward_backward", "await optim_step"] * 2
+        assert [len(passed.data) for passed in trainer.passes] == [3, 2]
+        # In the order of the data, across substeps.
+        assert [tensor.tolist()[-1] for tensor in logprobs] == pytest.approx([fake_logprob(10 + i) for i in range(5)])
+
+    def test_the_mask_stays_here(self, service: FakeServiceClient) -> None:
+        service.create_lora_training_client("m")
+        data = datums(2)
+        asyncio.run(train.train_step(data, service.trainers[0], 0.5, 1, "importance_sampling"))
+        (passed,) = service.trainers[0].passes
+        assert [set(datum.loss_fn_inputs) for datum in passed.data] == [{"target_tokens", "logprobs", "advantages"}] * 2
+        assert all("mask" in datum.loss_fn_inputs for datum in data)
+
+    def test_loss_config_and_adam_arrive(self, service: FakeServiceClient) -> None:
+        service.create_lora_training_client("m")
+        trainer = service.trainers[0]
+        config = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}
+        asyncio.run(train.train_step(datums(1), trainer, 0.25, 1, "ppo", config, grad_clip_norm=2.0))
+        assert (trainer.passes[0].loss_fn, trainer.passes[0].config) == ("ppo", config)
+        (adam,) = trainer.adam
+        assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps) == (0.25, 0.9, 0.95, 1e-8)
+        assert adam.grad_clip_norm == 2.0
+
+    def test_sums_add_up_over_substeps(self, service: FakeServiceClient) -> None:
+        service.create_lora_training_client("m")
+        metrics: dict[str, float | int | str] = {}
+        asyncio.run(train.train_step(datums(5), service.trainers[0], 0.5, 2, "ppo", metrics=metrics))
+        assert metrics == {"train/loss_sum": 5.0, "train/ratio": 1.0, "optim/grad_norm": 1.0}
+
+
+class TestSteps:
+    def test_each_batch_is_sampled_from_the_weights_of_all_steps_before(
+        self, service: FakeServiceClient, tmp_path: Path
+    ) -> None:
+        run(make_config(tmp_path))
+        weights_of_batch = {(call.prompt[2], call.weights) for call in service.sampled}
+        assert weights_of_batch == {(0, 0), (1, 1), (2, 2), (3, 3)}
+        assert service.created == [("lora", make_config(tmp_path).model_name, 32, 0)]
+        assert service.trainers[0].weights == 4
+
+    def test_forward_backward_and_optim_step_go_out_together(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        run(make_config(tmp_path))
+        calls = [call for call in service.calls if "forward_backward" in call or "optim_step" in call]
+        step = ["submit forward_backward", "submit optim_step", "await forward_backward", "await optim_step"]
+        assert calls == step * 4
+
+    def test_ppo_and_its_config_reach_the_trainer(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        config = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
+        run(make_config(tmp_path, loss_fn="ppo", loss_fn_config=config, max_steps=1))
+        assert [(p.loss_fn, p.config) for p in service.trainers[0].passes] == [("ppo", config)]
+
+    def test_metrics_of_a_step(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        run(make_config(tmp_path))
+        written = rows(tmp_path)
+        assert [row["step"] for row in written] == [row["progress/batch"] for row in written] == [0, 1, 2, 3]
+        assert [row["progress/done_frac"] for row in written] == [0.25, 0.5, 0.75, 1.0]
+        first = [token for call in service.sampled if call.prompt[2] == 0 for token in service.reply(call)]
+        row = written[0]
+        assert row["optim/lr"] == 0.5
+        assert row["env/all/reward/total"] == row["env/all/first"] == pytest.approx(sum(first) / len(first))
+        assert row["env/all/total_episodes"] == row["env/all/total_turns"] == row["env/all/total_ac_tokens"] == 12
+        assert row["env/all/total_ob_tokens"] == 36 and row["env/all/turns_per_episode"] == 1.0
+        assert row["env/even/total_episodes"] == 8 and row["env/odd/total_episodes"] == 4
+        # Sampler and trainer of the fake agree on every logprob of an action.
+        assert row["optim/kl_sample_train_v1"] == row["optim/kl_sample_train_v2"] == 0.0
+        assert row["optim/entropy"] > 0 and row["optim/grad_norm"] == 1.0
+        assert {"time/total", "time/sampling", "time/train"} <= row.keys()
+
+    def test_groups_are_accounted_for(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        run(make_config(tmp_path, NumberDatasetBuilder(groups=5, constant_groups=2)))
+        for row in rows(tmp_path):
+            parts = [row[f"groups/{part}"] for part in ("trained", "filtered", "stale", "failed")]
+            assert row["groups/sampled"] == sum(parts) == 5
+            assert row["groups/trained"] <= 3 and row["groups/filtered"] >= 2
+            assert row["env/all/by_group/frac_all_good"] >= 0.4
+
+    def test_rejection_trains_on_equal_rewards_too(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        constant = NumberDatasetBuilder(batches=1, groups=2, constant_groups=2)
+        run(make_config(tmp_path, constant, advantage=AdvantageConfig(baseline="constant")))
+        assert rows(tmp_path)[0]["groups/trained"] == 2 and service.trainers[0].weights == 1
+
+
+class TestZeroAdvantages:
+    constant = NumberDatasetBuilder(batches=3, groups=2, constant_groups=2)
+
+    def test_raise_by_default_with_the_rewards(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        with pytest.raises(ZeroAdvantageError, match="group   1: 1 1 1 1"):
+            run(make_config(tmp_path, self.constant))
+        assert service.trainers[0].weights == 0 and not (tmp_path / "checkpoints.jsonl").exists()
+
+    def test_skip_trains_nothing_and_counts(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        run(make_config(tmp_path, self.constant, on_zero_advantages="skip"))
+        written = rows(tmp_path)
+        assert [row["train/skipped_steps"] for row in written] == [1, 1, 1]
+        assert all(row["groups/filtered"] == row["groups/sampled"] == 2 for row in written)
+        assert service.trainers[0].passes == [] and service.trainers[0].adam == []
+
+
+class TestEvaluation:
+    def test_before_the_step_and_of_the_final_weights(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        evaluator = WhichWeights()
+        dataset = NumberDatasetBuilder(batches=5, with_test=True)
+        run(make_config(tmp_path, dataset, eval_every=2, evaluator_builders=[lambda: evaluator]))
+        assert evaluator.seen == [0, 2, 4, 5]
+        evaluated = {row["step"]: row["eval/weights"] for row in rows(tmp_path) if "eval/weights" in row}
+        assert evaluated == {0: 0, 2: 2, 4: 4, 5: 5}
+        assert {row["step"] for row in rows(tmp_path) if "test/env/all/reward/total" in row} == {0, 2, 4, 5}
+        assert rows(tmp_path)[-1]["progress/done_frac"] == 1.0
+
+    def test_never_with_zero(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        evaluator = WhichWeights()
+        run(make_config(tmp_path, evaluator_builders=[lambda: evaluator]))
+        assert evaluator.seen == [] and [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+
+    def test_at_the_temperature_of_training(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        dataset = NumberDatasetBuilder(batches=1, with_test=True)
+        config = {"temperature": 0.5}
+        run(make_config(tmp_path, dataset, eval_every=1, temperature=0.5, loss_fn_config=config))
+        assert {call.params.temperature for call in service.sampled} == {0.5}
+        assert service.trainers[0].passes[0].config == config
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize(
+        ("save_every", "batches"), [(2, [2, 4, 5]), (5, [5]), (0, [5]), (1, [1, 2, 3, 4, 5]), (9, [5])]
+    )
+    def test_cadence_and_final_record(
+        self, service: FakeServiceClient, tmp_path: Path, save_every: int, batches: list[int]
+    ) -> None:
+        run(make_config(tmp_path, NumberDatasetBuilder(batches=5), save_every=save_every))
+        records = rows(tmp_path, "checkpoints.jsonl")
+        assert [record["batch"] for record in records] == batches
+        assert [record["name"] for record in records] == [*(f"{batch:06d}" for batch in batches[:-1]), "final"]
+        assert [record.get("final", False) for record in records] == [False] * (len(batches) - 1) + [True]
+        for record in records:
+            # `batch` is the next one to run: the weights have seen exactly the batches before it.
+            assert service.saved[record["state_path"]] == service.saved[record["sampler_path"]] == record["batch"]
+        assert service.ttl[records[-1]["state_path"]] is None
+
+    def test_start_from_given_weights(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        service.saved["tinker://other/weights/x"] = 7
+        run(make_config(tmp_path, max_steps=1, load_checkpoint_path="tinker://other/weights/x"))
+        assert service.created == [("state", "tinker://other/weights/x")]
+        assert {call.weights for call in service.sampled} == {7}
+
+
+class TestRefusals:
+    def refused(self, service: FakeServiceClient, config: train.Config) -> str:
+        """The message; nothing was created or written."""
+        with pytest.raises(ConfigurationError) as raised:
+            run(config)
+        assert service.created == [] and service.calls == [] and not Path(config.log_path).exists()
+        return str(raised.value)
+
+    def test_sampling_and_scoring_at_different_temperatures(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        message = self.refused(service, make_config(tmp_path / "run", temperature=0.7))
+        assert "temperature=0.7" in message and "loss_fn_config temperature=1.0" in message
+        assert "set loss_fn_config={'temperature': 0.7}" in message
+        config = make_config(tmp_path / "run", loss_fn_config={"temperature": 0.7})
+        assert "temperature=1.0" in self.refused(service, config)
+
+    def test_the_hosted_trainer_knows_no_temperature(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TINKER_API_KEY", "tml-none")
+        hosted = {"backend": "tinker", "model_name": "Qwen/Qwen3-8B"}
+        message = self.refused(service, make_config(tmp_path / "run", temperature=0.7, **hosted))
+        assert "set temperature=1.0" in message
+        matched = make_config(tmp_path / "run", temperature=0.7, loss_fn_config={"temperature": 0.7}, **hosted)
+        assert "only the local engine knows" in self.refused(service, matched)
+
+    def test_unknown_loss(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        message = self.refused(service, make_config(tmp_path / "run", loss_fn="reinforce"))
+        assert "loss_fn='reinforce'" in message and "ppo" in message
+
+    @pytest.mark.parametrize("max_steps", [0, -1])
+    def test_nothing_to_train_on(self, service: FakeServiceClient, tmp_path: Path, max_steps: int) -> None:
+        assert "nothing to train on" in self.refused(service, make_config(tmp_path / "run", max_steps=max_steps))
