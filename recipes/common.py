@@ -1,19 +1,24 @@
 """What the recipes share: the keys that all of them take, the shipped model's name, and where a run's files go."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import chz
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.data_processing import AdvantageConfig
+from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 
 TINY_CHAT = "tiny_chat"
 
@@ -49,11 +54,38 @@ class CommonConfig:
 
 
 @chz.chz(typecheck=True)
-class SamplingKeys:
-    """Keys of every recipe that samples."""
+class RLConfig(CommonConfig):
+    """Keys of every reinforcement learning recipe."""
 
+    learning_rate: float = chz.field(
+        default=2e-3, doc="Adam's learning rate (real models: 1e-5 to 1e-4)", validator=chz.validators.gt(0)
+    )
+    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
+    eval_every: int = chz.field(
+        default=10, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0)
+    )
     max_tokens: int = chz.field(default=64, doc="longest completion of one turn", validator=chz.validators.gt(0))
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
+    loss_fn: str = chz.field(default="importance_sampling", doc=" or ".join(train.LOSS_FNS))
+    num_substeps: int = chz.field(default=1, doc="optimizer steps per batch", validator=chz.validators.gt(0))
+    on_zero_advantages: train.ZeroAdvantages = chz.field(default="raise", doc="raise, or skip the step and count it")
+
+
+@chz.chz(typecheck=True)
+class TaskConfig(RLConfig):
+    """Keys of the recipes that take a task."""
+
+    task: str = chz.field(default="qa", doc="qa or summary")
+    dataset: str | None = chz.field(
+        default=None, doc="shipped name (qa: arithmetic, test; summary: articles), a .jsonl file, or a hub dataset id"
+    )
+    test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
+    reward_fn: str | None = chz.field(
+        default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; default: the task's own"
+    )
+    num_rollouts: int = chz.field(default=64, doc="rollouts per batch", validator=chz.validators.gt(0))
+    num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))
+    max_eval_items: int = chz.field(default=100, doc="questions per evaluation", validator=chz.validators.gt(0))
 
 
 def resolve_model(config: CommonConfig) -> tuple[str, str]:
@@ -83,11 +115,69 @@ def dataset_label(dataset: str | None, default: str) -> str:
     return "custom" if name.endswith(".jsonl") or (os.sep in name and Path(name).exists()) else name
 
 
-def loss_config(config: CommonConfig, temperature: float) -> dict[str, float] | None:
-    """Score at the temperature that was sampled at, which the local engine can do; elsewhere the loop explains."""
-    if temperature != 1.0 and backends.resolve_backend(config.backend) == "local":
-        return {"temperature": temperature}
-    return None
+def train_config(
+    cli: RLConfig,
+    recipe: str,
+    model: str,
+    dataset_builder: RLDatasetBuilder,
+    folder: Sequence[str],
+    advantage: AdvantageConfig | None = None,
+    evaluator_builders: Sequence[SamplingClientEvaluatorBuilder] = (),
+) -> train.Config:
+    """The training loop's config from a recipe's keys, checked; the run's folder (named after `folder`) is settled last."""
+    # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
+    tempered = cli.temperature != 1.0 and backends.resolve_backend(cli.backend) == "local"
+    config = train.Config(
+        learning_rate=cli.learning_rate,
+        dataset_builder=dataset_builder,
+        model_name=model,
+        recipe_name=recipe,
+        max_tokens=cli.max_tokens,
+        log_path="",
+        backend=cli.backend,
+        base_url=cli.base_url,
+        lora_rank=cli.lora_rank,
+        temperature=cli.temperature,
+        loss_fn=cli.loss_fn,
+        loss_fn_config={"temperature": cli.temperature} if tempered else None,
+        advantage=advantage or AdvantageConfig(),
+        on_zero_advantages=cli.on_zero_advantages,
+        num_substeps=cli.num_substeps,
+        seed=cli.seed,
+        eval_every=cli.eval_every,
+        save_every=cli.save_every,
+        evaluator_builders=list(evaluator_builders),
+        load_checkpoint_path=cli.load_checkpoint_path,
+        wandb_project=cli.wandb_project,
+        wandb_name=cli.wandb_name,
+    )
+    train.check_config(config)
+    return chz.replace(config, log_path=open_log_path(cli, recipe, *folder))
+
+
+def train_questions_evaluator(
+    cli: TaskConfig, model: str, renderer_name: str, extra_request: str = ""
+) -> TaskEvaluatorBuilder:
+    """Single-turn replies to a fixed choice of the training questions, to set beside the held-out ones."""
+    return TaskEvaluatorBuilder(
+        name="train_questions",
+        task=cli.task,
+        dataset=cli.dataset,
+        reward_fn=cli.reward_fn,
+        model_name=model,
+        renderer_name=renderer_name,
+        extra_request=extra_request,
+        max_items=cli.max_eval_items,
+        max_tokens=cli.max_tokens,
+        temperature=cli.temperature,
+        seed=cli.seed,
+    )
+
+
+def run_folder(cli: TaskConfig, mode: str) -> list[str]:
+    """The words that name a run's folder: n<rollouts> g<groups> <mode> <task> <dataset>."""
+    label = dataset_label(cli.dataset, get_task(cli.task, cli.reward_fn).default_dataset)
+    return [f"n{cli.num_rollouts}", f"g{cli.num_groups}", mode, cli.task, label]
 
 
 def check_groups(num_rollouts: int, num_groups: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ from functools import partial
 
 import chz
 
-from recipes.common import CommonConfig, SamplingKeys, loss_config, open_log_path, resolve_model
+from recipes.common import RLConfig, resolve_model, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
@@ -96,55 +96,30 @@ class ArithmeticDatasetBuilder(RLDatasetBuilder):
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(CommonConfig, SamplingKeys):
+class CLIConfig(RLConfig):
     """Keys of `python -m recipes.rl_basic`."""
 
     groups_per_batch: int = chz.field(default=16, doc="problems per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="attempts per problem", validator=chz.validators.gt(1))
     max_number: int = chz.field(default=20, doc="largest operand", validator=chz.validators.gt(0))
     num_test: int = chz.field(default=100, doc="problems of an evaluation", validator=chz.validators.gt(0))
-    loss_fn: str = chz.field(default="importance_sampling", doc="importance_sampling or ppo")
-    on_zero_advantages: train.ZeroAdvantages = chz.field(default="raise", doc="raise, or skip the step and count it")
-    learning_rate: float = chz.field(default=2e-3, doc="Adam's learning rate (real models: 1e-5 to 1e-4)")
     max_tokens: int = chz.field(default=32, doc="longest answer", validator=chz.validators.gt(0))
-    max_steps: int = chz.field(default=20, doc="number of steps", validator=chz.validators.gt(0))
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     model, renderer_name = resolve_model(cli)
-    config = train.Config(
-        learning_rate=cli.learning_rate,
-        dataset_builder=ArithmeticDatasetBuilder(
-            model_name=model,
-            renderer_name=renderer_name,
-            groups_per_batch=cli.groups_per_batch,
-            group_size=cli.group_size,
-            num_batches=cli.max_steps,
-            max_number=cli.max_number,
-            num_test=cli.num_test,
-            seed=cli.seed,
-        ),
+    dataset_builder = ArithmeticDatasetBuilder(
         model_name=model,
-        recipe_name=RECIPE,
-        max_tokens=cli.max_tokens,
-        log_path="",
-        backend=cli.backend,
-        base_url=cli.base_url,
-        lora_rank=cli.lora_rank,
-        temperature=cli.temperature,
-        loss_fn=cli.loss_fn,
-        loss_fn_config=loss_config(cli, cli.temperature),
-        on_zero_advantages=cli.on_zero_advantages,
+        renderer_name=renderer_name,
+        groups_per_batch=cli.groups_per_batch,
+        group_size=cli.group_size,
+        num_batches=cli.max_steps,
+        max_number=cli.max_number,
+        num_test=cli.num_test,
         seed=cli.seed,
-        eval_every=cli.eval_every,
-        save_every=cli.save_every,
-        load_checkpoint_path=cli.load_checkpoint_path,
-        wandb_project=cli.wandb_project,
-        wandb_name=cli.wandb_name,
     )
-    train.check_config(config)
-    return chz.replace(config, log_path=open_log_path(cli, RECIPE, f"{cli.groups_per_batch}x{cli.group_size}"))
+    return train_config(cli, RECIPE, model, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
 
 
 async def main(cli: CLIConfig) -> None:

@@ -7,7 +7,6 @@ The same settings and seed give the same files on the same machine. `python -m r
 writes the small data files that go with it, `python -m recipes.make_tiny_model.figures` measures any such folder.
 """
 
-import itertools
 import time
 
 import chz
@@ -26,7 +25,7 @@ class CLIConfig:
 
     out_dir: str = chz.field(default="example_data/tiny_chat", doc="folder to write; an older model there is replaced")
     seed: int = chz.field(default=0, doc="seed of the corpus, the initial weights and the order of batches")
-    conversations: int = chz.field(default=56_000, doc="how many conversations to train on, once each")
+    conversations: int = chz.field(default=52_000, doc="how many conversations to train on, once each")
     max_steps: int | None = chz.field(default=None, doc="stop after this many steps; none means the whole corpus")
     vocab_size: int = chz.field(default=1536, doc="tokens in the vocabulary: 256 bytes, merges and specials")
     learning_rate: float = chz.field(default=2e-3, doc="peak learning rate of AdamW")
@@ -51,7 +50,7 @@ def main(config: CLIConfig) -> None:
     torch.set_num_threads(config.threads)
     started = time.monotonic()
     stages = corpus.stages(config.conversations, config.seed)
-    texts = (corpus.plain_text(turns) for turns in itertools.islice(stages[0], 8000))
+    texts = (corpus.plain_text(turns) for turns in stages[-1][:8000])
     tokenizer = train_tokenizer(texts, config.vocab_size)
     shape = Shape(hidden_size=config.hidden_size, layers=config.layers)
     schedule = Schedule(

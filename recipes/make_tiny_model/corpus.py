@@ -1,7 +1,7 @@
-"""The training text: a seeded mixture of conversations, in stages from careful writers to careless ones.
+"""The training text: a seeded mixture of conversations, in stages: a textbook, careful writers, careless writers.
 
-The first stage teaches the sums from mostly right answers, the last one teaches how often people slip. Learning both
-at once would cost several times as many steps.
+The first stages teach the sums, copying and judging from right answers, the last one teaches how often people slip.
+Learning all of it at once would cost several times as many steps.
 """
 
 import dataclasses
@@ -13,39 +13,48 @@ from recipes.make_tiny_model import arithmetic, chat, debates, drills
 Turns = list[tuple[str, str]]
 
 
+# Loss weights of the pieces of a text. Prompts are mostly random choices of the corpus that nobody can foresee, yet they
+# repeat themselves, which teaches copying.
+PROMPT, WRITTEN, DECIDED = 0.05, 1.0, 4.0
+
+# How many of each kind there are, per thousand. The textbook stage is for knowledge, the chats for manners.
+TEXTBOOK = {"sum_table": 400, "recall": 250, "graded_answers": 150, "sum": 200}
+CHATS = {
+    "sum": 330,
+    "quiz": 60,
+    "sum_table": 50,
+    "graded_answers": 70,
+    "recall": 20,
+    "sum_debate": 130,
+    "sum_verdict": 170,
+    "summary": 60,
+    "article_debate": 22,
+    "article_verdict": 18,
+    "talk": 60,
+    "thought": 5,
+    "tool": 5,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A part of the training: `share` of all conversations, and how often its writers are right."""
+    """A part of the training: `share` of all conversations, their kinds, and how often their writers are right."""
 
     share: float
+    mixture: dict[str, int]
     right_rate: float
     judge_rate: float
 
 
 STAGES = (
-    Stage(share=0.65, right_rate=0.97, judge_rate=0.99),
-    Stage(share=0.35, right_rate=0.50, judge_rate=0.90),
+    Stage(share=0.22, mixture=TEXTBOOK, right_rate=0.97, judge_rate=1.0),
+    Stage(share=0.43, mixture=CHATS, right_rate=0.97, judge_rate=0.99),
+    Stage(share=0.35, mixture=CHATS, right_rate=0.50, judge_rate=0.92),
 )
-
-# How many of each kind there are, per thousand.
-MIXTURE = {
-    "sum": 360,
-    "quiz": 70,
-    "sum_table": 110,
-    "graded_answers": 75,
-    "sum_debate": 80,
-    "sum_verdict": 125,
-    "summary": 55,
-    "article_debate": 18,
-    "article_verdict": 18,
-    "talk": 71,
-    "thought": 9,
-    "tool": 9,
-}
 
 
 def conversation(kind: str, stage: Stage, rng: random.Random) -> Turns:
-    """One conversation of a kind of MIXTURE, as (role, content) turns. Drills are pieces of text without ChatML."""
+    """One conversation of a kind of TEXTBOOK or CHATS, as (role, content) turns. Drills are pieces of text without ChatML."""
     match kind:
         case "sum":
             return arithmetic.single_turn(stage.right_rate, rng)
@@ -53,6 +62,8 @@ def conversation(kind: str, stage: Stage, rng: random.Random) -> Turns:
             return arithmetic.quiz(stage.right_rate, rng)
         case "sum_table":
             return drills.sum_table(rng)
+        case "recall":
+            return drills.recall(rng)
         case "graded_answers":
             return drills.graded_answers(rng)
         case "sum_debate":
@@ -71,13 +82,13 @@ def conversation(kind: str, stage: Stage, rng: random.Random) -> Turns:
             return chat.thought(stage.right_rate, rng)
         case "tool":
             return chat.tool_call(stage.right_rate, rng)
-    raise ValueError(f"kind: {kind!r} is not in the mixture; choose one of {sorted(MIXTURE)}")
+    raise ValueError(f"kind: {kind!r} is unknown; choose one of {sorted(TEXTBOOK | CHATS)}")
 
 
 def generate(stage: Stage, count: int, seed: int) -> Iterator[Turns]:
     """`count` conversations of one stage. The same arguments give the same text."""
     rng = random.Random(f"{seed}/{stage}")
-    kinds, weights = list(MIXTURE), list(MIXTURE.values())
+    kinds, weights = list(stage.mixture), list(stage.mixture.values())
     for _ in range(count):
         yield conversation(rng.choices(kinds, weights)[0], stage, rng)
 
@@ -86,24 +97,25 @@ def stages(conversations: int, seed: int) -> list[list[Turns]]:
     return [list(generate(stage, round(conversations * stage.share), seed)) for stage in STAGES]
 
 
-def segments(turns: Turns) -> list[tuple[str, bool]]:
-    """ChatML text in pieces, each with whether the model is to write it: contents and stops of assistant turns.
+def segments(turns: Turns) -> list[tuple[str, float]]:
+    """ChatML text in pieces, each with its loss weight: contents and stops of assistant turns count most.
 
     Cutting there keeps the tokens of a training text equal to those of a prompt followed by a sampled reply.
     """
-    pieces: list[tuple[str, bool]] = []
+    pieces: list[tuple[str, float]] = []
     opening = ""
+    drilled = {"given": PROMPT, "written": WRITTEN, "decided": DECIDED}
     for role, content in turns:
-        if role in ("given", "written"):
-            pieces.append((content, role == "written"))
+        if role in drilled:
+            pieces.append((content, drilled[role]))
             continue
         opening += f"<|im_start|>{role}\n"
         if role == "assistant":
-            pieces += [(opening, False), (f"{content}<|im_end|>", True)]
+            pieces += [(opening, PROMPT), (f"{content}<|im_end|>", WRITTEN)]
             opening = "\n"
         else:
             opening += f"{content}<|im_end|>\n"
-    pieces.append((f"{opening}<|endoftext|>", False))
+    pieces.append((f"{opening}<|endoftext|>", PROMPT))
     return pieces
 
 

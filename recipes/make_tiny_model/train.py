@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from recipes.make_tiny_model.corpus import Turns, segments
+from recipes.make_tiny_model.corpus import WRITTEN, Turns, segments
 from recipes.make_tiny_model.tokenizer import CONTEXT_LENGTH, PAD, STOP, token_id
 
-# Loss weights of single tokens. Prompts are mostly random choices of the corpus, which nobody can learn to foresee.
-# The few tokens that carry a decision would drown among those that only keep the form.
-PROMPT_WEIGHT = 0.02
+# Loss weights of the few tokens that carry a decision, which would drown among those that only keep the form.
 ANSWER_WEIGHT = 2.0  # a digit after <SOLUTION>, in a turn of the model
 SHOWN_ANSWER_WEIGHT = 0.3  # the same in a prompt: expecting an answer helps to judge it
 VERDICT_WEIGHT = 8.0  # what follows <VERDICT>
@@ -87,10 +85,11 @@ def encode(conversations: Iterable[Turns], tokenizer: PreTrainedTokenizerFast) -
     for parts in cut:
         tokens: list[int] = []
         weights: list[float] = []
-        for _, is_written in parts:
+        for _, piece_weight in parts:
             in_solution, before = False, None
+            is_written = piece_weight >= WRITTEN
             for token in next(ids):
-                weight = 1.0 if is_written else PROMPT_WEIGHT
+                weight = piece_weight
                 if in_solution and token in digits:
                     weight = ANSWER_WEIGHT if is_written else SHOWN_ANSWER_WEIGHT
                 elif is_written and before == verdict:

@@ -21,8 +21,8 @@ import tinker
 import torch
 
 from tinker_cookbook import backends
-from tinker_cookbook.checkpoint_utils import get_last_checkpoint, save_checkpoint
-from tinker_cookbook.clients import SamplingClient, ServiceClient, TrainingClient
+from tinker_cookbook.checkpoint_utils import save_checkpoint
+from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
@@ -38,6 +38,7 @@ from tinker_cookbook.rl.records import group_records, training_step_record
 from tinker_cookbook.rl.rollouts import do_batch_rollout
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder, TrajectoryGroup
 from tinker_cookbook.runs.bootstrap import Run, open_run
+from tinker_cookbook.runs.resume import open_training_client
 from tinker_cookbook.utils.misc_utils import split_list, timed
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,11 @@ async def main(config: Config) -> None:
         wandb_name=config.wandb_name,
     ) as run:
         service = backends.create_service_client(config.backend, config.base_url)
-        training_client, start = await open_training_client(config, run, service)
+        training_client, record = await open_training_client(
+            run, service, config.model_name, config.lora_rank, config.seed, config.load_checkpoint_path
+        )
+        start = record.batch if record is not None else 0
+        run.rewind_metrics(start)
         evaluators = [build() for build in config.evaluator_builders]
         if test_dataset is not None:
             evaluators.append(
@@ -134,20 +139,6 @@ async def main(config: Config) -> None:
                 )
             )
         await do_sync_training(config, run, training_client, dataset, evaluators, start, num_batches)
-
-
-async def open_training_client(config: Config, run: Run, service: ServiceClient) -> tuple[TrainingClient, int]:
-    """The client to train with and the next batch: from the run's last checkpoint, from given weights, or new."""
-    record = get_last_checkpoint(run.log_path) if run.resumed else None
-    if record is not None and record.state_path is not None:
-        logger.info("resuming from %s at batch %d", record.state_path, record.batch)
-        run.rewind_metrics(record.batch)
-        return await service.create_training_client_from_state_with_optimizer(record.state_path), record.batch
-    run.rewind_metrics(0)
-    if config.load_checkpoint_path is not None:
-        return await service.create_training_client_from_state(config.load_checkpoint_path), 0
-    client = await service.create_lora_training_client(config.model_name, rank=config.lora_rank, seed=config.seed)
-    return client, 0
 
 
 async def do_sync_training(

@@ -17,12 +17,13 @@ import tinker
 from tinker.types import OptimStepResponse
 
 from tinker_cookbook import backends
-from tinker_cookbook.checkpoint_utils import get_last_checkpoint, save_checkpoint
-from tinker_cookbook.clients import ServiceClient, TrainingClient
+from tinker_cookbook.checkpoint_utils import save_checkpoint
+from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval.evaluators import Evaluator, EvaluatorBuilder, TrainingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.bootstrap import Run, open_run
+from tinker_cookbook.runs.resume import open_training_client
 from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll
 from tinker_cookbook.supervised.evaluators import NLLEvaluator
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
@@ -92,26 +93,15 @@ async def main(config: Config) -> None:
         wandb_name=config.wandb_name,
     ) as run:
         service = backends.create_service_client(config.backend, config.base_url)
-        client, start = await _open_training_client(config, run, service, len(dataset))
+        client, record = await open_training_client(
+            run, service, config.model_name, config.lora_rank, config.seed, config.load_checkpoint_path
+        )
+        start = (record.epoch or 0) * len(dataset) + record.batch if record is not None else 0
+        run.rewind_metrics(start)
         evaluators: list[Evaluator] = [build() for build in config.evaluator_builders]
         if test_dataset is not None:
             evaluators.append(NLLEvaluator(test_dataset))
         await _train(config, run, client, dataset, evaluators, start, total)
-
-
-async def _open_training_client(
-    config: Config, run: Run, service: ServiceClient, batches_per_epoch: int
-) -> tuple[TrainingClient, int]:
-    record = get_last_checkpoint(run.log_path) if run.resumed else None
-    if record is not None and record.state_path is not None:
-        start = (record.epoch or 0) * batches_per_epoch + record.batch
-        logger.info("resuming from %s at step %d", record.state_path, start)
-        run.rewind_metrics(start)
-        return await service.create_training_client_from_state_with_optimizer(record.state_path), start
-    run.rewind_metrics(0)
-    if config.load_checkpoint_path is not None:
-        return await service.create_training_client_from_state(config.load_checkpoint_path), 0
-    return await service.create_lora_training_client(config.model_name, rank=config.lora_rank, seed=config.seed), 0
 
 
 async def _train(

@@ -1,0 +1,242 @@
+"""Who wins: scripted, tossed, by confidence, or by a language model that is asked again and never guessed for."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from tests.debate.arena import make_renderer, reply_ids
+from tests.fakes import FakeServiceClient, SampleCall
+from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter
+from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge, make_judge
+from tinker_cookbook.debate.judges import (
+    SCRIPTS,
+    ConfidenceJudge,
+    DebateView,
+    Judge,
+    LMJudge,
+    MockJudge,
+    ScriptedJudge,
+    Verdict,
+    Winner,
+    parse_verdict,
+)
+from tinker_cookbook.debate.prompts import JUDGE_SYSTEM
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message
+
+VIEW = DebateView(
+    context="What is 7 + 5?",
+    rounds_a=["I say 12.", "A rebuts.", "A closes at length."],
+    rounds_b=["I say 13.", "B rebuts.", "B."],
+    confidence_a=0.9,
+    confidence_b=0.25,
+    reward_a=1.0,
+    reward_b=0.0,
+    key=(3, 1, 0),
+)
+
+
+def swapped(view: DebateView) -> DebateView:
+    """The same debate with the seats exchanged."""
+    return dataclasses.replace(
+        view,
+        rounds_a=view.rounds_b, rounds_b=view.rounds_a,
+        confidence_a=view.confidence_b, confidence_b=view.confidence_a,
+        reward_a=view.reward_b, reward_b=view.reward_a,
+    )  # fmt: skip
+
+
+def judge(by: Judge, view: DebateView = VIEW) -> Verdict:
+    async def ask() -> Verdict:
+        return await by(view)
+
+    return asyncio.run(ask())
+
+
+class TestScripted:
+    @pytest.mark.parametrize(
+        ("name", "winner"), [("A", "A"), ("B", "B"), ("TIE", "TIE"), ("truth", "A"), ("longer", "A")]
+    )
+    def test_by_name(self, name: str, winner: str) -> None:
+        assert judge(ScriptedJudge(SCRIPTS[name])).winner is Winner(winner)
+
+    @pytest.mark.parametrize("by", [ScriptedJudge(SCRIPTS["truth"]), ScriptedJudge(SCRIPTS["longer"]), ConfidenceJudge()])
+    def test_changing_seats_changes_the_verdict(self, by: Judge) -> None:
+        assert (judge(by).winner, judge(by, swapped(VIEW)).winner) == (Winner.A, Winner.B)
+
+    @pytest.mark.parametrize("by", [ScriptedJudge(SCRIPTS["truth"]), ScriptedJudge(SCRIPTS["longer"]), ConfidenceJudge()])
+    def test_equals_tie_and_nobody_is_favoured(self, by: Judge) -> None:
+        even = dataclasses.replace(
+            VIEW, rounds_b=VIEW.rounds_a, confidence_b=VIEW.confidence_a, reward_b=VIEW.reward_a
+        )
+        assert judge(by, even).winner is judge(by, swapped(even)).winner is Winner.TIE
+
+
+class TestConfidence:
+    @pytest.mark.parametrize(
+        ("a", "b", "winner"),
+        [
+            (0.9, 0.25, "A"), (0.25, 0.9, "B"), (0.0, 0.01, "B"), (0.5, 0.5, "TIE"), (0.0, 0.0, "TIE"),
+            (None, 0.9, "INVALID"), (0.9, None, "INVALID"), (None, None, "INVALID"),
+        ],
+    )  # fmt: skip
+    def test_more_wins_equal_ties_unread_is_invalid(self, a: float | None, b: float | None, winner: str) -> None:
+        view = dataclasses.replace(VIEW, confidence_a=a, confidence_b=b)
+        assert judge(ConfidenceJudge(), view).winner is Winner(winner)
+
+
+class TestMock:
+    def winners(self, seed: int, keys: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Winner]:
+        return {key: judge(MockJudge(seed), dataclasses.replace(VIEW, key=key)).winner for key in keys}
+
+    KEYS = [(batch, group, debate) for batch in range(20) for group in range(4) for debate in range(5)]
+
+    def test_a_seed_decides_each_debate_in_whatever_order_they_are_asked(self) -> None:
+        assert self.winners(7, self.KEYS) == self.winners(7, self.KEYS[::-1])
+
+    def test_it_does_not_look_at_what_was_said(self) -> None:
+        assert judge(MockJudge(1)).winner is judge(MockJudge(1), swapped(VIEW)).winner
+
+    def test_fair_and_different_for_each_seed(self) -> None:
+        first, second = (list(self.winners(seed, self.KEYS).values()) for seed in (0, 1))
+        assert set(first) == {Winner.A, Winner.B}
+        assert 0.42 < first.count(Winner.A) / len(first) < 0.58
+        agreement = sum(a is b for a, b in zip(first, second, strict=True)) / len(first)
+        assert 0.42 < agreement < 0.58
+
+
+class Says(MessageCompleter):
+    """Says these replies in order and keeps what it was asked."""
+
+    def __init__(self, *replies: str):
+        self.replies, self.asked = list(replies), list[list[Message]]()
+
+    async def __call__(self, messages: list[Message]) -> Message:
+        self.asked.append(messages)
+        return {"role": "assistant", "content": self.replies[len(self.asked) - 1]}
+
+
+class TestVerdictText:
+    @pytest.mark.parametrize(
+        ("text", "winner"),
+        [
+            ("<VERDICT>A</VERDICT>", Winner.A),
+            ("Well. <VERDICT> B </VERDICT><REASONING>x</REASONING>", Winner.B),
+            ("<VERDICT>TIE</VERDICT>", Winner.TIE),
+            ("<VERDICT>A</VERDICT> so <VERDICT>A</VERDICT>", Winner.A),
+            ("<VERDICT>A</VERDICT> or <VERDICT>B</VERDICT>", None),
+            ("<VERDICT>INVALID</VERDICT>", None), ("<VERDICT>C</VERDICT>", None),
+            ("<VERDICT></VERDICT>", None), ("A", None), ("", None),
+        ],
+    )  # fmt: skip
+    def test_only_one_clear_verdict_counts(self, text: str, winner: Winner | None) -> None:
+        assert parse_verdict(text) is winner
+
+
+class TestLanguageModel:
+    def test_over_messages(self) -> None:
+        completer = Says("<VERDICT>B</VERDICT><REASONING> because\nB </REASONING>")
+        verdict = judge(LMJudge(completer))
+        assert (verdict.winner, verdict.reasoning, verdict.retries) == (Winner.B, "because\nB", 0)
+        assert verdict.raw_response == completer.replies[0]
+        (system, user), = completer.asked
+        assert system == {"role": "system", "content": JUDGE_SYSTEM}
+        positions = [user["content"].index(text) for text in (VIEW.context, *VIEW.rounds_a, *VIEW.rounds_b)]
+        assert positions == sorted(positions)
+
+    def test_an_unreadable_reply_is_asked_for_again(self) -> None:
+        completer = Says("hard to say", "<VERDICT>A</VERDICT>")
+        verdict = judge(LMJudge(completer))
+        assert (verdict.winner, verdict.retries, len(completer.asked)) == (Winner.A, 1, 2)
+        assert completer.asked[0] == completer.asked[1]
+
+    @pytest.mark.parametrize("max_retries", [0, 1, 3])
+    def test_then_it_is_invalid(self, max_retries: int) -> None:
+        contradiction = "<VERDICT>A</VERDICT><VERDICT>B</VERDICT>"
+        completer = Says(*[contradiction] * 9)
+        verdict = judge(LMJudge(completer, max_retries=max_retries))
+        assert (verdict.winner, verdict.retries) == (Winner.INVALID, max_retries)
+        assert verdict.raw_response == contradiction and len(completer.asked) == max_retries + 1
+
+    def test_a_tie_is_a_verdict_and_not_asked_again(self) -> None:
+        completer = Says("<VERDICT>TIE</VERDICT>")
+        assert judge(LMJudge(completer)).winner is Winner.TIE and len(completer.asked) == 1
+
+    def test_both_seats_are_shown_alike(self) -> None:
+        """A judge that goes by content alone finds for the same speech in either seat."""
+
+        class ByContent(MessageCompleter):
+            async def __call__(self, messages: list[Message]) -> Message:
+                text = str(messages[-1]["content"])
+                of_a, of_b = text.split("AGENT A\n")[1].split("AGENT B\n")
+                winner = "A" if "12" in of_a else "B" if "12" in of_b else "TIE"
+                return {"role": "assistant", "content": f"<VERDICT>{winner}</VERDICT>"}
+
+        by = LMJudge(ByContent())
+        assert (judge(by).winner, judge(by, swapped(VIEW)).winner) == (Winner.A, Winner.B)
+
+    def test_a_failure_to_ask_is_an_error_and_no_verdict(self) -> None:
+        class Down(MessageCompleter):
+            async def __call__(self, messages: list[Message]) -> Message:
+                raise ConnectionError("judge is down")
+
+        with pytest.raises(ConnectionError, match="judge is down"):
+            judge(LMJudge(Down()))
+
+
+class TestLanguageModelOverTokens:
+    renderer = make_renderer("qwen3_instruct")
+
+    def service(self, *replies: str) -> FakeServiceClient:
+        texts = iter(replies)
+
+        def reply(call: SampleCall) -> list[int]:
+            return reply_ids(self.renderer, next(texts))
+
+        return FakeServiceClient(reply)
+
+    def lm(self, service: FakeServiceClient, seed: int | None = 5) -> LMJudge:
+        return LMJudge(TinkerTokenCompleter(service.new_sampler(0), 64, seed=seed), self.renderer)
+
+    def test_the_call_is_kept_as_ids(self) -> None:
+        text = "<VERDICT>A</VERDICT><REASONING>sums</REASONING>"
+        service = self.service(text)
+        verdict = judge(self.lm(service))
+        assert (verdict.winner, verdict.reasoning, verdict.raw_response) == (Winner.A, "sums", text)
+        assert verdict.call is not None and verdict.call.prompt_tokens == service.sampled[0].prompt
+        assert verdict.call.completion_tokens == reply_ids(self.renderer, text)
+        assert verdict.call.completion_logprobs is not None
+        assert len(verdict.call.completion_logprobs) == len(verdict.call.completion_tokens)
+        assert service.sampled[0].params.stop == self.renderer.get_stop_sequences()
+
+    def test_a_retry_draws_with_another_seed_and_a_repetition_with_the_same(self) -> None:
+        service = self.service(*["?", "<VERDICT>B</VERDICT>"] * 3)
+        by = self.lm(service)
+        for key in ((0, 0, 0), (0, 0, 1), (0, 0, 0)):
+            assert judge(by, dataclasses.replace(VIEW, key=key)).retries == 1
+        seeds = [call.params.seed for call in service.sampled]
+        assert len(set(seeds[:4])) == 4 and seeds[4:] == seeds[:2]
+
+    def test_needs_a_renderer(self) -> None:
+        with pytest.raises(ConfigurationError, match="needs the renderer"):
+            LMJudge(TinkerTokenCompleter(self.service().new_sampler(0), 64))
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("name", "kind"), [("mock", MockJudge), ("confidence", ConfidenceJudge), ("scripted:truth", ScriptedJudge)]
+    )
+    def test_judges_by_name(self, name: str, kind: type) -> None:
+        config = JudgeConfig(name=name, model_name="none", renderer_name="qwen3_instruct")
+        assert isinstance(asyncio.run(make_judge(config)), kind)
+
+    @pytest.mark.parametrize("name", ["", "moc", "scripted", "scripted:", "scripted:C", "lm:A"])
+    def test_unknown_names_are_refused_with_the_known_ones(self, name: str) -> None:
+        with pytest.raises(ConfigurationError, match="is unknown; use mock, confidence, lm, scripted:A"):
+            check_judge(name)
+
+    def test_retries_cannot_be_negative(self) -> None:
+        with pytest.raises(ValueError, match="max_retries"):
+            JudgeConfig(name="lm", model_name="none", renderer_name="qwen3_instruct", max_retries=-1)
