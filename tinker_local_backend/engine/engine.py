@@ -168,11 +168,6 @@ class Engine:
         """A fresh seed for something for which the client gave none."""
         return int(self._seeds.integers(1 << 63))
 
-    def forget(self, client: Hashable) -> None:
-        """Drop a client's empty queue."""
-        if not self._queues.get(client):
-            self._queues.pop(client, None)
-
     @staticmethod
     def _default_kv_tokens(model: BaseModel) -> int:
         available = DEFAULT_KV_BYTES_CPU
@@ -195,17 +190,17 @@ class Engine:
         self._fail_rest()
 
     def _has_work(self) -> bool:
-        return any(self._queues.values()) or any(generator.busy for generator in self._generators.values())
+        return bool(self._queues) or any(generator.busy for generator in self._generators.values())
 
     def _turn(self) -> None:
         """One operation of the client whose turn it is, and one step of each model's sampler."""
-        for client, queue in self._queues.items():
+        if self._queues:
+            client = next(iter(self._queues))
+            queue = self._queues.pop(client)
+            operation = queue.popleft()
             if queue:
-                operation = queue.popleft()
-                del self._queues[client]  # to the back of the line
-                self._queues[client] = queue
-                operation.run()
-                break
+                self._queues[client] = queue  # to the back of the line
+            operation.run()
         for generator in self._generators.values():
             if generator.busy:
                 generator.step()

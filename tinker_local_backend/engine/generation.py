@@ -43,7 +43,7 @@ class SamplingResult:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way. `complete` is told the result or the error, once; `cancelled` is asked before every step."""
+    """A request on its way. `complete` is told the result or the error; `cancelled` is asked before every step."""
 
     request: SamplingRequest
     complete: Callable[[SamplingResult | BaseException], None]
@@ -51,6 +51,13 @@ class Ticket:
     sequences: list[SampledSequence] = field(default_factory=list)
     prompt_logprobs: list[float | None] | None = None
     running: int = 0
+    _finished: bool = False
+
+    def finish(self, outcome: SamplingResult | BaseException) -> None:
+        """Report the outcome; only the first one counts."""
+        if not self._finished:
+            self._finished = True
+            self.complete(outcome)
 
 
 @dataclass(eq=False)
@@ -112,7 +119,7 @@ class Generator:
             affected = {id(t): t for t in [*admitted, *(row.ticket for row in self._running)]}
             self._running.clear()
             for ticket in affected.values():
-                ticket.complete(error)
+                ticket.finish(error)
         if not self._running and not self._waiting:
             self._cache.release()
 
@@ -122,7 +129,7 @@ class Generator:
         self._waiting.clear()
         self._running.clear()
         for ticket in tickets.values():
-            ticket.complete(error)
+            ticket.finish(error)
 
     def _drop_cancelled(self) -> None:
         if any(ticket.cancelled() for ticket in self._waiting):
@@ -187,7 +194,7 @@ class Generator:
                         ticket.prompt_logprobs = scored
         for ticket in tickets:
             if ticket.running == 0:
-                ticket.complete(SamplingResult([], ticket.prompt_logprobs))
+                ticket.finish(SamplingResult([], ticket.prompt_logprobs))
         if not fresh:
             return
 
@@ -248,7 +255,7 @@ class Generator:
         for ticket in done:
             ticket.running -= 1
             if ticket.running == 0:
-                ticket.complete(SamplingResult(ticket.sequences, ticket.prompt_logprobs))
+                ticket.finish(SamplingResult(ticket.sequences, ticket.prompt_logprobs))
 
     def _remove_row(self, index: int) -> None:
         last = len(self._running) - 1
