@@ -13,12 +13,14 @@ from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.data_processing import AdvantageConfig
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
+from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY_CHAT = "tiny_chat"
 
@@ -92,7 +94,9 @@ def resolve_model(config: CommonConfig) -> tuple[str, str]:
     """(model, renderer name) of a config, checked together with the backend before anything is loaded."""
     model = str(EXAMPLE_DATA / TINY_CHAT) if config.model_name == TINY_CHAT else config.model_name
     backends.check_backend(config.backend, model, config.base_url)
-    return model, config.renderer_name or model_info.get_recommended_renderer_name(model)
+    renderer_name = config.renderer_name or model_info.get_recommended_renderer_name(model)
+    get_renderer(renderer_name, get_tokenizer(model), model_name=model)  # a renderer that does not fit fails here
+    return model, renderer_name
 
 
 def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:

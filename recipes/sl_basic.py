@@ -40,8 +40,12 @@ class CLIConfig(CommonConfig):
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
     )
     lr_schedule: Literal["linear", "cosine", "constant"] = chz.field(default="linear", doc="linear, cosine or constant")
-    learning_rate: float = chz.field(default=2e-3, doc="peak learning rate (real models: 1e-4 to 5e-4)")
-    eval_every: int = chz.field(default=6, doc="evaluate every n steps and at the end; 0: never")
+    learning_rate: float = chz.field(
+        default=2e-3, doc="peak learning rate (real models: 1e-4 to 5e-4)", validator=chz.validators.gt(0)
+    )
+    eval_every: int = chz.field(
+        default=6, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0)
+    )
 
 
 def build_config(cli: CLIConfig) -> train.Config:
@@ -62,9 +66,8 @@ def build_config(cli: CLIConfig) -> train.Config:
     builder = FromConversationFileBuilder(
         common_config=common, file_path=str(file), test_size=cli.test_size, shuffle_seed=cli.seed
     )
-    builder()  # reads every line and renders one: a malformed file is found here
-    return train.Config(
-        log_path=open_log_path(cli, RECIPE, dataset_label(cli.dataset, SHIPPED)),
+    config = train.Config(
+        log_path="",
         model_name=model,
         recipe_name=RECIPE,
         dataset_builder=builder,
@@ -82,6 +85,8 @@ def build_config(cli: CLIConfig) -> train.Config:
         wandb_project=cli.wandb_project,
         wandb_name=cli.wandb_name,
     )
+    train.check_config(config)
+    return chz.replace(config, log_path=open_log_path(cli, RECIPE, dataset_label(cli.dataset, SHIPPED)))
 
 
 async def main(cli: CLIConfig) -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.debate.arena import RENDERERS, decode, encode, make_protocol, make_renderer, reply_ids, stop_ids
 from tests.debate.arena import ITEM as QUESTION
+from tests.debate.arena import RENDERERS, decode, encode, make_protocol, make_renderer, reply_ids, stop_ids
 from tests.renderers import synthetic
 from tinker_cookbook.debate.injection import TurnInjection, make_injection
 from tinker_cookbook.debate.prompts import CLOSING, CONFIDENCE_REQUEST, OPPONENT, REBUTTAL, DebatePrompts
@@ -132,4 +132,4 @@ def test_a_wording_holds_the_opponent_exactly_once(field: str, count: int) -> No
 
 def test_a_tokenizer_without_spare_tokens_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="spare special tokens; a debate needs two"):
-        make_injection(get_renderer("qwen3_instruct", synthetic.tokenizer()), REBUTTAL)
+        make_injection(get_renderer("qwen3_instruct", synthetic.make_tokenizer()), REBUTTAL)

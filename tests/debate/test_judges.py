@@ -62,15 +62,17 @@ class TestScripted:
     def test_by_name(self, name: str, winner: str) -> None:
         assert judge(ScriptedJudge(SCRIPTS[name])).winner is Winner(winner)
 
-    @pytest.mark.parametrize("by", [ScriptedJudge(SCRIPTS["truth"]), ScriptedJudge(SCRIPTS["longer"]), ConfidenceJudge()])
+    @pytest.mark.parametrize(
+        "by", [ScriptedJudge(SCRIPTS["truth"]), ScriptedJudge(SCRIPTS["longer"]), ConfidenceJudge()]
+    )
     def test_changing_seats_changes_the_verdict(self, by: Judge) -> None:
         assert (judge(by).winner, judge(by, swapped(VIEW)).winner) == (Winner.A, Winner.B)
 
-    @pytest.mark.parametrize("by", [ScriptedJudge(SCRIPTS["truth"]), ScriptedJudge(SCRIPTS["longer"]), ConfidenceJudge()])
+    @pytest.mark.parametrize(
+        "by", [ScriptedJudge(SCRIPTS["truth"]), ScriptedJudge(SCRIPTS["longer"]), ConfidenceJudge()]
+    )
     def test_equals_tie_and_nobody_is_favoured(self, by: Judge) -> None:
-        even = dataclasses.replace(
-            VIEW, rounds_b=VIEW.rounds_a, confidence_b=VIEW.confidence_a, reward_b=VIEW.reward_a
-        )
+        even = dataclasses.replace(VIEW, rounds_b=VIEW.rounds_a, confidence_b=VIEW.confidence_a, reward_b=VIEW.reward_a)
         assert judge(by, even).winner is judge(by, swapped(even)).winner is Winner.TIE
 
 
@@ -87,20 +89,21 @@ class TestConfidence:
         assert judge(ConfidenceJudge(), view).winner is Winner(winner)
 
 
+KEYS = [(batch, group, debate) for batch in range(20) for group in range(4) for debate in range(5)]
+
+
 class TestMock:
     def winners(self, seed: int, keys: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Winner]:
         return {key: judge(MockJudge(seed), dataclasses.replace(VIEW, key=key)).winner for key in keys}
 
-    KEYS = [(batch, group, debate) for batch in range(20) for group in range(4) for debate in range(5)]
-
     def test_a_seed_decides_each_debate_in_whatever_order_they_are_asked(self) -> None:
-        assert self.winners(7, self.KEYS) == self.winners(7, self.KEYS[::-1])
+        assert self.winners(7, KEYS) == self.winners(7, KEYS[::-1])
 
     def test_it_does_not_look_at_what_was_said(self) -> None:
         assert judge(MockJudge(1)).winner is judge(MockJudge(1), swapped(VIEW)).winner
 
     def test_fair_and_different_for_each_seed(self) -> None:
-        first, second = (list(self.winners(seed, self.KEYS).values()) for seed in (0, 1))
+        first, second = (list(self.winners(seed, KEYS).values()) for seed in (0, 1))
         assert set(first) == {Winner.A, Winner.B}
         assert 0.42 < first.count(Winner.A) / len(first) < 0.58
         agreement = sum(a is b for a, b in zip(first, second, strict=True)) / len(first)
@@ -141,9 +144,9 @@ class TestLanguageModel:
         verdict = judge(LMJudge(completer))
         assert (verdict.winner, verdict.reasoning, verdict.retries) == (Winner.B, "because\nB", 0)
         assert verdict.raw_response == completer.replies[0]
-        (system, user), = completer.asked
+        ((system, user),) = completer.asked
         assert system == {"role": "system", "content": JUDGE_SYSTEM}
-        positions = [user["content"].index(text) for text in (VIEW.context, *VIEW.rounds_a, *VIEW.rounds_b)]
+        positions = [str(user["content"]).index(text) for text in (VIEW.context, *VIEW.rounds_a, *VIEW.rounds_b)]
         assert positions == sorted(positions)
 
     def test_an_unreadable_reply_is_asked_for_again(self) -> None:

@@ -1,6 +1,8 @@
 """Short spellings for what almost every test of the engine does."""
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tinker
@@ -14,7 +16,9 @@ VOCABULARY = 1536
 STEP = tinker.AdamParams(learning_rate=1e-2)
 
 
-def make_training_client(service: ServiceClient, model: str, rank: int = 4, seed: int = 0, **flags: bool) -> TrainingClient:
+def make_training_client(
+    service: ServiceClient, model: str, rank: int = 4, seed: int = 0, **flags: bool
+) -> TrainingClient:
     """A training client whose B matrices are not zero, so that its adapter changes every logit."""
     client = service.create_lora_training_client(model, rank=rank, seed=seed, **flags).result()
     generator = torch.Generator().manual_seed(seed + 100)
@@ -96,7 +100,9 @@ def assert_close(left: dict[str, np.ndarray], right: dict[str, np.ndarray], rtol
     """Every matrix within `rtol` of its own largest entry."""
     assert left.keys() == right.keys()
     for name, array in left.items():
-        np.testing.assert_allclose(array, right[name], rtol=0, atol=rtol * np.abs(right[name]).max() + 1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            array, right[name], rtol=0, atol=rtol * np.abs(right[name]).max() + 1e-12, err_msg=name
+        )
 
 
 def drop_gradients(client: TrainingClient) -> None:
@@ -110,3 +116,12 @@ def params(max_tokens: int | None = 8, temperature: float = 1.0, **fields) -> ti
 def tokens_of(client: SamplingClient, tokens: Sequence[int], samples: int = 1, **fields) -> list[list[int]]:
     """Token ids of each sample."""
     return [s.tokens for s in client.sample(prompt(tokens), samples, params(**fields)).result().sequences]
+
+
+def at_once(submit: Callable[[], Sequence[tinker.APIFuture]]) -> list[Any]:
+    """Results of requests that reach the engine in one piece, so that its batches are the same in every run."""
+
+    async def main() -> list[Any]:
+        return [await future for future in submit()]
+
+    return asyncio.run(main())

@@ -1,6 +1,7 @@
 """Losses, logprobs and gradients equal a plain float64 computation, however the data is split."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -188,7 +189,7 @@ def test_no_split_and_no_order_changes_loss_or_gradients(
         bounds = [0, *sorted(cuts), len(order)]
         futures = [
             split_client.forward_backward([data[i] for i in order[start:end]], loss_fn)
-            for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+            for start, end in pairwise(bounds)
         ]
         outputs = [future.result() for future in futures]
     total = sum(output.metrics["loss:sum"] for output in outputs)

@@ -1,7 +1,5 @@
 """A sampling client is a frozen copy, and serving several at once changes nothing in any of them."""
 
-import tinker
-
 from tests.engine.helpers import (
     STEP,
     assert_same,
@@ -36,7 +34,9 @@ def scores(client: SamplingClient) -> list[list[float | None]]:
 def close(left: list[tuple[list[int], list[float] | None]], right: list[tuple[list[int], list[float] | None]]) -> bool:
     """Same tokens, and logprobs equal up to rounding (another batch may round differently)."""
     return all(
-        a == b and len(p or ()) == len(q or ()) and all(abs(x - y) < 1e-4 for x, y in zip(p or (), q or (), strict=True))
+        a == b
+        and len(p or ()) == len(q or ())
+        and all(abs(x - y) < 1e-4 for x, y in zip(p or (), q or (), strict=True))
         for (a, p), (b, q) in zip(left, right, strict=True)
     )
 
@@ -50,7 +50,9 @@ def test_training_after_its_creation_changes_nothing_in_a_snapshot(training: Tra
     assert scores(training.save_weights_and_get_sampling_client().result()) != scored
 
 
-def test_a_snapshot_holds_what_was_submitted_before_it_and_nothing_after(service: ServiceClient, tied_model: str) -> None:
+def test_a_snapshot_holds_what_was_submitted_before_it_and_nothing_after(
+    service: ServiceClient, tied_model: str
+) -> None:
     waited, pipelined = (make_training_client(service, tied_model) for _ in range(2))
     train(waited, 1)
     expected = scores(waited.save_weights_and_get_sampling_client().result())
@@ -146,4 +148,3 @@ def test_info_and_tokenizer_name_the_base_model(training: TrainingClient, tied_m
     snapshot = training.save_weights_and_get_sampling_client().result()
     assert snapshot.get_base_model() == tied_model
     assert snapshot.get_tokenizer() is training.get_tokenizer()
-    assert isinstance(snapshot, SamplingClient) and isinstance(STEP, tinker.AdamParams)

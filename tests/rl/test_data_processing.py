@@ -46,7 +46,7 @@ class TestAdvantages:
         ("baseline", "expected"),
         [
             ("mean", [-0.75, 0.25, 0.25, 0.25]),
-            ("zscore", [-3**0.5, 3**-0.5, 3**-0.5, 3**-0.5]),
+            ("zscore", [-(3**0.5), 3**-0.5, 3**-0.5, 3**-0.5]),
             ("constant", [1.0, 1.0, 1.0, 1.0]),
         ],
     )
@@ -203,9 +203,7 @@ class TestTrajectoryToData:
             trajectory_to_data(trajectory(turn([1], TokensWithLogprobs([2], None))), 1.0)
 
     def test_only_text_can_be_trained_on(self) -> None:
-        image = tinker.ModelInput(
-            chunks=[tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=1)]
-        )
+        image = tinker.ModelInput(chunks=[tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=1)])
         with pytest.raises(DataValidationError, match="ImageChunk"):
             trajectory_to_data(trajectory(Transition(image, said([2]), 0.0, True)), 1.0)
 

@@ -122,11 +122,11 @@ def kill_while_saving(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         original = train.save_checkpoint
 
-        async def save_checkpoint(client, at, log_path, state, kind="state", ttl_seconds=None):
+        async def save_checkpoint(client, at, *rest):
             if at == name:
-                await client.save_state(at, ttl_seconds=ttl_seconds)
+                await client.save_state(at)
                 raise Killed
-            return await original(client, at, log_path, state, kind, ttl_seconds)
+            return await original(client, at, *rest)
 
         monkeypatch.setattr(train, "save_checkpoint", save_checkpoint)
 

@@ -2,16 +2,18 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tinker
 
-from tests.fakes import FakeServiceClient, fake_logprob
-from tests.rl.loop import NumberDatasetBuilder, WhichWeights, make_config, rows
+from tests.fakes import FakeServiceClient, fake_logprob, said
+from tests.rl.loop import NumberDatasetBuilder, NumberEnv, WhichWeights, make_config, rows
 from tinker_cookbook import backends
-from tinker_cookbook.exceptions import ConfigurationError, ZeroAdvantageError
+from tinker_cookbook.exceptions import ConfigurationError, TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.data_processing import AdvantageConfig, trajectory_to_data
-from tinker_cookbook.rl.types import Trajectory, Transition
+from tinker_cookbook.rl.types import InitialObservationOverflow, Trajectory, Transition
 
 
 @pytest.fixture
@@ -29,11 +31,7 @@ def run(config: train.Config) -> None:
     asyncio.run(bounded())
 
 
-def datums(count: int):
-    import tinker
-
-    from tests.fakes import said
-
+def datums(count: int) -> list[tinker.Datum]:
     turns = [Transition(tinker.ModelInput.from_ints([1, 2]), said([10 + i]), 0.0, True) for i in range(count)]
     return [datum for t in turns for datum in trajectory_to_data(Trajectory([t], t.ob), 1.0)]
 
@@ -143,6 +141,19 @@ class TestZeroAdvantages:
         assert all(row["groups/filtered"] == row["groups/sampled"] == 2 for row in written)
         assert service.trainers[0].passes == [] and service.trainers[0].adam == []
 
+    def test_a_batch_whose_prompts_are_all_too_long_is_not_passed_over(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The rewards differ, so the advantages are not zero, but there is nothing to train on."""
+
+        async def too_long(self: NumberEnv) -> InitialObservationOverflow:
+            return InitialObservationOverflow(float(self.prompt.to_ints()[1]))
+
+        monkeypatch.setattr(NumberEnv, "initial_observation", too_long)
+        with pytest.raises(TrainingError):
+            run(make_config(tmp_path))
+        assert service.trainers[0].passes == []
+
 
 class TestEvaluation:
     def test_before_the_step_and_of_the_final_weights(self, service: FakeServiceClient, tmp_path: Path) -> None:
@@ -211,7 +222,7 @@ class TestRefusals:
         self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("TINKER_API_KEY", "tml-none")
-        hosted = {"backend": "tinker", "model_name": "Qwen/Qwen3-8B"}
+        hosted: dict[str, Any] = {"backend": "tinker", "model_name": "Qwen/Qwen3-8B"}
         message = self.refused(service, make_config(tmp_path / "run", temperature=0.7, **hosted))
         assert "set temperature=1.0" in message
         matched = make_config(tmp_path / "run", temperature=0.7, loss_fn_config={"temperature": 0.7}, **hosted)

@@ -6,7 +6,6 @@ ids. Every prompt is the previous prompt plus one's own reply plus injected ids,
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.tasks.replies import decode_reply
 from tinker_cookbook.tasks.types import Task, TaskItem
+from tinker_cookbook.utils.misc_utils import gather_all
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
         transcripts = _transcripts(env_group)
-        async with asyncio.TaskGroup() as tasks:
-            for i, transcript in enumerate(transcripts):
-                tasks.create_task(self._judge(transcript, i))
+        await gather_all(self._judge(transcript, i) for i, transcript in enumerate(transcripts))
         return [(0.0, member_metrics(transcript, seat)) for transcript in transcripts for seat in Seat]
 
     async def _judge(self, transcript: Transcript, index: int) -> None:

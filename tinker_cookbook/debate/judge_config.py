@@ -30,7 +30,9 @@ class JudgeConfig:
     system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm judge is told")
     max_tokens: int = chz.field(default=96, doc="longest verdict", validator=chz.validators.gt(0))
     temperature: float = chz.field(default=0.3, doc="of an lm judge; 0 is greedy", validator=chz.validators.ge(0))
-    max_retries: int = chz.field(default=1, doc="how often an unreadable verdict is asked for again")
+    max_retries: int = chz.field(
+        default=1, doc="how often an unreadable verdict is asked for again", validator=chz.validators.ge(0)
+    )
     seed: int = chz.field(default=0, doc="seed of mock and lm judges")
 
 

@@ -64,7 +64,7 @@ class Judge(ABC):
 
 @dataclass(frozen=True)
 class ScriptedJudge(Judge):
-    """Decides by a function of the view. SCRIPTS holds the named ones."""
+    """Decides by a function of the view. SCRIPTS holds the named ones. Pickles when the function does."""
 
     decide: Callable[[DebateView], Winner]
 
@@ -150,11 +150,31 @@ def _compare(a: float, b: float) -> Winner:
     return Winner.TIE if a == b else Winner.A if a > b else Winner.B
 
 
+def _always_a(view: DebateView) -> Winner:
+    return Winner.A
+
+
+def _always_b(view: DebateView) -> Winner:
+    return Winner.B
+
+
+def _always_tie(view: DebateView) -> Winner:
+    return Winner.TIE
+
+
+def _higher_reward(view: DebateView) -> Winner:
+    return _compare(view.reward_a, view.reward_b)
+
+
+def _said_more(view: DebateView) -> Winner:
+    return _compare(len(" ".join(view.rounds_a)), len(" ".join(view.rounds_b)))
+
+
 SCRIPTS: dict[str, Callable[[DebateView], Winner]] = {
-    "A": lambda view: Winner.A,
-    "B": lambda view: Winner.B,
-    "TIE": lambda view: Winner.TIE,
-    "truth": lambda view: _compare(view.reward_a, view.reward_b),
-    "longer": lambda view: _compare(len(" ".join(view.rounds_a)), len(" ".join(view.rounds_b))),
+    "A": _always_a,
+    "B": _always_b,
+    "TIE": _always_tie,
+    "truth": _higher_reward,
+    "longer": _said_more,
 }
 """Scripted judges by name: always one side, the higher task reward (an oracle), or whoever said more."""

@@ -28,14 +28,15 @@ def debate_record(
             "judge_retries": verdict.retries,
         },
     }
+    if verdict.raw_response or verdict.call is not None:
+        record["judge"] = {"raw_response": verdict.raw_response}
     if verdict.call is not None:
-        record["judge"] = {
+        record["judge"] |= {
             "prompt_tokens": verdict.call.prompt_tokens,
             "completion_tokens": verdict.call.completion_tokens,
             "completion_logprobs": verdict.call.completion_logprobs,
             "prompt_token_count": len(verdict.call.prompt_tokens),
             "completion_token_count": len(verdict.call.completion_tokens),
-            "raw_response": verdict.raw_response,
         }
     return record
 

@@ -30,9 +30,9 @@ def compute_kl_sample_train(
         action = inputs["mask"].to_torch() > 0
         differences.append((sampling - training)[action])
         sampled.append(sampling[action])
-    diff, logprobs = torch.cat(differences), torch.cat(sampled)
-    if diff.numel() == 0:
+    if not any(len(difference) for difference in differences):
         return {}
+    diff, logprobs = torch.cat(differences), torch.cat(sampled)
     return {
         "optim/kl_sample_train_v1": float(diff.mean()),
         "optim/kl_sample_train_v2": float(0.5 * (diff**2).mean()),

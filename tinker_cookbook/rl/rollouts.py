@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import tinker
@@ -17,6 +16,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
     Transition,
 )
+from tinker_cookbook.utils.misc_utils import gather_all
 
 
 async def do_single_rollout(policy: TokenCompleter, env: Env) -> Trajectory:
@@ -54,14 +54,7 @@ async def do_group_rollout(builder: EnvGroupBuilder, policy: TokenCompleter) -> 
     envs: Sequence[Env] = []
     try:
         envs = await builder.make_envs()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                rollouts = [
-                    tasks.create_task(do_single_rollout(policy.fork("member", i), env)) for i, env in enumerate(envs)
-                ]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the first failure; the rest are its cancelled peers
-        trajectories = [task.result() for task in rollouts]
+        trajectories = await gather_all(do_single_rollout(policy.fork("member", i), env) for i, env in enumerate(envs))
         rewards = await builder.compute_group_rewards(trajectories, envs)
         group = TrajectoryGroup(
             trajectories_G=trajectories,
@@ -77,12 +70,4 @@ async def do_group_rollout(builder: EnvGroupBuilder, policy: TokenCompleter) -> 
 
 async def do_batch_rollout(builders: Sequence[EnvGroupBuilder], policy: TokenCompleter) -> list[TrajectoryGroup]:
     """All groups of a batch at once, in order. The policy is forked per group, so seeds do not depend on timing."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            groups = [
-                tasks.create_task(do_group_rollout(builder, policy.fork("group", i)))
-                for i, builder in enumerate(builders)
-            ]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in groups]
+    return await gather_all(do_group_rollout(builder, policy.fork("group", i)) for i, builder in enumerate(builders))

@@ -25,7 +25,7 @@ from tinker_cookbook.checkpoint_utils import save_checkpoint
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, SamplingClientEvaluatorBuilder
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.rl.data_processing import (
     AdvantageConfig,
     assemble_training_data,
@@ -130,7 +130,8 @@ async def main(config: Config) -> None:
             run, service, config.model_name, config.lora_rank, config.seed, config.load_checkpoint_path
         )
         start = record.batch if record is not None else 0
-        run.rewind_metrics(start)
+        if start < num_batches:
+            run.rewind_metrics(start)
         evaluators = [build() for build in config.evaluator_builders]
         if test_dataset is not None:
             evaluators.append(
@@ -243,14 +244,18 @@ async def train_on_groups(
     if not data_D:
         if config.on_zero_advantages == "raise":
             check_advantages(groups, advantages_P)
-        logger.warning("step %d: no advantage differs from zero; nothing trained", step)
+            raise TrainingError(
+                f"step {step}: rewards differ, but no member with an advantage has a sampled token: every prompt of this "
+                "batch was too long. Shorten the prompts, or set on_zero_advantages=skip"
+            )
+        logger.warning("step %d: nothing to train on (no sampled token with an advantage); skipped", step)
         return False
     with timed("train", metrics):
         training_logprobs_D = await train_step(
             data_D,
             training_client,
             config.learning_rate,
-            min(config.num_substeps, len(data_D)),
+            config.num_substeps,
             config.loss_fn,
             config.loss_fn_config,
             metrics,
@@ -285,6 +290,8 @@ async def train_step(
         eps=ADAM_EPS,
         grad_clip_norm=grad_clip_norm,
     )
+    if len(data_D) < num_substeps:
+        raise TrainingError(f"num_substeps={num_substeps}, but the batch has {len(data_D)} datums; lower num_substeps")
     submitted = []
     for part in split_list(data_D, num_substeps):
         passes = training_client.forward_backward([without_mask(datum) for datum in part], loss_fn, loss_fn_config)

@@ -35,7 +35,7 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
         evaluated: metric -> where it was measured, for metrics of evaluations.
         training: metric -> where it was measured, for metrics of every step.
     """
-    rows = read_jsonl(Path(log_path) / "metrics.jsonl", tolerate_torn_tail=True)
+    rows = read_jsonl(Path(log_path).expanduser() / "metrics.jsonl", tolerate_torn_tail=True)
     table = Table(title="What changed", title_justify="left")
     for header in ("metric", "where", "before", "after", "change"):
         table.add_column(header, justify="left" if header in ("metric", "where") else "right")

@@ -77,14 +77,20 @@ class _Submitted:
     metrics: Metrics
 
 
-async def main(config: Config) -> None:
-    """Run or resume: the whole life of a supervised run."""
+def check_config(config: Config) -> tuple[SupervisedDataset, SupervisedDataset | None, int]:
+    """Everything that can be wrong without loading a model. Returns training set, test set and number of steps."""
     backends.check_backend(config.backend, config.model_name, config.base_url)
     dataset, test_dataset = config.dataset_builder()
     total = len(dataset) * config.num_epochs
     total = total if config.max_steps is None else min(total, config.max_steps)
     if total < 1:
         raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={config.max_steps}")
+    return dataset, test_dataset, total
+
+
+async def main(config: Config) -> None:
+    """Run or resume: the whole life of a supervised run."""
+    dataset, test_dataset, total = check_config(config)
     with open_run(
         config.log_path,
         config=config,
@@ -97,7 +103,8 @@ async def main(config: Config) -> None:
             run, service, config.model_name, config.lora_rank, config.seed, config.load_checkpoint_path
         )
         start = (record.epoch or 0) * len(dataset) + record.batch if record is not None else 0
-        run.rewind_metrics(start)
+        if start < total:
+            run.rewind_metrics(start)
         evaluators: list[Evaluator] = [build() for build in config.evaluator_builders]
         if test_dataset is not None:
             evaluators.append(NLLEvaluator(test_dataset))

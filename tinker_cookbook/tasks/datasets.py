@@ -52,13 +52,13 @@ def _read_file(task: Task, path: Path) -> list[TaskItem]:
     if not path.is_file():
         raise ConfigurationError(f"dataset={str(path)!r}: no such file")
     items = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{path}:{number}"
             try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataFormatError(f"{where}: not JSON ({error}); expected {_expected(task)}") from None
+                row = json.loads(line.decode("utf-8"))
+            except ValueError as error:  # also UnicodeDecodeError
+                raise DataFormatError(f"{where}: not JSON in UTF-8 ({error}); expected {_expected(task)}") from None
             if not isinstance(row, dict):
                 raise DataFormatError(f"{where}: not an object; expected {_expected(task)}")
             items.append(_item(task, row, where, f"{path.stem}-{number}"))

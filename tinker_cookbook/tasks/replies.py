@@ -18,8 +18,8 @@ def strip_stop(renderer: Renderer, tokens: Sequence[int]) -> list[int]:
             continue
         text = _decode(renderer, reply)
         if stop in text:
-            length = text.index(stop)
-            while reply and len(_decode(renderer, reply[:-1])) >= length:
+            kept = text[: text.index(stop)]
+            while reply and _decode(renderer, reply[:-1]).startswith(kept):
                 reply.pop()
             return reply
     return reply

@@ -1,7 +1,8 @@
-"""Small helpers that several loops need: timing, and a few functions on lists and dicts."""
+"""Small helpers that several loops need: timing, waiting for many things, and a few functions on lists and dicts."""
 
+import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -91,3 +92,13 @@ def not_none(value: T | None) -> T:
     if value is None:
         raise ValueError("expected a value, got None")
     return value
+
+
+async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once and return their results in order. The first failure cancels the others and is raised itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # what follows a first failure are its cancelled peers
+    return [task.result() for task in tasks]

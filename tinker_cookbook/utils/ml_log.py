@@ -34,7 +34,7 @@ KEY_METRICS = {
     "progress": "done",
     "env/all/reward/total": "reward",
     "env/all/correct": "correct",
-    "debate/judge_accuracy": "judge",
+    "env/all/debate/judge_accuracy": "judge",
     "train_mean_nll": "nll",
     "dpo_loss": "dpo_loss",
     "accuracy": "accuracy",

@@ -1,0 +1,186 @@
+"""What a verdict does to training: who survives, with which advantage on which token, and what is counted."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.debate.arena import (
+    ITEM,
+    RENDERERS,
+    RIGHT,
+    TINY,
+    WRONG,
+    Held,
+    JudgeByIndex,
+    hold,
+    make_protocol,
+    make_renderer,
+    speech,
+    three_turns,
+)
+from tinker_cookbook import backends
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.debate.dataset import ADVANTAGES, DebateTrain
+from tinker_cookbook.debate.env import DebateGroupBuilder
+from tinker_cookbook.debate.judges import SCRIPTS, ScriptedJudge, Winner
+from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages
+from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.ml_log import PrettyPrintLogger
+
+RENDERER = make_renderer("qwen3_instruct")
+
+
+def generated(held: Held) -> list[int]:
+    return [trajectory.num_action_tokens for trajectory in held.group.trajectories_G]
+
+
+def advantages(held: Held, how: DebateTrain) -> list[float]:
+    (found,) = compute_advantages([held.group], ADVANTAGES[how])
+    return found.tolist()
+
+
+@pytest.fixture(scope="module")
+def three_debates() -> Held:
+    """Winners: member 0 (right), member 3 (wrong), member 5 (right). Losers are right, too, in seats 2 and 4."""
+    proposals = [RIGHT, WRONG, RIGHT, WRONG, RIGHT, RIGHT]
+    members = [three_turns(RENDERER, proposal, "so " * i) for i, proposal in enumerate(proposals)]
+    return hold(RENDERER, members, JudgeByIndex((Winner.A, Winner.B, Winner.B)))
+
+
+class TestAdvantages:
+    def test_rejection_gives_each_winner_the_same_weight(self, three_debates: Held) -> None:
+        lengths = generated(three_debates)
+        assert len(set(lengths)) > 1
+        expected = [1 / lengths[0], 0, 0, 1 / lengths[3], 0, 1 / lengths[5]]
+        assert advantages(three_debates, "rejection") == pytest.approx(expected)
+
+    def test_rs_grpo_centres_on_the_winners(self, three_debates: Held) -> None:
+        lengths = generated(three_debates)
+        # Winners' rewards 1, 0, 1 have the mean 2/3; what the losers answered has no part in it.
+        expected = [1 / 3 / lengths[0], 0, 0, -2 / 3 / lengths[3], 0, 1 / 3 / lengths[5]]
+        assert advantages(three_debates, "rs_grpo") == pytest.approx(expected)
+
+    @pytest.mark.parametrize("how", ["rejection", "rs_grpo"])
+    def test_all_three_rounds_have_it_losers_give_no_data(self, three_debates: Held, how: DebateTrain) -> None:
+        found = compute_advantages([three_debates.group], ADVANTAGES[how])
+        data, metadata = assemble_training_data([three_debates.group], found)
+        assert [m["traj_idx"] for m in metadata] == [0, 3, 5]
+        for datum, meta in zip(data, metadata, strict=True):
+            member = meta["traj_idx"]
+            trajectory = three_debates.group.trajectories_G[member]
+            mask, values = (datum.loss_fn_inputs[key].tolist() for key in ("mask", "advantages"))
+            assert set(values) == {0.0, found[0][member].item()}
+            assert [value != 0 for value in values] == [m == 1 for m in mask]
+            assert sum(mask) == trajectory.num_action_tokens
+            rounds = "".join(str(int(m)) for m in mask).replace("0", " ").split()
+            assert [len(round_) for round_ in rounds] == [len(t.ac.tokens) for t in trajectory.transitions]
+
+    def test_a_single_winner_has_nothing_to_be_compared_with(self) -> None:
+        held = hold(RENDERER, [three_turns(RENDERER, p) for p in (RIGHT, WRONG)], JudgeByIndex((Winner.A,)))
+        assert advantages(held, "rs_grpo") == [0.0, 0.0] and advantages(held, "rejection")[0] > 0
+
+    @pytest.mark.parametrize("how", ["rejection", "rs_grpo"])
+    def test_ties_and_invalid_debates_train_nothing(self, how: DebateTrain) -> None:
+        proposals = (RIGHT, WRONG, WRONG, RIGHT)
+        members = [three_turns(RENDERER, proposal) for proposal in proposals]
+        held = hold(RENDERER, members, JudgeByIndex((Winner.TIE, Winner.INVALID)))
+        assert held.group.is_trained() == [False] * 4 and advantages(held, how) == [0.0] * 4
+        assert assemble_training_data([held.group], compute_advantages([held.group], ADVANTAGES[how])) == ([], [])
+        metrics = compute_trajectory_metrics([held.group], [["qa"]])
+        assert metrics["env/all/debate/tie"] == metrics["env/all/debate/invalid"] == 0.5
+        assert metrics["env/all/debate/won"] == metrics["env/all/trained_fraction"] == 0.0
+
+
+@pytest.fixture(scope="module", name="metrics")
+def metrics_of_five_debates() -> dict[str, float]:
+    confident = f"{RIGHT} <CONFIDENCE>0.5</CONFIDENCE>"
+    pairs = [
+        (confident, WRONG, Winner.A),
+        (WRONG, RIGHT, Winner.A),
+        (RIGHT, RIGHT, Winner.B),
+        (RIGHT, RIGHT, Winner.TIE),
+        ("no idea", RIGHT, Winner.INVALID),
+    ]
+    members = [three_turns(RENDERER, proposal) for a, b, _ in pairs for proposal in (a, b)]
+    group = hold(RENDERER, members, JudgeByIndex(tuple(winner for _, _, winner in pairs))).group
+    metrics = compute_trajectory_metrics([group], [["qa"]])
+    return {key.removeprefix("env/all/"): value for key, value in metrics.items()}
+
+
+class TestMetrics:
+    @pytest.mark.parametrize(
+        ("key", "expected"),
+        [
+            ("debate/judge_accuracy", 1 / 2),  # debates 0 and 1: decided, and one answer was right
+            ("debate/win_if_correct", 2 / 4),  # of the right in decided debates: 0A won, 1B lost, 2A lost, 2B won
+            ("debate/win_if_wrong", 1 / 2),  # 0B lost, 1A won
+            ("debate/winner_correct", 2 / 3),  # 0A, 1A, 2B
+            ("debate/a_wins", 2 / 3),
+            ("debate/tie", 1 / 5),
+            ("debate/invalid", 1 / 5),
+            ("debate/won", 3 / 10),
+            ("debate/agreement", 2 / 5),  # debates 2 and 3; no answer agrees with nothing
+            ("debate/confidence_parsed", 1 / 10),
+            ("debate/judge_retries", 0.0),
+            ("correct", 7 / 10),
+            ("parsed", 9 / 10),
+            ("reward/total", 7 / 10),
+            ("trained_fraction", 3 / 10),
+            ("turns_per_episode", 3.0),
+            ("debate/stopped_r1", 1.0),
+        ],
+    )
+    def test_golden(self, metrics: dict[str, float], key: str, expected: float) -> None:
+        assert metrics[key] == pytest.approx(expected)
+
+    def test_lengths_by_outcome_and_round(self) -> None:
+        short, long = ([speech(RENDERER, text) for text in (RIGHT, "a", "a")], three_turns(RENDERER, RIGHT, "so so"))
+        held = hold(RENDERER, [short, long], JudgeByIndex((Winner.B,)))
+        metrics = compute_trajectory_metrics([held.group], [["qa"]])
+        assert [metrics["env/all/debate/loser_tokens"], metrics["env/all/debate/winner_tokens"]] == generated(held)
+        per_round = [metrics[f"env/all/debate/tokens_r{r}"] for r in (1, 2, 3)]
+        assert per_round == [(len(a.tokens) + len(b.tokens)) / 2 for a, b in zip(short, long, strict=True)]
+
+    def test_the_terminal_shows_how_often_the_judge_was_right(
+        self, metrics: dict[str, float], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        PrettyPrintLogger().log_metrics({f"env/all/{key}": value for key, value in metrics.items()}, step=0)
+        assert "judge=0.5" in capsys.readouterr().out
+
+    def test_a_cut_turn_is_counted(self) -> None:
+        members = [three_turns(RENDERER, RIGHT), three_turns(RENDERER, RIGHT, stopped=False)]
+        metrics = compute_trajectory_metrics([hold(RENDERER, members, JudgeByIndex((Winner.A,))).group], [["qa"]])
+        assert [metrics[f"env/all/debate/stopped_r{r}"] for r in (1, 2, 3)] == [0.5] * 3
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+def test_one_datum_per_winner_on_the_tiny_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path))
+    renderer = make_renderer(name)
+    builder = DebateGroupBuilder(make_protocol(renderer), ITEM, ScriptedJudge(SCRIPTS["A"]), 3, (0, 0))
+
+    async def roll_out() -> TrajectoryGroup:
+        service = backends.create_service_client("local")
+        sampler = await service.create_sampling_client(base_model=TINY)
+        return await do_group_rollout(builder, TinkerTokenCompleter(sampler, 24, seed=1))
+
+    group = asyncio.run(roll_out())
+    data, metadata = assemble_training_data([group], compute_advantages([group], ADVANTAGES["rejection"]))
+    assert [m["traj_idx"] for m in metadata] == [0, 2, 4]
+    for datum, meta in zip(data, metadata, strict=True):
+        trajectory = group.trajectories_G[meta["traj_idx"]]
+        last = trajectory.transitions[-1]
+        assert datum.model_input.to_ints() == (last.ob.to_ints() + last.ac.tokens)[:-1]
+        inputs = {key: value.tolist() for key, value in datum.loss_fn_inputs.items()}
+        sampled = [i for i, m in enumerate(inputs["mask"]) if m == 1]
+        assert [inputs["target_tokens"][i] for i in sampled] == [
+            t for turn in trajectory.transitions for t in turn.ac.tokens
+        ]
+        logprobs = [logprob for turn in trajectory.transitions for logprob in turn.ac.logprobs]
+        assert [inputs["logprobs"][i] for i in sampled] == pytest.approx(logprobs)
+        assert [inputs["advantages"][i] for i in sampled] == pytest.approx([1 / len(sampled)] * len(sampled))
+        injected = [i for i, m in enumerate(inputs["mask"]) if m == 0]
+        assert all(inputs["advantages"][i] == inputs["logprobs"][i] == 0 for i in injected)

@@ -1,0 +1,50 @@
+"""What is saved loads in PEFT as it is, and computes the same logits."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.engine.helpers import make_training_client, prompt, random_tokens
+from tests.engine.test_checkpoints import folder, train
+from tinker_local_backend import ServiceClient
+from tinker_local_backend.engine.attention import PackedPlan
+
+TOKENS = random_tokens(20, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"train_mlp": False, "train_unembed": False}, {"train_attn": False}],
+    ids=["all", "attn", "mlp+unembed"],
+)
+@pytest.mark.parametrize("base", ["tied_model", "untied_model"])
+def test_peft_computes_the_same_logprobs(
+    service: ServiceClient, home: Path, request: pytest.FixtureRequest, base: str, flags: dict[str, bool]
+) -> None:
+    model_path = request.getfixturevalue(base)
+    client = make_training_client(service, model_path, rank=4, **flags)
+    train(client, range(2))
+    saved = client.save_weights_for_sampler("for-peft").result().path
+    plain = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    tokens = torch.tensor([TOKENS])
+    with torch.no_grad():
+        without = plain(tokens).logits[0]
+        model = PeftModel.from_pretrained(plain, str(folder(home, saved)))
+        logits = model(tokens).logits[0]
+    assert (logits - without).abs().max() > 0.1
+
+    state, base_model = client._run.state, client._run.model
+    with torch.no_grad():
+        hidden = base_model.hidden_states(tokens[0], torch.arange(20), PackedPlan([0, 20]), state.adapter)
+        ours = base_model.logits(hidden, state.adapter)
+    np.testing.assert_allclose(ours.numpy(), logits.numpy(), rtol=1e-5, atol=1e-5)
+
+    snapshot = service.create_sampling_client(saved).result()
+    expected = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+    found = snapshot.compute_logprobs(prompt(TOKENS)).result()[1:]
+    np.testing.assert_allclose(np.array(found, dtype=np.float32), expected.numpy(), rtol=0, atol=1e-5)

@@ -1,0 +1,189 @@
+"""The recipes from command line to files, on the shipped tiny model: they learn, repeat themselves, and stop cleanly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipes import debate_rs_grpo, demo, rl_basic, single_turn, sl_basic
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.supervised import train as supervised_train
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+
+ROOT = EXAMPLE_DATA.parent
+SMALL_DEBATE = ("num_rollouts=16", "num_groups=2", "max_tokens=48", "lora_rank=8", "max_eval_items=4")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TINKER_BACKEND", raising=False)
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+
+
+def run(recipe: ModuleType, log_path: Path, *argv: str) -> list[dict[str, Any]]:
+    """The metrics of a run."""
+    run_recipe(recipe.CLIConfig, recipe.main, argv=[f"log_path={log_path}", *argv])
+    return rows(log_path)
+
+
+def rows(log_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed_bytes(log_path: Path) -> bytes:
+    lines = []
+    for line in (log_path / "metrics.jsonl").read_text().splitlines():
+        lines.append(json.dumps({key: value for key, value in json.loads(line).items() if not key.startswith("time/")}))
+    return "\n".join(lines).encode()
+
+
+def records(log_path: Path, pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(log_path.glob(pattern))]
+
+
+class TestDebate:
+    def test_the_same_config_and_seed_give_the_same_metrics(self, tmp_path: Path) -> None:
+        argv = (*SMALL_DEBATE, "judge=lm", "max_steps=2", "eval_every=2", "on_zero_advantages=skip")
+        written = run(debate_rs_grpo, tmp_path / "first", *argv)
+        run(debate_rs_grpo, tmp_path / "second", *argv)
+        assert untimed_bytes(tmp_path / "first") == untimed_bytes(tmp_path / "second")
+        # The comparison means something only if something was sampled, judged and trained.
+        assert sum(row.get("groups/trained", 0) for row in written) > 0
+        assert len({row["env/all/total_ac_tokens"] for row in written if "groups/trained" in row}) == 2
+        assert [row["step"] for row in written if "test/env/all/correct" in row] == [0, 2]
+
+    def test_another_seed_gives_another_run(self, tmp_path: Path) -> None:
+        first, second = (
+            run(
+                debate_rs_grpo,
+                tmp_path / seed,
+                *SMALL_DEBATE,
+                seed,
+                "max_steps=1",
+                "eval_every=0",
+                "debate_train=rejection",
+            )
+            for seed in ("seed=0", "seed=1")
+        )
+        assert first[0]["optim/entropy"] != second[0]["optim/entropy"]
+
+    def test_rejection_on_summaries_judged_by_confidence(self, tmp_path: Path) -> None:
+        argv = ("task=summary", "judge=confidence", "debate_train=rejection", "max_steps=1", "eval_every=0")
+        (row,) = run(debate_rs_grpo, tmp_path / "run", *SMALL_DEBATE, *argv)
+        debates = records(tmp_path / "run", "debate_*.json")
+        assert len(debates) == 8
+        decided = sum(record["verdict"] in ("A", "B") for record in debates)
+        assert row["train/num_datums"] == decided > 0
+        assert row["env/all/trained_fraction"] == pytest.approx(decided / 16)
+        (step,) = records(tmp_path / "run", "training_step_0001.json")
+        for datum in step["datums"]:
+            trained = [a for a, m in zip(datum["completion_advantages"], datum["completion_mask"], strict=True) if m]
+            assert trained == pytest.approx([1 / len(trained)] * len(trained))
+        # On-policy, sampler and trainer agree on every token, also across injected turns.
+        assert abs(row["optim/kl_sample_train_v1"]) < 1e-4 and row["optim/kl_sample_train_v2"] < 1e-6
+        assert 0 < row["env/all/compression_ratio"] < 1 and "env/all/correct" not in row
+
+
+class TestSingleTurn:
+    def test_one_step_of_summaries(self, tmp_path: Path) -> None:
+        argv = ("task=summary", "num_rollouts=16", "num_groups=2", "max_steps=1", "max_eval_items=4", "lora_rank=8")
+        first, last = run(single_turn, tmp_path / "run", *argv, "temperature=0.8")
+        assert first["groups/sampled"] == first["groups/trained"] + first["groups/filtered"] == 2
+        assert first["train/num_datums"] > 0 and first["optim/grad_norm"] > 0
+        # Sampled at 0.8 and scored at 0.8: the ratio is 1, not biased by the temperature.
+        assert abs(first["optim/kl_sample_train_v1"]) < 1e-4 and first["train/ratio"] == pytest.approx(1, abs=1e-3)
+        for name in ("test", "train_questions"):
+            assert f"{name}/env/all/task_reward" in first and f"{name}/env/all/task_reward" in last
+        assert len(records(tmp_path / "run", "summary_*.json")) == 16
+
+
+class TestSupervised:
+    def test_held_out_loss_falls(self, tmp_path: Path) -> None:
+        written = run(sl_basic, tmp_path / "run", "num_epochs=1", "lora_rank=8")
+        evaluated = [row for row in written if "test/nll" in row]
+        assert [row["step"] for row in evaluated] == [0, 6]
+        assert evaluated[-1]["test/nll"] < 0.9 * evaluated[0]["test/nll"]
+        assert evaluated[-1]["test/bpb"] < evaluated[0]["test/bpb"]
+
+    def test_resumed_it_gives_the_same_metrics(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        argv = ("max_steps=7", "save_every=2", "eval_every=3", "batch_size=24", "lora_rank=4", "test_size=8")
+        run(sl_basic, tmp_path / "whole", *argv)
+        submit = supervised_train._submit
+
+        def killed_at_the_sixth(config: Any, client: Any, step: int, *rest: Any) -> Any:
+            if step == 5:
+                raise SystemError("killed")
+            return submit(config, client, step, *rest)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(supervised_train, "_submit", killed_at_the_sixth)
+            with pytest.raises(SystemError, match="killed"):
+                run(sl_basic, tmp_path / "killed", *argv)
+        run(sl_basic, tmp_path / "killed", *argv, "behavior_if_log_dir_exists=resume")
+        assert untimed_bytes(tmp_path / "killed") == untimed_bytes(tmp_path / "whole")
+
+    def test_a_finished_run_keeps_its_last_evaluation(self, tmp_path: Path) -> None:
+        argv = ("max_steps=2", "eval_every=2", "batch_size=24", "lora_rank=4", "test_size=8")
+        run(sl_basic, tmp_path / "run", *argv)
+        finished = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+        run(sl_basic, tmp_path / "run", *argv, "behavior_if_log_dir_exists=resume")
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == finished
+
+
+def test_a_home_folder_is_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    argv = ["log_path=~/runs/first", "groups_per_batch=4", "max_steps=1", "eval_every=0", "lora_rank=4"]
+    run_recipe(rl_basic.CLIConfig, rl_basic.main, argv=argv)
+    assert len(rows(tmp_path / "runs" / "first")) == 1
+
+
+def test_ctrl_c_leaves_whole_files_and_says_how_to_resume(tmp_path: Path) -> None:
+    log_path = tmp_path / "run"
+    argv = [
+        f"log_path={log_path}",
+        "max_steps=500",
+        "groups_per_batch=4",
+        "save_every=1",
+        "eval_every=0",
+        "lora_rank=4",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "recipes.rl_basic", *argv],
+        cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not (log_path / "checkpoints.jsonl").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    assert f"python -m recipes.rl_basic max_steps=500 groups_per_batch=4 save_every=1 eval_every=0 lora_rank=4 " \
+        f"log_path={log_path} behavior_if_log_dir_exists=resume" in error  # fmt: skip
+    assert not list(log_path.rglob("*.tmp"))
+    assert len(rows(log_path)) >= 1
+    for path in [*log_path.glob("*.json")]:
+        json.loads(path.read_text())
+    for line in (log_path / "checkpoints.jsonl").read_text().splitlines():
+        state = json.loads(line)["state_path"].removeprefix("tinker://")
+        assert (tmp_path / "home" / "runs" / state / "adapter_model.safetensors").is_file()
+
+
+def test_the_demo_learns(tmp_path: Path) -> None:
+    run_recipe(demo.DemoConfig, demo.main, argv=["seed=0", f"log_path={tmp_path / 'run'}"])
+    correct = [row["env/all/correct"] for row in rows(tmp_path / "run") if "env/all/correct" in row]
+    assert len(correct) == 20
+    assert sum(correct[-5:]) / 5 >= sum(correct[:5]) / 5 + 0.10

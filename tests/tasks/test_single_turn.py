@@ -1,0 +1,123 @@
+"""A task without debate: prompt, score, rejection of replies, records; and a reply's text and ids without its stop."""
+
+import asyncio
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.debate.arena import RENDERERS, RIGHT, TINY, WRONG, decode, make_renderer, reply_ids, speech, stop_ids
+from tests.fakes import ScriptedCompleter
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.replies import decode_reply, strip_stop
+from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder, TaskEvaluatorBuilder
+from tinker_cookbook.tasks.types import TaskItem
+
+ITEM = TaskItem("sum-1", "What is 7 + 5?", "12")
+RENDERER = make_renderer("qwen3_instruct")
+
+
+def attempt(replies: list[TokensWithLogprobs], **options) -> TrajectoryGroup:
+    builder = SingleTurnGroupBuilder(get_task("qa"), ITEM, RENDERER, len(replies), **options)
+    policy = ScriptedCompleter({i: [reply] for i, reply in enumerate(replies)})
+    return asyncio.run(do_group_rollout(pickle.loads(pickle.dumps(builder)), policy))
+
+
+REPLIES = [
+    speech(RENDERER, RIGHT),
+    speech(RENDERER, WRONG),
+    speech(RENDERER, "no idea"),
+    speech(RENDERER, RIGHT, False),
+]
+
+
+class TestGroup:
+    def test_one_turn_scored_by_the_task(self) -> None:
+        group = attempt(REPLIES, extra_request="Be brief.")
+        assert group.get_total_rewards() == [1.0, 0.0, 0.0, 1.0]
+        prompts = {tuple(t.transitions[0].ob.to_ints()) for t in group.trajectories_G}
+        (prompt,) = prompts
+        text = decode(RENDERER, prompt)
+        assert get_task("qa").system_prompt + " Be brief." in text and ITEM.question in text
+        assert [t.transitions[0].metrics["stopped"] for t in group.trajectories_G] == [1.0, 1.0, 1.0, 0.0]
+        assert group.is_trained() == [True] * 4
+
+    @pytest.mark.parametrize(
+        ("options", "trained"),
+        [
+            ({"accept_min_reward": 1.0}, [True, False, False, True]),
+            ({"accept_min_reward": 0.0}, [True, True, True, True]),
+            ({"accept_require_parse": True}, [True, True, False, True]),
+            ({"accept_min_reward": 2.0, "accept_require_parse": True}, [False] * 4),
+        ],
+    )
+    def test_rejection(self, options: dict, trained: list[bool]) -> None:
+        group = attempt(REPLIES, **options)
+        assert group.is_trained() == trained
+        assert [record.content["accepted"] for record in group.records] == trained
+
+    def test_records(self) -> None:
+        for i, record in enumerate(attempt(REPLIES).records):
+            content = record.content
+            assert record.kind == "baseline" and content["member"] == i and content["tags"] == ["qa"]
+            assert (content["instance_id"], content["question"], content["ground_truth"]) == (
+                "sum-1",
+                ITEM.question,
+                "12",
+            )
+            assert content["completion_tokens"] == REPLIES[i].tokens
+            assert content["completion_logprobs"] == REPLIES[i].logprobs
+            assert content["prompt_token_count"] == len(content["prompt_tokens"])
+            assert content["reward"] == content["metrics"]["task_reward"]
+        summary = SingleTurnGroupBuilder(get_task("summary"), ITEM, RENDERER, 1)
+        policy = ScriptedCompleter({0: [REPLIES[0]]})
+        assert [r.kind for r in asyncio.run(do_group_rollout(summary, policy)).records] == ["summary"]
+
+
+class TestReplies:
+    @pytest.mark.parametrize("name", RENDERERS)
+    @settings(max_examples=60, deadline=None)
+    @given(
+        text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|>:\r\n"), min_size=1, max_size=8)
+    )
+    def test_only_the_stop_goes(self, name: str, text: str) -> None:
+        renderer = make_renderer(name)
+        cut, ended = reply_ids(renderer, text, stopped=False), reply_ids(renderer, text)
+        assert strip_stop(renderer, ended) == strip_stop(renderer, cut) == cut
+        assert decode_reply(renderer, ended) == decode_reply(renderer, cut) == text
+
+    @pytest.mark.parametrize("name", RENDERERS)
+    def test_a_reply_that_is_nothing_but_its_stop(self, name: str) -> None:
+        renderer = make_renderer(name)
+        assert strip_stop(renderer, stop_ids(renderer)) == [] and decode_reply(renderer, stop_ids(renderer)) == ""
+        assert strip_stop(renderer, []) == [] and decode_reply(renderer, []) == ""
+
+
+class TestEvaluatorBuilder:
+    def build(self, **changes):
+        settings = {
+            "name": "probe",
+            "task": "qa",
+            "model_name": TINY,
+            "renderer_name": "qwen3_instruct",
+            "max_tokens": 8,
+        }
+        return TaskEvaluatorBuilder(**{**settings, **changes})()
+
+    def test_a_fixed_choice_for_each_seed(self) -> None:
+        def chosen(**changes) -> list[str]:
+            return [builder.item.id for builder in self.build(max_items=10, **changes)._builders]  # pyright: ignore
+
+        assert chosen() == chosen() and len(set(chosen())) == 10
+        assert chosen() != chosen(seed=1)
+
+    def test_without_items_of_the_split(self, tmp_path) -> None:
+        path = tmp_path / "mine.jsonl"
+        path.write_text('{"question": "1+1?", "answer": "2"}\n')
+        with pytest.raises(ConfigurationError, match="evaluator 'probe': the dataset has no test items"):
+            self.build(dataset=str(path), split="test")
