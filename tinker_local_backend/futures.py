@@ -16,21 +16,30 @@ U = TypeVar("U")
 
 
 class EngineFuture(tinker.APIFuture[T], Generic[T]):
-    """The result of an operation that the engine's worker will run or has run."""
+    """The result of an operation that the engine's worker will run or has run.
 
-    def __init__(self, future: Future[T], gate: LoopGate | None = None):
+    `cancellable` (sampling): who stops waiting, by a timeout or by being cancelled, also cancels the request. A training
+    operation is never taken back that way: those that follow it were submitted in the belief that it runs.
+    """
+
+    def __init__(self, future: Future[T], gate: LoopGate | None = None, cancellable: bool = False):
         self._future = future
         self._gate = gate
+        self._cancellable = cancellable
 
     async def result_async(self, timeout: float | None = None) -> T:
+        waiting = asyncio.wrap_future(self._future)
         async with asyncio.timeout(timeout):
-            return await asyncio.wrap_future(self._future)
+            return await (waiting if self._cancellable else asyncio.shield(waiting))
 
     def result(self, timeout: float | None = None) -> T:
         """Block until the result is there. On an event loop's thread this blocks the loop: prefer `await`."""
-        if self._gate is not None and running_loop() is self._gate.loop:
-            with self._gate.blocking():
+        gate = self._gate
+        if gate is not None and running_loop() is gate.loop:
+            with gate.blocking():
                 return self._future.result(timeout)
+        if gate is not None and not gate.loop.is_running():
+            gate.flush()  # the loop ended before the request was passed on
         return self._future.result(timeout)
 
     def future(self) -> Future[T]:
@@ -51,7 +60,7 @@ class MappedFuture(EngineFuture[U], Generic[T, U]):
 
     def __init__(self, source: EngineFuture[T], convert: Callable[[T], U]):
         mapped: Future[U] = Future()
-        super().__init__(mapped, source._gate)
+        super().__init__(mapped, source._gate, source._cancellable)
 
         def copy(done: Future[T]) -> None:
             if done.cancelled():

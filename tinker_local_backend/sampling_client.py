@@ -22,7 +22,7 @@ from tinker_local_backend.futures import EngineFuture, MappedFuture
 class SamplingClient:
     """An immutable snapshot: training after its creation changes nothing in it. Several may serve at once.
 
-    Made by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client.
+    Made on the engine's worker, by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client.
     """
 
     def __init__(self, engine: Engine, owner: object, model: BaseModel, adapter: Adapter | None):
@@ -30,6 +30,7 @@ class SamplingClient:
         self._owner = owner  # keeps the service client, and with it the engine, alive
         self._model = model
         self._adapter = adapter
+        self._kv_budget = engine.kv_budget(model.name)
         self._id = uuid.uuid4().hex
         self._counter = itertools.count()
 
@@ -49,6 +50,7 @@ class SamplingClient:
         Raises:
             RequestError: a field is out of range; the message names it.
         """
+        self._engine.check_open()
         request = sampling_request(
             self._model,
             self._adapter,
@@ -56,7 +58,7 @@ class SamplingClient:
             num_samples,
             sampling_params,
             include_prompt_logprobs,
-            self._engine.kv_budget(self._model.name),
+            self._kv_budget,
         )
         return MappedFuture(self._engine.sample(self._model.name, request), self._response)
 
@@ -86,6 +88,7 @@ class SamplingClient:
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> EngineFuture[list[float | None]]:
         """Logprob of each prompt token given those before it, at temperature 1; length N, the first is None."""
+        self._engine.check_open()
         tokens = prompt_tokens(prompt, self._model)
         request = SamplingRequest(tokens, self._adapter, num_samples=0, max_tokens=0, prompt_logprobs=True)
         return MappedFuture(self._engine.sample(self._model.name, request), _only_prompt_logprobs)

@@ -61,20 +61,32 @@ class ServiceClient:
 
         return self._create(create)
 
-    def create_training_client_from_state(self, path: str) -> ClientFuture[TrainingClient]:
-        """A training client that starts from a saved adapter, with a fresh optimizer."""
-        return self._from_state(path, with_optimizer=False)
+    def create_training_client_from_state(
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> ClientFuture[TrainingClient]:
+        """A training client that starts from a saved adapter, with a fresh optimizer.
 
-    def create_training_client_from_state_with_optimizer(self, path: str) -> ClientFuture[TrainingClient]:
+        `base_model`, when given, must be the checkpoint's. `user_metadata` is added to the checkpoint's own.
+        """
+        return self._from_state(path, base_model, user_metadata, with_optimizer=False)
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> ClientFuture[TrainingClient]:
         """A training client that goes on from a saved state as if it had never stopped."""
-        return self._from_state(path, with_optimizer=True)
+        return self._from_state(path, base_model, user_metadata, with_optimizer=True)
 
-    def _from_state(self, path: str, with_optimizer: bool) -> ClientFuture[TrainingClient]:
+    def _from_state(
+        self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
+    ) -> ClientFuture[TrainingClient]:
         parsed = CheckpointPath.parse(path)
         info = checkpoints.read_info(self._home, parsed)
+        if base_model is not None and base_model != info.base_model:
+            raise RequestError(f"checkpoint {path} is of base model {info.base_model!r}, not {base_model!r}")
+        metadata = {**info.user_metadata, **(user_metadata or {})}
 
         def create() -> TrainingClient:
-            run = self._new_run(info.base_model, info.spec, 0, info.user_metadata)
+            run = self._new_run(info.base_model, info.spec, 0, metadata)
             load_checkpoint(run, parsed, with_optimizer)
             return TrainingClient(run, self)
 
@@ -139,11 +151,15 @@ class ServiceClient:
             base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata
         )
 
-    async def create_training_client_from_state_async(self, path: str) -> TrainingClient:
-        return await self.create_training_client_from_state(path)
+    async def create_training_client_from_state_async(
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        return await self.create_training_client_from_state(path, base_model, user_metadata)
 
-    async def create_training_client_from_state_with_optimizer_async(self, path: str) -> TrainingClient:
-        return await self.create_training_client_from_state_with_optimizer(path)
+    async def create_training_client_from_state_with_optimizer_async(
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        return await self.create_training_client_from_state_with_optimizer(path, base_model, user_metadata)
 
     async def create_sampling_client_async(
         self, model_path: str | None = None, base_model: str | None = None

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.storage import checkpoints
@@ -123,8 +123,8 @@ class TrainingClient:
         self,
         name: str,
         ttl_seconds: int | None = None,
-        overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
+        overwrite: bool = False,
     ) -> EngineFuture[SaveWeightsForSamplerResponse]:
         """Save the adapter alone, to sample from. `.path` is the tinker:// path."""
         path = self._path("sampler_weights", name)
@@ -228,10 +228,10 @@ class TrainingClient:
         self,
         name: str,
         ttl_seconds: int | None = None,
-        overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
+        overwrite: bool = False,
     ) -> EngineFuture[SaveWeightsForSamplerResponse]:
-        return self.save_weights_for_sampler(name, ttl_seconds, overwrite, user_metadata)
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, overwrite)
 
     async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
         return await self.save_weights_and_get_sampling_client(name)
@@ -248,7 +248,15 @@ class TrainingClient:
 
 def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:
     """Into `run`, on the worker. Everything is read and checked before the first matrix changes."""
-    checkpoints.read_info(run.home, path)
+    info = checkpoints.read_info(run.home, path)
+    for field, saved, own in (
+        ("base_model", info.base_model, run.model.name),
+        ("LoRA", info.spec, run.state.adapter.spec),
+    ):
+        if saved != own:
+            raise CheckpointError(
+                f"checkpoint {path} has {field} {saved}, this client has {own}; use create_training_client_from_state"
+            )
     fresh = trainer.AdamW(run.state.adapter.parameters())
     if with_optimizer:
         checkpoints.load_optimizer(run.home, path, run.state.adapter, fresh)

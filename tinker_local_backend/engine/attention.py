@@ -22,11 +22,11 @@ ATTENTION_NAME = "tinker_local_packed"
 
 @dataclass
 class PackedPlan:
-    """Sequences end to end: sequence i owns tokens bounds[i]:bounds[i + 1]. A cache keeps its keys and values in rows[i]."""
+    """Sequences end to end: sequence i owns tokens bounds[i]:bounds[i + 1]; its keys go to rows[i] of the cache, if any."""
 
     bounds: list[int]
     cache: KVCache | None = None
-    rows: list[int] | None = None
+    rows: list[int | None] | None = None
 
 
 @dataclass
@@ -50,7 +50,6 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     plan: PackedPlan | DecodePlan | None = None,
     **kwargs: object,
@@ -60,12 +59,6 @@ def packed_attention(
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
     if softcap is not None:
         raise RequestError("attention with logit soft-capping is not supported by the engine yet")
-    longest = plan.longest + 1 if isinstance(plan, DecodePlan) else max_length(plan.bounds)
-    if sliding_window is not None and longest > sliding_window:
-        raise RequestError(
-            f"a sequence of {longest} tokens exceeds this model's sliding window of {sliding_window}, which the engine "
-            "does not implement: keep prompt + max_tokens within the window or use a model with full attention"
-        )
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     if isinstance(plan, DecodePlan):
         return _decode(layer, query, key, value, scaling, plan), None
@@ -78,8 +71,9 @@ def _packed(
     outputs = []
     for i, (start, end) in enumerate(pairwise(plan.bounds)):
         q, k, v = query[:, :, start:end], key[:, :, start:end], value[:, :, start:end]
-        if plan.cache is not None and plan.rows is not None:
-            plan.cache.write_prompt(layer, plan.rows[i], k[0], v[0])
+        row = plan.rows[i] if plan.rows is not None else None
+        if plan.cache is not None and row is not None:
+            plan.cache.write_prompt(layer, row, k[0], v[0])
         outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -94,10 +88,6 @@ def _decode(
     grouped = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.visible, scale=scaling)
     return out.reshape(1, rows, heads, dim)
-
-
-def max_length(bounds: list[int]) -> int:
-    return max(end - start for start, end in pairwise(bounds))
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -28,6 +28,7 @@ _REFUSED_CONFIG = {
     "logits_scaling": "scaled logits",
     "num_local_experts": "mixture-of-experts layers",
     "num_experts": "mixture-of-experts layers",
+    "n_routed_experts": "mixture-of-experts layers",
 }
 
 
@@ -92,7 +93,8 @@ class BaseModel:
         self._body: nn.Module = model.base_model
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
-        self.context_length: int = self.config.max_position_embeddings
+        self.context_length: int = self._context_length()
+        self._check_packing()
 
     def _refuse_unsupported(self) -> None:
         for key, what in _REFUSED_CONFIG.items():
@@ -103,6 +105,46 @@ class BaseModel:
                 )
         if not isinstance(getattr(self.config, "max_position_embeddings", None), int):
             raise ModelLoadError(f"model {self.name!r} ({self.config.model_type}) states no max_position_embeddings")
+        kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        if kinds:
+            raise ModelLoadError(
+                f"model {self.name!r} ({self.config.model_type}) has layers of type {', '.join(sorted(kinds))}, which the local "
+                "engine does not support; use a model with attention in every layer, or backend=tinker"
+            )
+
+    def _context_length(self) -> int:
+        """Longest sequence: the positions that the model knows, and no more than a sliding window, which is not implemented."""
+        limits = [self.config.max_position_embeddings]
+        kinds = getattr(self.config, "layer_types", None)
+        window = getattr(self.config, "sliding_window", None)
+        if (
+            window
+            and (kinds is None or "sliding_attention" in kinds)
+            and getattr(self.config, "use_sliding_window", True)
+        ):
+            limits.append(window)
+        return min(limits)
+
+    @torch.inference_mode()
+    def _check_packing(self) -> None:
+        """Two sequences packed must give what each gives alone; a layer that mixes neighbours (convolution, state) fails here."""
+        first, second = [torch.arange(n, device=self.device) % self.vocab_size for n in (5, 3)]
+        alone = [
+            self.hidden_states(
+                tokens, torch.arange(len(tokens), device=self.device), PackedPlan([0, len(tokens)]), None
+            )
+            for tokens in (first, second)
+        ]
+        positions = torch.cat([torch.arange(len(first)), torch.arange(len(second))]).to(self.device)
+        bounds = [0, len(first), len(first) + len(second)]
+        packed = self.hidden_states(torch.cat([first, second]), positions, PackedPlan(bounds), None)
+        expected = torch.cat(alone).float()
+        error = float((packed.float() - expected).norm() / expected.norm().clamp(min=1e-12))
+        if not error <= (1e-3 if self.dtype == torch.float32 else 5e-2):
+            raise ModelLoadError(
+                f"model {self.name!r} ({self.config.model_type}) does not keep packed sequences apart (relative error "
+                f"{error:.1e}): it has layers that the local engine does not support"
+            )
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -119,13 +161,17 @@ class BaseModel:
         return new_adapter(spec, self.linears, seed, self.device)
 
     def new_cache(self, budget_tokens: int) -> KVCache:
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        kv_heads, head_dim = self._kv_shape()
         return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, budget_tokens)
 
+    def _kv_shape(self) -> tuple[int, int]:
+        """Key heads and their dimension."""
+        heads = self.config.num_attention_heads
+        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        return kv_heads, getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+
     def kv_bytes_per_token(self) -> int:
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        kv_heads, head_dim = self._kv_shape()
         return 2 * self.config.num_hidden_layers * kv_heads * head_dim * torch.finfo(self.dtype).bits // 8
 
     def hidden_states(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import tinker
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.losses import LOSSES, LossFn
 from tinker_local_backend.engine.requests import check_vocabulary, prompt_tokens
+from tinker_local_backend.environment import env_int
 from tinker_local_backend.errors import RequestError
 
 _DTYPES = {"target_tokens": "int64", "weights": "float32", "logprobs": "float32", "advantages": "float32"}
@@ -96,12 +96,10 @@ def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, m
 def micro_batches(examples: Sequence[Example], token_budget: int) -> list[list[int]]:
     """Indices of examples in packs of at most `token_budget` tokens (one longer example is a pack of its own), in order.
 
-    TINKER_LOCAL_GRAD_ACCUM_STEPS=k splits into at least k packs: raise it when memory runs out.
+    TINKER_LOCAL_GRAD_ACCUM_STEPS=k aims at k packs or more: raise it when memory runs out. A datum is never split.
     """
     total = sum(len(example.tokens) for example in examples)
-    steps = int(os.environ.get("TINKER_LOCAL_GRAD_ACCUM_STEPS", "1"))
-    if steps < 1:
-        raise RequestError(f"TINKER_LOCAL_GRAD_ACCUM_STEPS must be at least 1, got {steps}")
+    steps = env_int("TINKER_LOCAL_GRAD_ACCUM_STEPS", minimum=1) or 1
     budget = min(token_budget, -(-total // steps))
     packs: list[list[int]] = []
     used = budget + 1

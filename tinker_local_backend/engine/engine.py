@@ -6,8 +6,8 @@ them, one token at a time. Everything that touches torch happens on the worker, 
 
 from __future__ import annotations
 
-import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -21,7 +21,8 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate
 from tinker_local_backend.engine.generation import Generator, SamplingResult, Ticket
 from tinker_local_backend.engine.requests import SamplingRequest
-from tinker_local_backend.errors import EngineClosedError, RequestError
+from tinker_local_backend.environment import env_int
+from tinker_local_backend.errors import EngineClosedError
 from tinker_local_backend.futures import EngineFuture, running_loop
 
 T = TypeVar("T")
@@ -32,23 +33,29 @@ CLOSE_SECONDS = 30.0
 """How long `close` waits for the operation that is running."""
 
 
-def _env_int(name: str) -> int | None:
-    value = os.environ.get(name)
-    if value is None or value == "":
-        return None
-    try:
-        return int(value)
-    except ValueError:
-        raise RequestError(f"{name} must be an integer, got {value!r}") from None
+class _Work(ABC):
+    """Something submitted: it enters the worker's queues, or it fails."""
+
+    @abstractmethod
+    def enter(self, engine: Engine) -> None:
+        """On the worker: take a place in its queue."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Answer whoever waits with an error."""
 
 
-class _Operation:
-    """A function to run on the worker, and the future that waits for it."""
+class _Operation(_Work):
+    """A function to run on the worker, after the earlier ones of the same client."""
 
-    def __init__(self, function: Callable[[], Any], post: Callable[[Callable[[], None]], None]):
+    def __init__(self, client: Hashable, function: Callable[[], Any], post: Callable[[Callable[[], None]], None]):
         self.future: Future[Any] = Future()
+        self.client = client
         self._function = function
         self._post = post
+
+    def enter(self, engine: Engine) -> None:
+        engine.queue(self)
 
     def run(self) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -63,7 +70,23 @@ class _Operation:
 
     def fail(self, error: BaseException) -> None:
         if self.future.set_running_or_notify_cancel():
-            self._post(lambda: self.future.set_exception(error))
+            self.future.set_exception(error)
+
+
+class _Sampling(_Work):
+    """A sampling request for one model's generator."""
+
+    def __init__(self, model_name: str, ticket: Ticket, future: Future[SamplingResult]):
+        self._model_name = model_name
+        self._ticket = ticket
+        self._future = future
+
+    def enter(self, engine: Engine) -> None:
+        engine.add_ticket(self._model_name, self._ticket)
+
+    def fail(self, error: BaseException) -> None:
+        if self._future.set_running_or_notify_cancel():
+            self._future.set_exception(error)
 
 
 class Engine:
@@ -74,16 +97,17 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        self._kv_tokens = _env_int("TINKER_LOCAL_KV_CACHE_TOKENS")
-        self._seeds = np.random.Generator(np.random.PCG64(_env_int("TINKER_LOCAL_SEED")))
+        self._kv_tokens = env_int("TINKER_LOCAL_KV_CACHE_TOKENS")
+        self._seeds = np.random.Generator(np.random.PCG64(env_int("TINKER_LOCAL_SEED")))
         self._models: dict[str, BaseModel] = {}
         self._generators: dict[str, Generator] = {}
-        self._gates: dict[int, LoopGate] = {}
+        self._gates: dict[int, LoopGate[_Work]] = {}
         self._condition = threading.Condition()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[_Work] = deque()
         self._queues: dict[Hashable, deque[_Operation]] = {}
-        self._outbox: list[tuple[LoopGate | None, Callable[[], None]]] = []
+        self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
         self._closing = False
+        self._death: BaseException | None = None
         self._worker = threading.Thread(target=self._work, name="tinker-local-engine", daemon=True)
         self._worker.start()
 
@@ -92,9 +116,9 @@ class Engine:
     def submit(self, client: Hashable, operation: Callable[[], T]) -> EngineFuture[T]:
         """Run `operation` on the worker after all earlier ones of the same client."""
         gate = self._gate()
-        pending = _Operation(operation, lambda settle: self._outbox.append((gate, settle)))
-        self._enter(gate, lambda: self._queues.setdefault(client, deque()).append(pending))
-        return EngineFuture(pending.future, gate)
+        work = _Operation(client, operation, lambda settle: self._outbox.append((gate, settle)))
+        self._enter(gate, work)
+        return EngineFuture(work.future, gate)
 
     def sample(self, model_name: str, request: SamplingRequest) -> EngineFuture[SamplingResult]:
         """Run a checked sampling request. Cancelling the future frees its rows."""
@@ -112,12 +136,13 @@ class Engine:
 
             self._outbox.append((gate, settle))
 
-        ticket = Ticket(request, complete, future.cancelled)
-        self._enter(gate, lambda: self._generators[model_name].add(ticket))
-        return EngineFuture(future, gate)
+        self._enter(gate, _Sampling(model_name, Ticket(request, complete, future.cancelled), future))
+        return EngineFuture(future, gate, cancellable=True)
 
     def close(self) -> None:
         """Stop the worker. What has not run fails with EngineClosedError."""
+        for gate in list(self._gates.values()):
+            gate.flush()
         with self._condition:
             self._closing = True
             self._condition.notify()
@@ -127,28 +152,44 @@ class Engine:
         with gate.blocking() if gate is not None else nullcontext():
             self._worker.join(CLOSE_SECONDS)
 
-    def _gate(self) -> LoopGate | None:
-        """The gate of the running event loop, if this thread runs one."""
+    def check_open(self) -> None:
+        """Raise EngineClosedError after `close`, or the error that the worker died of."""
         if self._closing:
-            raise EngineClosedError("this service client is closed; create a new one")
+            raise self._closed_error()
+
+    def _closed_error(self) -> EngineClosedError:
+        if self._death is not None:
+            return EngineClosedError(
+                f"the engine stopped after an internal error: {self._death!r}; create a new client"
+            )
+        return EngineClosedError("this service client is closed; create a new one")
+
+    def _gate(self) -> LoopGate[_Work] | None:
+        """The gate of the running event loop, if this thread runs one."""
+        self.check_open()
         loop = running_loop()
         if loop is None:
             return None
         gate = self._gates.get(id(loop))
         if gate is None or gate.loop is not loop:
+            self._gates = {key: gate for key, gate in self._gates.items() if not gate.loop.is_closed()}
             gate = self._gates[id(loop)] = LoopGate(loop, self._receive)
         return gate
 
-    def _enter(self, gate: LoopGate | None, operation: Callable[[], None]) -> None:
+    def _enter(self, gate: LoopGate[_Work] | None, work: _Work) -> None:
         if gate is None:
-            self._receive([operation])
+            self._receive([work])
         else:
-            gate.submit(operation)
+            gate.submit(work)
 
-    def _receive(self, operations: list[Callable[[], None]]) -> None:
+    def _receive(self, works: list[_Work]) -> None:
         with self._condition:
-            self._inbox.extend(operations)
-            self._condition.notify()
+            if not self._closing:
+                self._inbox.extend(works)
+                self._condition.notify()
+                return
+        for work in works:
+            work.fail(self._closed_error())
 
     # On the worker
 
@@ -162,7 +203,14 @@ class Engine:
         return self._models[name]
 
     def kv_budget(self, name: str) -> int:
+        """Bound on prompt + max_tokens of one sequence. Only within an operation."""
         return self._generators[name].kv_budget_tokens
+
+    def queue(self, operation: _Operation) -> None:
+        self._queues.setdefault(operation.client, deque()).append(operation)
+
+    def add_ticket(self, model_name: str, ticket: Ticket) -> None:
+        self._generators[model_name].add(ticket)
 
     def random_seed(self) -> int:
         """A fresh seed for something for which the client gave none."""
@@ -176,18 +224,30 @@ class Engine:
         return max(model.context_length, available // model.kv_bytes_per_token())
 
     def _work(self) -> None:
+        error: BaseException
+        try:
+            self._serve()
+            error = EngineClosedError("the service client was closed before this request ran")
+        except BaseException as death:  # a bug, but nobody must wait forever for it
+            self._death = death
+            error = EngineClosedError(f"the engine stopped after an internal error: {death!r}")
+        with self._condition:
+            self._closing = True
+            rest, self._inbox = list(self._inbox), deque()
+        self._fail_rest(rest, error)
+
+    def _serve(self) -> None:
         while True:
             with self._condition:
                 while not (self._inbox or self._closing or self._has_work()):
                     self._condition.wait()
                 if self._closing:
-                    break
+                    return
                 arrived, self._inbox = self._inbox, deque()
-            for enter in arrived:
-                enter()
+            for work in arrived:
+                work.enter(self)
             self._turn()
             self._deliver()
-        self._fail_rest()
 
     def _has_work(self) -> bool:
         return bool(self._queues) or any(generator.busy for generator in self._generators.values())
@@ -207,7 +267,7 @@ class Engine:
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []
-        by_gate: dict[LoopGate, list[Callable[[], None]]] = {}
+        by_gate: dict[LoopGate[_Work], list[Callable[[], None]]] = {}
         for gate, settle in outbox:
             if gate is None:
                 settle()
@@ -218,15 +278,12 @@ class Engine:
         for gate in by_gate:
             gate.wait_until_at_rest()
 
-    def _fail_rest(self) -> None:
-        error = EngineClosedError("the service client was closed before this request ran")
-        for enter in self._inbox:
-            enter()
-        for queue in self._queues.values():
-            for operation in queue:
-                operation.fail(error)
+    def _fail_rest(self, rest: list[_Work], error: BaseException) -> None:
+        for work in [*rest, *(operation for queue in self._queues.values() for operation in queue)]:
+            work.fail(error)
         for generator in self._generators.values():
             generator.fail_all(error)
+        self._queues.clear()
         self._deliver()
         self._models.clear()
         self._generators.clear()

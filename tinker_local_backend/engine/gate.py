@@ -13,7 +13,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Generic, TypeVar
+
+W = TypeVar("W")
 
 QUIET_PASSES = 24
 """Passes of the event loop without a new request after which it counts as at rest: longer than any chain of wake-ups
@@ -26,13 +29,13 @@ POLL_SECONDS = 0.02
 """How often a waiting worker looks whether the loop has ended."""
 
 
-class LoopGate:
-    """One per event loop. `release` is called with the held operations, in the order in which they were submitted."""
+class LoopGate(Generic[W]):
+    """One per event loop. `release` is called with the held work, in the order in which it was submitted."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, release: Callable[[list[Callable[[], None]]], None]):
+    def __init__(self, loop: asyncio.AbstractEventLoop, release: Callable[[list[W]], None]):
         self.loop = loop
         self._release = release
-        self._held: list[Callable[[], None]] = []
+        self._held: deque[W] = deque()
         self._results: deque[Callable[[], None]] = deque()
         self._quiet = 0
         self._ticking = False
@@ -42,9 +45,9 @@ class LoopGate:
 
     # On the loop's thread
 
-    def submit(self, operation: Callable[[], None]) -> None:
-        """Hold an operation until the loop is at rest."""
-        self._held.append(operation)
+    def submit(self, work: W) -> None:
+        """Hold work until the loop is at rest."""
+        self._held.append(work)
         self._quiet = 0
         self._start_ticking()
 
@@ -52,7 +55,7 @@ class LoopGate:
     def blocking(self):
         """Around a blocking wait on the loop's own thread: the loop cannot come to rest, so everything goes through at once."""
         self._blocked += 1
-        self._flush()
+        self.flush()
         self._apply_results()
         self._at_rest.set()
         try:
@@ -71,13 +74,8 @@ class LoopGate:
             self.loop.call_soon(self._tick)
             return
         self._ticking = False
-        self._flush()
+        self.flush()
         self._at_rest.set()
-
-    def _flush(self) -> None:
-        held, self._held = self._held, []
-        if held:
-            self._release(held)
 
     def _receive(self) -> None:
         self._apply_results()
@@ -85,6 +83,15 @@ class LoopGate:
         self._start_ticking()
 
     # On any thread
+
+    def flush(self) -> None:
+        """Let everything held go now: the loop is at rest, blocked, or has ended with work still held."""
+        held: list[W] = []
+        while self._held:
+            with suppress(IndexError):  # another thread may flush too
+                held.append(self._held.popleft())
+        if held:
+            self._release(held)
 
     def _apply_results(self) -> None:
         while True:

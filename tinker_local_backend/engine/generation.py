@@ -6,6 +6,7 @@ prompt is prefilled once for all its samples, also when several requests bring t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from tinker_local_backend.engine.noise import derive_seed
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.sampler import next_tokens
 from tinker_local_backend.engine.scoring import packed_prompt_logprobs
+from tinker_local_backend.errors import RequestError
 
 
 @dataclass
@@ -50,14 +52,28 @@ class Ticket:
     cancelled: Callable[[], bool]
     sequences: list[SampledSequence] = field(default_factory=list)
     prompt_logprobs: list[float | None] | None = None
-    running: int = 0
-    _finished: bool = False
+    seed: int | None = None
+    started: int = 0
+    """samples that were given a row so far; the rest wait until rows are free"""
+    done: int = 0
+    finished: bool = False
+
+    @property
+    def dropped(self) -> bool:
+        """Nobody waits for it any more: its rows are free to go."""
+        return self.finished or self.cancelled()
 
     def finish(self, outcome: SamplingResult | BaseException) -> None:
         """Report the outcome; only the first one counts."""
-        if not self._finished:
-            self._finished = True
+        if not self.finished:
+            self.finished = True
             self.complete(outcome)
+
+    def sample_done(self) -> None:
+        """One more sample has ended; after the last one the result goes out."""
+        self.done += 1
+        if self.done == self.request.num_samples:
+            self.finish(SamplingResult(self.sequences, self.prompt_logprobs))
 
 
 @dataclass(eq=False)
@@ -69,6 +85,14 @@ class _Running:
     seed: int
     length: int
     """tokens whose keys are in the cache"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Admitted:
+    """Some samples of a request that get their rows now."""
+
+    ticket: Ticket
+    count: int
 
 
 class Generator:
@@ -107,17 +131,19 @@ class Generator:
     @torch.inference_mode()
     def step(self) -> None:
         """Admit and prefill waiting requests if any fits, else decode one token for all running sequences."""
-        self._drop_cancelled()
-        admitted = self._admit()
+        self._drop_abandoned()
+        admitted: list[_Admitted] = []
         try:
+            self._admit(admitted)
             if admitted:
                 self._prefill(admitted)
             elif self._running:
                 self._decode()
         except Exception as error:
             # One pass serves many requests; when it fails (out of memory, say) none of its sequences can go on.
-            affected = {id(t): t for t in [*admitted, *(row.ticket for row in self._running)]}
+            affected = {id(t): t for t in [*(a.ticket for a in admitted), *(row.ticket for row in self._running)]}
             self._running.clear()
+            self._cache.release()
             for ticket in affected.values():
                 ticket.finish(error)
         if not self._running and not self._waiting:
@@ -131,82 +157,88 @@ class Generator:
         for ticket in tickets.values():
             ticket.finish(error)
 
-    def _drop_cancelled(self) -> None:
-        if any(ticket.cancelled() for ticket in self._waiting):
-            self._waiting = deque(ticket for ticket in self._waiting if not ticket.cancelled())
+    def _drop_abandoned(self) -> None:
+        if any(ticket.dropped for ticket in self._waiting):
+            self._waiting = deque(ticket for ticket in self._waiting if not ticket.dropped)
         for row in reversed(range(len(self._running))):
-            if self._running[row].ticket.cancelled():
+            if self._running[row].ticket.dropped:
                 self._remove_row(row)
 
-    def _admit(self) -> list[Ticket]:
-        admitted: list[Ticket] = []
+    def _admit(self, admitted: list[_Admitted]) -> None:
+        """Move what fits from the front of the line into `admitted`: whole requests, or as many of one's samples as fit."""
         rows, tokens = len(self._running), 0
         length = max((row.ticket.request.total_length for row in self._running), default=0)
         while self._waiting:
-            request = self._waiting[0].request
-            new_length = max(length, request.total_length if request.num_samples else 0)
-            new_rows = rows + request.num_samples
-            alone = not admitted and not self._running
-            if not alone and not (self._cache.fits(new_rows, new_length) and new_rows <= self._max_running):
-                break
+            ticket = self._waiting[0]
+            request = ticket.request
             if admitted and tokens + len(request.prompt) > self._prefill_tokens:
                 break
-            admitted.append(self._waiting.popleft())
-            rows, length, tokens = new_rows, new_length, tokens + len(request.prompt)
-        if admitted and rows > len(self._running):
+            wanted = request.num_samples - ticket.started
+            new_length = max(length, request.total_length) if wanted else length
+            room = min(self._max_running, self._cache.rows_that_fit(new_length)) - rows
+            count = min(wanted, room)
+            if wanted and count < 1:
+                break
+            admitted.append(_Admitted(ticket, count))
+            ticket.started += count
+            rows, length, tokens = rows + count, new_length, tokens + len(request.prompt)
+            if count < wanted:
+                break
+            self._waiting.popleft()
+        if rows > len(self._running):
             self._cache.reserve(rows, length, live_rows=len(self._running))
-        return admitted
 
-    def _prefill(self, tickets: list[Ticket]) -> None:
-        groups: dict[tuple[int, tuple[int, ...]], list[Ticket]] = {}
-        for ticket in tickets:
-            groups.setdefault((id(ticket.request.adapter), ticket.request.prompt), []).append(ticket)
-        leaders = [group[0].request for group in groups.values()]
-        fresh: list[_Running] = []
-        first_rows: list[int] = []
-        for group in groups.values():
-            first_rows.append(len(self._running) + len(fresh))
-            for ticket in group:
-                ticket.sequences = [SampledSequence() for _ in range(ticket.request.num_samples)]
-                ticket.running = ticket.request.num_samples
-                base = ticket.request.seed if ticket.request.seed is not None else self._random_seed()
-                for i, sequence in enumerate(ticket.sequences):
-                    fresh.append(_Running(ticket, sequence, derive_seed(base, i), len(ticket.request.prompt)))
+    def _prefill(self, admitted: list[_Admitted]) -> None:
+        groups: dict[tuple[int, tuple[int, ...]], list[_Admitted]] = {}
+        for entry in admitted:
+            request = entry.ticket.request
+            groups.setdefault((id(request.adapter), request.prompt), []).append(entry)
+        leaders = [group[0].ticket.request for group in groups.values()]
+        counts = [sum(entry.count for entry in group) for group in groups.values()]
+        first_rows = (len(self._running) + np.cumsum([0, *counts[:-1]])).tolist()
 
         device = self._model.device
         tokens_T = torch.tensor([t for request in leaders for t in request.prompt], device=device)
         positions_T = torch.cat([torch.arange(len(request.prompt)) for request in leaders]).to(device)
         bounds = [0, *np.cumsum([len(request.prompt) for request in leaders]).tolist()]
         adapters_T = [request.adapter for request in leaders for _ in request.prompt]
-        keep = bool(fresh)
-        plan = PackedPlan(bounds, self._cache if keep else None, first_rows if keep else None)
-        if keep:
-            # A prompt that is only scored may write into the row of the next one, which overwrites it, or one row past the end.
-            self._cache.reserve(max(first_rows) + 1, max(len(r.prompt) for r in leaders), len(self._running))
-        hidden_T = self._model.hidden_states(tokens_T, positions_T, plan, adapters_T)
+        rows = [row if count else None for row, count in zip(first_rows, counts, strict=True)]  # only scored: no row
+        hidden_T = self._model.hidden_states(tokens_T, positions_T, PackedPlan(bounds, self._cache, rows), adapters_T)
 
         for group, start, end in zip(groups.values(), bounds[:-1], bounds[1:], strict=True):
-            if any(ticket.request.prompt_logprobs for ticket in group):
-                request = group[0].request
-                scored = packed_prompt_logprobs(self._model, hidden_T[start:end], request.prompt, request.adapter)
-                for ticket in group:
-                    if ticket.request.prompt_logprobs:
-                        ticket.prompt_logprobs = scored
-        for ticket in tickets:
-            if ticket.running == 0:
-                ticket.finish(SamplingResult([], ticket.prompt_logprobs))
+            self._score_prompts(group, hidden_T[start:end])
+        fresh = [row for group in groups.values() for entry in group for row in self._new_rows(entry)]
         if not fresh:
             return
-
-        hidden_index: list[int] = []
-        for group, first_row, end in zip(groups.values(), first_rows, bounds[1:], strict=True):
-            samples = sum(ticket.request.num_samples for ticket in group)
-            for copy in range(1, samples):
-                self._cache.copy_row(first_row, first_row + copy, len(group[0].request.prompt))
-            hidden_index.extend([end - 1] * samples)
+        for leader, first_row, count in zip(leaders, first_rows, counts, strict=True):
+            for copy in range(1, count):
+                self._cache.copy_row(first_row, first_row + copy, len(leader.prompt))
+        last_index = torch.tensor([end - 1 for end in bounds[1:]], device=device)
         first_new = len(self._running)
         self._running.extend(fresh)
-        self._emit(hidden_T[torch.tensor(hidden_index, device=device)], first_new)
+        self._emit(hidden_T[last_index.repeat_interleave(torch.tensor(counts, device=device))], first_new)
+
+    def _score_prompts(self, group: list[_Admitted], hidden_TH: torch.Tensor) -> None:
+        asking = [e.ticket for e in group if e.ticket.request.prompt_logprobs and e.ticket.prompt_logprobs is None]
+        if asking:
+            request = asking[0].request
+            scored = packed_prompt_logprobs(self._model, hidden_TH, request.prompt, request.adapter)
+            for ticket in asking:
+                ticket.prompt_logprobs = scored
+        for entry in group:
+            if entry.ticket.request.num_samples == 0:
+                entry.ticket.finish(SamplingResult([], entry.ticket.prompt_logprobs))
+
+    def _new_rows(self, entry: _Admitted) -> list[_Running]:
+        ticket = entry.ticket
+        if ticket.seed is None:
+            ticket.seed = ticket.request.seed if ticket.request.seed is not None else self._random_seed()
+        first = len(ticket.sequences)
+        ticket.sequences.extend(SampledSequence() for _ in range(entry.count))
+        return [
+            _Running(ticket, ticket.sequences[i], derive_seed(ticket.seed, i), len(ticket.request.prompt))
+            for i in range(first, first + entry.count)
+        ]
 
     def _decode(self) -> None:
         rows = self._running
@@ -238,6 +270,14 @@ class Generator:
         )
         finished: list[int] = []
         for i, (row, token, logprob) in enumerate(zip(rows, tokens_R.tolist(), logprobs_R.tolist(), strict=True)):
+            if not math.isfinite(logprob):
+                row.ticket.finish(
+                    RequestError(
+                        f"the model gave no valid distribution after {row.length} tokens (logits with NaN or infinity): "
+                        "the adapter's weights have diverged; lower the learning rate or go back to an earlier checkpoint"
+                    )
+                )
+                continue
             row.sequence.tokens.append(token)
             row.sequence.logprobs.append(logprob)
             request = row.ticket.request
@@ -253,9 +293,7 @@ class Generator:
         for i in reversed(finished):
             self._remove_row(i)
         for ticket in done:
-            ticket.running -= 1
-            if ticket.running == 0:
-                ticket.finish(SamplingResult(ticket.sequences, ticket.prompt_logprobs))
+            ticket.sample_done()
 
     def _remove_row(self, index: int) -> None:
         last = len(self._running) - 1

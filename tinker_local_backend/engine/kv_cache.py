@@ -1,7 +1,8 @@
 """Keys and values of the running sequences: one preallocated slab, whose first n rows are always the n running ones.
 
 Keeping the live rows together makes every decode step a view instead of a gather: a finished row is overwritten by the
-last live one. The slab grows when a longer or an additional sequence is admitted, and only up to the budget.
+last live one. The slab grows when a longer or an additional sequence is admitted, and only up to the budget
+(while it grows, old and new exist for a moment).
 """
 
 import torch
@@ -10,7 +11,7 @@ import torch
 class KVCache:
     """Layout per layer: keys and values of shape (rows, kv_heads, length, head_dim).
 
-    `budget_tokens` bounds rows * length; `fits` is what the scheduler asks before it admits sequences.
+    `budget_tokens` bounds rows * length; the scheduler asks `rows_that_fit` before it admits sequences.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class KVCache:
     def length(self) -> int:
         return self._keys.shape[3]
 
-    def fits(self, rows: int, length: int) -> bool:
-        return rows * length <= self.budget_tokens
+    def rows_that_fit(self, length: int) -> int:
+        """How many sequences of this length the budget allows."""
+        return self.budget_tokens // max(1, length)
 
     def reserve(self, rows: int, length: int, live_rows: int) -> None:
         """Make room for `rows` sequences of `length` tokens, keeping the first `live_rows` rows' contents."""
@@ -52,7 +54,8 @@ class KVCache:
         if live_rows == 0:
             self._keys, self._values = self._empty(0, 0), self._empty(0, 0)  # free before allocating anew
         old_keys, old_values, old_length = self._keys, self._values, self.length
-        rows, length = (max(rows, self.rows), max(length, self.length)) if live_rows else (rows, length)
+        if live_rows:
+            rows, length = max(rows, self.rows), max(length, self.length)
         self._keys, self._values = self._empty(rows, length), self._empty(rows, length)
         if live_rows:
             self._keys[:, :live_rows, :, :old_length] = old_keys[:, :live_rows]

@@ -38,6 +38,8 @@ def next_tokens(
     draws_R = torch.from_numpy(uniforms(seeds_R, positions_R)).to(logits_RV.device)
     # right=True: the first index whose cumulative mass exceeds the draw, so a token of probability 0 is never chosen.
     tokens_R = torch.searchsorted(cumulative_RV, draws_R[:, None] * cumulative_RV[:, -1:], right=True)[:, 0]
+    # Only a row of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
+    tokens_R = tokens_R.clamp(max=logits_RV.shape[-1] - 1)
     if bool(greedy_R.any()):
         tokens_R = torch.where(greedy_R, logits_RV.argmax(dim=-1), tokens_R)
     return tokens_R, logprobs_RV.gather(1, tokens_R[:, None])[:, 0]

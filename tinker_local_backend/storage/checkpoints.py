@@ -6,6 +6,7 @@ A folder holds adapter_config.json and adapter_model.safetensors (what PEFT, tra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -91,13 +92,20 @@ def save(
         for file in staging.iterdir():
             _sync(file)
         _sync(staging)
+        staging.chmod(0o755)  # mkdtemp makes it private, but other programs (a vLLM server) read adapters too
+        retired = None
         if target.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=target.parent))
-            os.replace(target, retired / "x")
+            retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=target.parent)) / path.name
+            os.replace(target, retired)
+        try:
             os.replace(staging, target)
-            shutil.rmtree(retired)
-        else:
-            os.replace(staging, target)
+        except BaseException:
+            if retired is not None:
+                os.replace(retired, target)
+            raise
+        finally:
+            if retired is not None:
+                shutil.rmtree(retired.parent, ignore_errors=True)
         _sync(target.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -132,7 +140,9 @@ def read_info(home: Path, path: CheckpointPath) -> CheckpointInfo:
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"checkpoint {path}: {INFO_FILE} is damaged ({error})") from error
     if info.expires_at is not None and info.expires_at <= time.time():
-        raise CheckpointError(f"checkpoint {path} has expired (ttl); save without ttl_seconds to keep one")
+        raise CheckpointError(
+            f"checkpoint {path} has expired (it was saved with a ttl); go on from another one, such as `final`"
+        )
     return info
 
 
@@ -165,11 +175,12 @@ def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer
 
 
 def remove_expired(folder: Path) -> None:
-    """Delete the expired checkpoints of one kind of one run."""
+    """Delete the expired checkpoints of one kind of one run. A damaged one is left for whoever asks for it."""
     for info_file in folder.glob(f"[!.]*/{INFO_FILE}"):
-        expires_at = json.loads(info_file.read_text()).get("expires_at")
-        if expires_at is not None and expires_at <= time.time():
-            shutil.rmtree(info_file.parent, ignore_errors=True)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            expires_at = json.loads(info_file.read_text()).get("expires_at")
+            if expires_at is not None and expires_at <= time.time():
+                shutil.rmtree(info_file.parent, ignore_errors=True)
 
 
 def _load_tensors(file: Path, path: CheckpointPath) -> dict[str, torch.Tensor]:
