@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import tinker
@@ -15,6 +17,24 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+@dataclass(frozen=True)
+class EngineLink:
+    """How a future's waiter reaches the engine: the gate that may hold the request, and all gates by event loop."""
+
+    gate: LoopGate | None
+    gates: Callable[[], Mapping[int, LoopGate]]
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Around a blocking wait on any thread: neither a held request nor a loop that this wait blocks may stop the worker."""
+        loop = running_loop()
+        own = self.gates().get(id(loop)) if loop is not None else None
+        if self.gate is not None and self.gate is not own and not self.gate.loop.is_running():
+            self.gate.flush()  # the loop ended before the request was passed on
+        with own.blocking() if own is not None else nullcontext():
+            yield
+
+
 class EngineFuture(tinker.APIFuture[T], Generic[T]):
     """The result of an operation that the engine's worker will run or has run.
 
@@ -22,9 +42,9 @@ class EngineFuture(tinker.APIFuture[T], Generic[T]):
     operation is never taken back that way: those that follow it were submitted in the belief that it runs.
     """
 
-    def __init__(self, future: Future[T], gate: LoopGate | None = None, cancellable: bool = False):
+    def __init__(self, future: Future[T], link: EngineLink, cancellable: bool = False):
         self._future = future
-        self._gate = gate
+        self._link = link
         self._cancellable = cancellable
 
     async def result_async(self, timeout: float | None = None) -> T:
@@ -34,13 +54,8 @@ class EngineFuture(tinker.APIFuture[T], Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Block until the result is there. On an event loop's thread this blocks the loop: prefer `await`."""
-        gate = self._gate
-        if gate is not None and running_loop() is gate.loop:
-            with gate.blocking():
-                return self._future.result(timeout)
-        if gate is not None and not gate.loop.is_running():
-            gate.flush()  # the loop ended before the request was passed on
-        return self._future.result(timeout)
+        with self._link.blocking():
+            return self._future.result(timeout)
 
     def future(self) -> Future[T]:
         return self._future
@@ -60,7 +75,7 @@ class MappedFuture(EngineFuture[U], Generic[T, U]):
 
     def __init__(self, source: EngineFuture[T], convert: Callable[[T], U]):
         mapped: Future[U] = Future()
-        super().__init__(mapped, source._gate, source._cancellable)
+        super().__init__(mapped, source._link, source._cancellable)
 
         def copy(done: Future[T]) -> None:
             if done.cancelled():

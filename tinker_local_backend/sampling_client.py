@@ -73,7 +73,7 @@ class SamplingClient:
                 )
                 for sequence in result.sequences
             ],
-            _prompt_logprobs_list=result.prompt_logprobs,
+            prompt_logprobs_np=_as_array(result.prompt_logprobs),
         )
 
     async def sample_async(
@@ -113,3 +113,8 @@ class SamplingClient:
 def _only_prompt_logprobs(result: SamplingResult) -> list[float | None]:
     assert result.prompt_logprobs is not None
     return result.prompt_logprobs
+
+
+def _as_array(logprobs: list[float | None] | None) -> np.ndarray | None:
+    """float32, NaN where there is no logprob."""
+    return None if logprobs is None else np.array([np.nan if lp is None else lp for lp in logprobs], dtype=np.float32)

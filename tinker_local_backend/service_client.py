@@ -121,7 +121,7 @@ class ServiceClient:
 
     def _create(self, create: Callable[[], C]) -> ClientFuture[C]:
         future = self._engine.submit("clients", create)
-        return ClientFuture(future.future(), future._gate)
+        return ClientFuture(future.future(), future._link)
 
     def close(self) -> None:
         """Stop the engine and free the models. Requests that have not run fail with EngineClosedError."""

@@ -145,7 +145,7 @@ class TrainingClient:
             return SamplingClient(self._run.engine, self._owner, self._run.model, self._run.state.adapter.snapshot())
 
         future = self._submit(run)
-        return ClientFuture(future.future(), future._gate)
+        return ClientFuture(future.future(), future._link)
 
     def load_state(self, path: str) -> EngineFuture[LoadWeightsResponse]:
         """Replace the adapter by a checkpoint's; the optimizer starts anew and accumulated gradients are dropped."""

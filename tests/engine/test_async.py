@@ -263,9 +263,6 @@ def test_a_cancelled_task_frees_its_request_and_others_go_on(sampler: SamplingCl
     assert not [row for row in running if row.ticket.request.adapter is sampler._adapter]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the gate holds it until the loop is at rest; a loop that ends first never lets it go"
-)
 def test_what_is_submitted_at_the_end_of_a_loop_still_runs(training: TrainingClient) -> None:
     async def main():
         return training.forward_backward(DATA, "cross_entropy")
@@ -273,9 +270,6 @@ def test_what_is_submitted_at_the_end_of_a_loop_still_runs(training: TrainingCli
     assert run(main()).result(2).metrics["loss:sum"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the worker waits for the loop to rest, the loop for a future that has no gate: 60 s"
-)
 def test_a_loop_may_block_on_a_future_from_elsewhere(sampler: SamplingClient) -> None:
     """Submitted before the loop began, or by another thread."""
     from_outside = request(sampler, 1, 200)

@@ -257,9 +257,6 @@ def test_an_interrupted_save_leaves_nothing(
     training.save_state("new").result()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the old folder is moved away first; when the second rename fails, neither is in place"
-)
 def test_an_overwrite_that_fails_at_its_last_step_keeps_the_old_checkpoint(
     home: Path, training: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,6 @@ def test_a_closed_client_refuses_new_work(own: tuple[ServiceClient, TrainingClie
             call()
 
 
-@pytest.mark.xfail(strict=True, reason="the KV budget of the model, which is gone, is looked up first: KeyError")
 def test_a_closed_client_refuses_to_sample(own: tuple[ServiceClient, TrainingClient, SamplingClient]) -> None:
     service, _, sampler = own
     service.close()
@@ -102,7 +101,6 @@ def test_closing_from_another_thread_reaches_who_awaits(
     run(main())
 
 
-@pytest.mark.xfail(strict=True, reason="what a gate holds when the worker ends is handed to nobody: awaited for ever")
 def test_closing_from_another_thread_reaches_what_is_still_held_back(
     own: tuple[ServiceClient, TrainingClient, SamplingClient],
 ) -> None:
@@ -119,9 +117,6 @@ def test_closing_from_another_thread_reaches_what_is_still_held_back(
     run(main())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the idle worker's locals still hold the last request, and with it client and engine"
-)
 def test_a_client_keeps_its_engine_alive_and_nothing_else_does(tmp_path: Path, tied_model: str) -> None:
     sampler = ServiceClient(tmp_path).create_sampling_client(base_model=tied_model).result()
     worker = sampler._engine._worker

@@ -53,9 +53,6 @@ def test_a_damaged_description_is_named(
     refused(service, training, path, r"checkpoint\.json is damaged")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="looking for expired checkpoints reads every checkpoint.json and trips over this one"
-)
 def test_a_damaged_checkpoint_does_not_keep_others_from_being_saved(
     training: TrainingClient, saved: tuple[str, Path]
 ) -> None:
@@ -104,7 +101,6 @@ def test_a_checkpoint_that_lacks_a_matrix_of_its_base_model_is_refused(
         service.create_sampling_client(path).result()
 
 
-@pytest.mark.xfail(strict=True, reason="optimizer moments are loaded without a look at their shapes or completeness")
 @pytest.mark.parametrize("fault", ["shape", "missing moment", "missing matrix", "unknown matrix"])
 def test_optimizer_state_that_does_not_fit_is_refused(
     service: ServiceClient, training: TrainingClient, saved: tuple[str, Path], fault: str
@@ -125,7 +121,6 @@ def test_optimizer_state_that_does_not_fit_is_refused(
     refused(service, training, path, "optimizer")
 
 
-@pytest.mark.xfail(strict=True, reason="the alpha of a checkpoint is not compared with the client's")
 def test_a_checkpoint_with_another_alpha_is_refused(training: TrainingClient, saved: tuple[str, Path]) -> None:
     """The same matrices under another scale are another function."""
     path, where = saved

@@ -200,7 +200,6 @@ def test_prompt_logprobs_come_with_a_sample_only_when_asked_for(sampler: Samplin
         assert [s.tokens for s in with_logprobs.result().sequences] == [s.tokens for s in without.result().sequences]
 
 
-@pytest.mark.xfail(strict=True, reason="only the list is filled; the SDK's arrays stay None")
 def test_prompt_logprobs_are_there_as_an_array_too(sampler: SamplingClient) -> None:
     """float32, NaN for the first token, as the SDK documents the field."""
     response = sampler.sample(prompt(PROMPTS[1]), 1, params(1), include_prompt_logprobs=True).result()

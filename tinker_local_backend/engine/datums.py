@@ -76,7 +76,10 @@ def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, m
         data = datum.loss_fn_inputs[key]
         if data.dtype != _DTYPES[key]:
             raise RequestError(f"{where}.loss_fn_inputs[{key!r}] is {data.dtype}; it must be {_DTYPES[key]}")
-        inputs[key] = data.to_numpy()
+        try:
+            inputs[key] = data.to_numpy()
+        except (RuntimeError, ValueError) as error:
+            raise RequestError(f"{where}.loss_fn_inputs[{key!r}] is not a consistent tensor: {error}") from None
     shape = inputs["target_tokens"].shape
     if shape[:1] != (len(tokens),) or len(shape) > (1 if loss.is_policy_loss else 2):
         raise RequestError(

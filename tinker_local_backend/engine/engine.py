@@ -23,7 +23,7 @@ from tinker_local_backend.engine.generation import Generator, SamplingResult, Ti
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.environment import env_int
 from tinker_local_backend.errors import EngineClosedError
-from tinker_local_backend.futures import EngineFuture, running_loop
+from tinker_local_backend.futures import EngineFuture, EngineLink, running_loop
 
 T = TypeVar("T")
 
@@ -97,8 +97,8 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        self._kv_tokens = env_int("TINKER_LOCAL_KV_CACHE_TOKENS")
-        self._seeds = np.random.Generator(np.random.PCG64(env_int("TINKER_LOCAL_SEED")))
+        self._kv_tokens = env_int("TINKER_LOCAL_KV_CACHE_TOKENS", minimum=1)
+        self._seeds = np.random.Generator(np.random.PCG64(env_int("TINKER_LOCAL_SEED", minimum=0)))
         self._models: dict[str, BaseModel] = {}
         self._generators: dict[str, Generator] = {}
         self._gates: dict[int, LoopGate[_Work]] = {}
@@ -118,7 +118,7 @@ class Engine:
         gate = self._gate()
         work = _Operation(client, operation, lambda settle: self._outbox.append((gate, settle)))
         self._enter(gate, work)
-        return EngineFuture(work.future, gate)
+        return EngineFuture(work.future, self._link(gate))
 
     def sample(self, model_name: str, request: SamplingRequest) -> EngineFuture[SamplingResult]:
         """Run a checked sampling request. Cancelling the future frees its rows."""
@@ -137,7 +137,7 @@ class Engine:
             self._outbox.append((gate, settle))
 
         self._enter(gate, _Sampling(model_name, Ticket(request, complete, future.cancelled), future))
-        return EngineFuture(future, gate, cancellable=True)
+        return EngineFuture(future, self._link(gate), cancellable=True)
 
     def close(self) -> None:
         """Stop the worker. What has not run fails with EngineClosedError."""
@@ -175,6 +175,9 @@ class Engine:
             self._gates = {key: gate for key, gate in self._gates.items() if not gate.loop.is_closed()}
             gate = self._gates[id(loop)] = LoopGate(loop, self._receive)
         return gate
+
+    def _link(self, gate: LoopGate[_Work] | None) -> EngineLink:
+        return EngineLink(gate, lambda: self._gates)
 
     def _enter(self, gate: LoopGate[_Work] | None, work: _Work) -> None:
         if gate is None:
@@ -237,17 +240,23 @@ class Engine:
         self._fail_rest(rest, error)
 
     def _serve(self) -> None:
-        while True:
-            with self._condition:
-                while not (self._inbox or self._closing or self._has_work()):
-                    self._condition.wait()
-                if self._closing:
-                    return
-                arrived, self._inbox = self._inbox, deque()
-            for work in arrived:
-                work.enter(self)
+        # A step is a call of its own, so that an idle worker keeps no reference to what it did last.
+        while self._wait_for_work():
+            self._take_in()
             self._turn()
             self._deliver()
+
+    def _wait_for_work(self) -> bool:
+        with self._condition:
+            while not (self._inbox or self._closing or self._has_work()):
+                self._condition.wait()
+            return not self._closing
+
+    def _take_in(self) -> None:
+        with self._condition:
+            arrived, self._inbox = self._inbox, deque()
+        for work in arrived:
+            work.enter(self)
 
     def _has_work(self) -> bool:
         return bool(self._queues) or any(generator.busy for generator in self._generators.values())

@@ -48,18 +48,17 @@ class KVCache:
         return self.budget_tokens // max(1, length)
 
     def reserve(self, rows: int, length: int, live_rows: int) -> None:
-        """Make room for `rows` sequences of `length` tokens, keeping the first `live_rows` rows' contents."""
+        """Make room for `rows` sequences of `length` tokens; the first `live_rows` are running and keep their contents."""
         if rows <= self.rows and length <= self.length:
             return
         if live_rows == 0:
             self._keys, self._values = self._empty(0, 0), self._empty(0, 0)  # free before allocating anew
         old_keys, old_values, old_length = self._keys, self._values, self.length
-        if live_rows:
-            rows, length = max(rows, self.rows), max(length, self.length)
         self._keys, self._values = self._empty(rows, length), self._empty(rows, length)
         if live_rows:
-            self._keys[:, :live_rows, :, :old_length] = old_keys[:, :live_rows]
-            self._values[:, :live_rows, :, :old_length] = old_values[:, :live_rows]
+            kept = min(old_length, length)  # no running sequence is longer than `length`
+            self._keys[:, :live_rows, :, :kept] = old_keys[:, :live_rows, :, :kept]
+            self._values[:, :live_rows, :, :kept] = old_values[:, :live_rows, :, :kept]
 
     def release(self) -> None:
         """Give the memory back (nothing is running)."""

@@ -42,9 +42,15 @@ def importance_sampling(logprobs: torch.Tensor, inputs: Inputs, config: Config) 
 
 
 def ppo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    ratio = probability_ratio(logprobs, inputs)
-    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    return -torch.minimum(ratio * inputs["advantages"], clipped * inputs["advantages"])
+    advantages = inputs["advantages"]
+    with torch.no_grad():
+        ratio = probability_ratio(logprobs, inputs)
+        clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+        is_clipped = clipped * advantages < ratio * advantages
+    # Where the minimum is the clipped side the loss is constant. Its ratio must not enter the graph: it may have
+    # overflowed, and the backward pass would multiply 0 by infinity.
+    difference = torch.where((advantages != 0) & ~is_clipped, logprobs - inputs["logprobs"], 0.0)
+    return -torch.where(is_clipped, clipped, difference.exp()) * advantages
 
 
 def probability_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:

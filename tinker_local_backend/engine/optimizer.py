@@ -12,6 +12,8 @@ import torch
 
 from tinker_local_backend.errors import RequestError
 
+_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
+
 
 class AdamW:
     """Moments for a fixed list of parameters, in that order. The learning rate and the rest arrive with every step."""
@@ -55,14 +57,21 @@ class AdamW:
         }
 
     def load_state_tensors(self, names: list[str], tensors: dict[str, torch.Tensor]) -> None:
-        """The reverse of `state_tensors`."""
-        entries: dict[int, dict[str, torch.Tensor]] = {}
-        positions = {name: index for index, name in enumerate(names)}
-        for full_name, tensor in tensors.items():
-            name, _, key = full_name.rpartition(".")
-            if name not in positions:
-                raise RequestError(f"optimizer state holds {full_name!r}, which is no matrix of this adapter")
-            entries.setdefault(positions[name], {})[key] = tensor
+        """The reverse of `state_tensors`. Raises ValueError, with nothing changed, unless all or none have a whole state."""
+        parameters = self._torch.param_groups[0]["params"]
+        shapes = {
+            f"{name}.{key}": () if key == "step" else tuple(parameter.shape)
+            for name, parameter in zip(names, parameters, strict=True)
+            for key in _STATE_KEYS
+        }
+        if tensors and (different := sorted(shapes.keys() ^ tensors.keys())):
+            raise ValueError(f"optimizer state differs from the adapter's matrices in {different[:4]}")
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != shapes[name]:
+                raise ValueError(f"optimizer state {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+        entries = {
+            index: {key: tensors[f"{name}.{key}"] for key in _STATE_KEYS} for index, name in enumerate(names) if tensors
+        }
         self._torch.load_state_dict({"state": entries, "param_groups": self._torch.state_dict()["param_groups"]})
 
 
@@ -72,6 +81,8 @@ def check_adam_params(params: tinker.AdamParams) -> None:
         value = getattr(params, name)
         if not (math.isfinite(value) and value >= 0):
             raise RequestError(f"adam_params.{name} must be a finite number >= 0, got {value}")
+    if params.eps == 0:
+        raise RequestError("adam_params.eps must be above 0: a matrix whose gradient is still zero would become NaN")
     for name in ("beta1", "beta2"):
         value = getattr(params, name)
         if not 0 <= value < 1:

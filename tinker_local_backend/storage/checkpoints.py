@@ -95,7 +95,7 @@ def save(
         staging.chmod(0o755)  # mkdtemp makes it private, but other programs (a vLLM server) read adapters too
         retired = None
         if target.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=target.parent)) / path.name
+            retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=target.parent)) / "x"
             os.replace(target, retired)
         try:
             os.replace(staging, target)
@@ -171,7 +171,10 @@ def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer
         raise CheckpointError(
             f"checkpoint {path} holds no optimizer state (it was saved for sampling); load it without the optimizer"
         )
-    optimizer.load_state_tensors([name for name, _ in adapter.named_parameters()], _load_tensors(file, path))
+    try:
+        optimizer.load_state_tensors([name for name, _ in adapter.named_parameters()], _load_tensors(file, path))
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path}: {error}") from error
 
 
 def remove_expired(folder: Path) -> None:
