@@ -22,7 +22,7 @@ help:
 	@echo "make llms   write llms.txt anew from the docstrings"
 
 demo: $(STAMP)
-	@$(BIN) -m recipes.demo
+	@OMP_NUM_THREADS=1 $(BIN) -m recipes.demo
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q

@@ -2,7 +2,6 @@
 
 import os
 import re
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import chz
 
 from tinker_cookbook import backends, model_info
-from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir
+from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
@@ -24,6 +23,11 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY_CHAT = "tiny_chat"
 
+TINY_LEARNING_RATE, TINY_MAX_TOKENS = 2e-3, 64
+"""What suits the shipped model, and would wreck or cut short a real one."""
+RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
+"""What suits real models to begin with; rank does not matter, model size and data do."""
+
 
 @chz.chz(typecheck=True)
 class CommonConfig:
@@ -35,8 +39,9 @@ class CommonConfig:
     backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); default: TINKER_BACKEND, else local")
     base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
     renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; default: the model's own")
-    lora_rank: int = chz.field(default=32, doc="rank of the LoRA adapter", validator=chz.validators.gt(0))
-    learning_rate: float = chz.field(default=1e-4, doc="Adam's learning rate", validator=chz.validators.gt(0))
+    lora_rank: int = chz.field(
+        default=32, doc="rank of a new LoRA adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
+    )
     seed: int = chz.field(default=0, doc="seed of everything random; same seed, same metrics on the same machine")
     max_steps: int | None = chz.field(default=None, doc="number of optimizer steps (batches)")
     log_path: str | None = chz.field(
@@ -59,14 +64,17 @@ class CommonConfig:
 class RLConfig(CommonConfig):
     """Keys of every reinforcement learning recipe."""
 
-    learning_rate: float = chz.field(
-        default=2e-3, doc="Adam's learning rate (real models: 1e-5 to 1e-4)", validator=chz.validators.gt(0)
+    learning_rate: float | None = chz.field(
+        default=None,
+        doc=f"Adam's learning rate; default: {TINY_LEARNING_RATE:g} for tiny_chat, {RL_LEARNING_RATE:g} for other models",
     )
     max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
     eval_every: int = chz.field(
         default=10, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0)
     )
-    max_tokens: int = chz.field(default=64, doc="longest completion of one turn", validator=chz.validators.gt(0))
+    max_tokens: int | None = chz.field(
+        default=None, doc=f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny_chat, else {MAX_TOKENS}"
+    )
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
     loss_fn: str = chz.field(default="importance_sampling", doc=" or ".join(train.LOSS_FNS))
     num_substeps: int = chz.field(default=1, doc="optimizer steps per batch", validator=chz.validators.gt(0))
@@ -99,12 +107,42 @@ def resolve_model(config: CommonConfig) -> tuple[str, str]:
     return model, renderer_name
 
 
+def learning_rate(config: CommonConfig, given: float | None, usual: float) -> float:
+    """The learning rate asked for, else what suits the model. Raises ConfigurationError unless it is positive."""
+    if given is None:
+        return TINY_LEARNING_RATE if config.model_name == TINY_CHAT else usual
+    if not 0 < given < float("inf"):
+        raise ConfigurationError(f"learning_rate: must be greater than 0, got {given:g}")
+    return given
+
+
+def max_tokens(config: "RLConfig") -> int:
+    """The turn length asked for, else what suits the model."""
+    if config.max_tokens is None:
+        return TINY_MAX_TOKENS if config.model_name == TINY_CHAT else MAX_TOKENS
+    if config.max_tokens < 1:
+        raise ConfigurationError(f"max_tokens={config.max_tokens}: must be at least 1")
+    return config.max_tokens
+
+
+def prompt_room(config: "RLConfig", model: str) -> int | None:
+    """Longest prompt that leaves room for a turn in the model's context; None when its context is not known."""
+    context = model_info.get_context_length(model)
+    if context is None:
+        return None
+    if max_tokens(config) >= context:
+        raise ConfigurationError(
+            f"max_tokens={max_tokens(config)} leaves no room for a prompt in the context of {context}; lower max_tokens"
+        )
+    return context - max_tokens(config)
+
+
 def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
     """The run's folder: `log_path` after asking what to do when it exists, else a new one named after time and `parts`."""
     if config.log_path is not None:
         check_log_dir(config.log_path, config.behavior_if_log_dir_exists)
         return config.log_path
-    root = os.environ.get("TINKER_DEBATE_LOG_ROOT") or Path(tempfile.gettempdir()) / "tinker-examples" / recipe
+    root = os.environ.get("TINKER_DEBATE_LOG_ROOT") or Path(default_log_path(recipe, "run")).parent
     words = [time.strftime("%Y%m%d_%H%M%S"), *parts, *([config.name] if config.name else [])]
     folder = re.sub(r"[^A-Za-z0-9_.\-]+", "-", "_".join(words))
     unique, n = Path(root) / folder, 2
@@ -132,11 +170,11 @@ def train_config(
     # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
     tempered = cli.temperature != 1.0 and backends.resolve_backend(cli.backend) == "local"
     config = train.Config(
-        learning_rate=cli.learning_rate,
+        learning_rate=learning_rate(cli, cli.learning_rate, RL_LEARNING_RATE),
         dataset_builder=dataset_builder,
         model_name=model,
         recipe_name=recipe,
-        max_tokens=cli.max_tokens,
+        max_tokens=max_tokens(cli),
         log_path="",
         backend=cli.backend,
         base_url=cli.base_url,
@@ -172,8 +210,9 @@ def train_questions_evaluator(
         renderer_name=renderer_name,
         extra_request=extra_request,
         max_items=cli.max_eval_items,
-        max_tokens=cli.max_tokens,
+        max_tokens=max_tokens(cli),
         temperature=cli.temperature,
+        max_prompt_tokens=prompt_room(cli, model),
         seed=cli.seed,
     )
 

@@ -14,11 +14,13 @@ import chz
 from recipes.common import (
     TaskConfig,
     check_groups,
+    max_tokens,
     resolve_model,
     run_folder,
     train_config,
     train_questions_evaluator,
 )
+from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.dataset import ADVANTAGES, DebateDatasetBuilder, DebateTrain
 from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig, check_judge
@@ -50,6 +52,7 @@ def build_config(cli: CLIConfig) -> train.Config:
     check_judge(cli.judge)
     folder = run_folder(cli, f"debate-{cli.debate_train}")
     model, renderer_name = resolve_model(cli)
+    context = model_info.get_context_length(model)
     dataset_builder = DebateDatasetBuilder(
         task=cli.task,
         dataset=cli.dataset,
@@ -66,6 +69,7 @@ def build_config(cli: CLIConfig) -> train.Config:
             base_url=cli.base_url,
             max_tokens=cli.judge_max_tokens,
             temperature=cli.judge_temperature,
+            context_window=context,
             seed=cli.seed,
         ),
         num_groups=cli.num_groups,
@@ -73,6 +77,8 @@ def build_config(cli: CLIConfig) -> train.Config:
         num_batches=cli.max_steps,
         seed=cli.seed,
         max_test_items=cli.max_eval_items,
+        max_tokens=max_tokens(cli),
+        context_window=context,
     )
     dataset_builder.check()
     evaluator = train_questions_evaluator(cli, model, renderer_name, CONFIDENCE_REQUEST)

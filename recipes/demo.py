@@ -21,7 +21,7 @@ What to look at:
 What to run next:
   python -m recipes.debate_rs_grpo --help
   python -m recipes.debate_rs_grpo judge=lm task=summary        a language model as judge, another task
-  python -m recipes.debate_rs_grpo model_name=Qwen/Qwen3-4B-Instruct-2507 dataset=my_questions.jsonl learning_rate=4e-5
+  python -m recipes.debate_rs_grpo model_name=Qwen/Qwen3-4B-Instruct-2507 dataset=my_questions.jsonl
 (use .venv/bin/python where the environment of the Makefile is not activated)"""
 
 

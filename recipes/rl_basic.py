@@ -4,7 +4,7 @@ Everything an environment of one's own needs is in this file: a ProblemEnv (ques
 the config that the training loop takes.
 
     python -m recipes.rl_basic
-    python -m recipes.rl_basic model_name=Qwen/Qwen3-4B-Instruct-2507 learning_rate=4e-5 group_size=16 max_number=999
+    python -m recipes.rl_basic model_name=Qwen/Qwen3-4B-Instruct-2507 group_size=16 max_number=999
 """
 
 import operator
@@ -103,7 +103,6 @@ class CLIConfig(RLConfig):
     group_size: int = chz.field(default=8, doc="attempts per problem", validator=chz.validators.gt(1))
     max_number: int = chz.field(default=20, doc="largest operand", validator=chz.validators.gt(0))
     num_test: int = chz.field(default=100, doc="problems of an evaluation", validator=chz.validators.gt(0))
-    max_tokens: int = chz.field(default=32, doc="longest answer", validator=chz.validators.gt(0))
 
 
 def build_config(cli: CLIConfig) -> train.Config:

@@ -12,6 +12,7 @@ import chz
 from recipes.common import (
     TaskConfig,
     check_groups,
+    prompt_room,
     resolve_model,
     run_folder,
     train_config,
@@ -57,6 +58,7 @@ def build_config(cli: CLIConfig) -> train.Config:
         accept_min_reward=cli.accept_min_reward,
         accept_require_parse=cli.accept_require_parse,
         max_test_items=cli.max_eval_items,
+        max_prompt_tokens=prompt_room(cli, model),
     )
     dataset_builder.check()
     advantage = AdvantageConfig(baseline=cli.baseline, per_token=True)

@@ -11,7 +11,15 @@ from typing import Literal
 
 import chz
 
-from recipes.common import CommonConfig, dataset_label, open_log_path, resolve_model
+from recipes.common import (
+    SL_LEARNING_RATE,
+    TINY_LEARNING_RATE,
+    CommonConfig,
+    dataset_label,
+    learning_rate,
+    open_log_path,
+    resolve_model,
+)
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import TrainOnWhat
@@ -40,8 +48,9 @@ class CLIConfig(CommonConfig):
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
     )
     lr_schedule: Literal["linear", "cosine", "constant"] = chz.field(default="linear", doc="linear, cosine or constant")
-    learning_rate: float = chz.field(
-        default=2e-3, doc="peak learning rate (real models: 1e-4 to 5e-4)", validator=chz.validators.gt(0)
+    learning_rate: float | None = chz.field(
+        default=None,
+        doc=f"peak learning rate; default: {TINY_LEARNING_RATE:g} for tiny_chat, {SL_LEARNING_RATE:g} for other models",
     )
     eval_every: int = chz.field(
         default=6, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0)
@@ -74,7 +83,7 @@ def build_config(cli: CLIConfig) -> train.Config:
         backend=cli.backend,
         base_url=cli.base_url,
         load_checkpoint_path=cli.load_checkpoint_path,
-        learning_rate=cli.learning_rate,
+        learning_rate=learning_rate(cli, cli.learning_rate, SL_LEARNING_RATE),
         lr_schedule=cli.lr_schedule,
         num_epochs=cli.num_epochs,
         max_steps=cli.max_steps,

@@ -1,7 +1,7 @@
 """Which engine a run uses, decided in one place and never silently: the local engine or the hosted Tinker service.
 
-`backend` of the config decides; where it is None, TINKER_BACKEND (local | api | tinker); else a set TINKER_LOCAL_BACKEND
-means local; else local. This is the only module that imports `tinker_local_backend`, and it does so when it is needed.
+`backend` of the config decides; where it is None, TINKER_BACKEND (local | api | tinker); else local.
+This is the only module that imports `tinker_local_backend`, and it does so when it is needed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_backend(backend: str | None, model_name: str, base_url: str | None = N
                 "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
                 "or use backend=local"
             )
-        if Path(model_name).is_dir():
+        if base_url is None and Path(model_name).is_dir():
             raise ConfigurationError(
                 f"model_name={model_name!r} is a local directory; the hosted service takes the names it serves, "
                 "such as Qwen/Qwen3-4B-Instruct-2507"

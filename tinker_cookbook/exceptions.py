@@ -35,11 +35,3 @@ class ZeroAdvantageError(TrainingError):
 
 class CheckpointError(TinkerCookbookError, RuntimeError):
     """A checkpoint record or its files are missing or unusable."""
-
-
-class AllTrajectoriesFailedError(TinkerCookbookError, RuntimeError):
-    """No rollout of a group succeeded."""
-
-
-class JudgeError(TinkerCookbookError, RuntimeError):
-    """A judge could not be asked (as opposed to an invalid verdict, which is a result)."""

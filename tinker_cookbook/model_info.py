@@ -1,8 +1,10 @@
-"""Which renderer fits a model: by the families of the hub, or by what a local folder says about itself."""
+"""What is known of a model without loading it: which renderer fits it, and how long its context is."""
 
 import json
 import re
 from pathlib import Path
+
+from transformers import AutoConfig
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import known_renderer_names
@@ -36,6 +38,15 @@ def get_recommended_renderer_name(model_name: str) -> str:
         if pattern.fullmatch(name):
             return renderer_name
     raise _unknown(model_name, "it is neither a local folder nor of a known family")
+
+
+def get_context_length(model_name: str) -> int | None:
+    """Positions that the model was made for, by its config; None when that cannot be had (a name only a server knows)."""
+    try:
+        config = AutoConfig.from_pretrained(str(Path(model_name).expanduser())).get_text_config()
+    except (OSError, ValueError):
+        return None
+    return getattr(config, "max_position_embeddings", None)
 
 
 def _of_folder(folder: Path) -> str:

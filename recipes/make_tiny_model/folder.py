@@ -24,6 +24,7 @@ invented local news with summaries, short debates and verdicts about both, and a
 
 Its arithmetic is careless on purpose. About half of the answers in its training text are plausible slips, so that it
 knows the sums (see the greedy accuracy) and yet often samples a wrong answer: room for reinforcement learning to learn.
+As a judge it gives its verdict in the asked form, and no more than that: it cannot tell who is right.
 
 Figures at temperature 1, unless greedy, of the weights as they are here (bfloat16 values, computed in float32):
 

@@ -74,14 +74,20 @@ def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qw
         return Qwen3ForCausalLM(config)
 
 
+def _ids(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> list[int]:
+    ids = tokenizer.convert_tokens_to_ids(tokens)
+    assert isinstance(ids, list)  # a list of tokens gives a list of ids
+    return ids
+
+
 def encode(conversations: Iterable[Turns], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
     """Tokens of each conversation, piece by piece, and the loss weight of each token."""
     cut = [segments(turns) for turns in conversations]
     pieces = [piece for parts in cut for piece, _ in parts]
     ids = iter(tokenizer(pieces, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
     encoded = []
-    solution, end, verdict = tokenizer.convert_tokens_to_ids(["<SOLUTION>", "</SOLUTION>", "<VERDICT>"])
-    digits = set(tokenizer.convert_tokens_to_ids(list("0123456789")))
+    solution, end, verdict = _ids(tokenizer, ["<SOLUTION>", "</SOLUTION>", "<VERDICT>"])
+    digits = set(_ids(tokenizer, list("0123456789")))
     for parts in cut:
         tokens: list[int] = []
         weights: list[float] = []

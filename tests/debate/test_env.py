@@ -26,7 +26,7 @@ from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder
 from tinker_cookbook.debate.judge_config import JudgeConfig, make_judge
 from tinker_cookbook.debate.judges import DebateView, Judge, Verdict, Winner
 from tinker_cookbook.debate.transcript import Seat
-from tinker_cookbook.exceptions import JudgeError
+from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.tasks.replies import strip_stop
 
@@ -116,9 +116,9 @@ class TestJudging:
     def test_a_judge_that_fails_ends_the_debate_with_its_own_error(self, renderer: Renderer) -> None:
         class Down(Judge):
             async def __call__(self, view: DebateView) -> Verdict:
-                raise JudgeError("the judge is down")
+                raise TrainingError("the judge is down")
 
-        with pytest.raises(JudgeError, match="the judge is down"):
+        with pytest.raises(TrainingError, match="the judge is down"):
             hold(renderer, seats(renderer), Down())
 
     def test_a_debater_that_fails_ends_the_debate_though_the_other_waits_for_it(self, renderer: Renderer) -> None:

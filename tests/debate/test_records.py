@@ -92,8 +92,8 @@ def test_a_training_step_s_fields_and_lengths(run_folder: Path) -> None:
             datum["input_tokens"][0],
             *datum["target_tokens"],
         ]
-        assert {"reward", "centered_reward", "group_mean", "group_size", "turns_merged"} <= datum["source"].keys()
-        assert datum["source"]["turns_merged"] == 3
+        assert {"reward", "centered_reward", "group_mean", "group_size", "rounds_merged"} <= datum["source"].keys()
+        assert datum["source"]["rounds_merged"] == 3
     trained = sum(advantage != 0 for datum in record["datums"] for advantage in datum["advantages"])
     assert record["results"]["num_trained_tokens"] == trained
     assert record["results"]["num_tokens"] == sum(len(datum["input_tokens"]) for datum in record["datums"])

@@ -17,10 +17,16 @@ STEP = tinker.AdamParams(learning_rate=1e-2)
 
 
 def make_training_client(
-    service: ServiceClient, model: str, rank: int = 4, seed: int = 0, **flags: bool
+    service: ServiceClient,
+    model: str,
+    rank: int = 4,
+    seed: int = 0,
+    train_mlp: bool = True,
+    train_attn: bool = True,
+    train_unembed: bool = True,
 ) -> TrainingClient:
     """A training client whose B matrices are not zero, so that its adapter changes every logit."""
-    client = service.create_lora_training_client(model, rank=rank, seed=seed, **flags).result()
+    client = service.create_lora_training_client(model, rank, seed, train_mlp, train_attn, train_unembed).result()
     generator = torch.Generator().manual_seed(seed + 100)
     with torch.no_grad():
         for name, matrix in sorted(client._run.state.adapter.b.items()):

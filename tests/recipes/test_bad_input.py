@@ -179,7 +179,8 @@ class TestNothingToLearn:
         assert "every advantage of this batch is zero" in message and "on_zero_advantages=skip" in message
         rows = [line.split() for line in message.splitlines() if line.startswith("  group ")]
         assert [row[1] for row in rows] == ["0:", "1:"]
-        assert all(len(row) == 6 and all(cell.endswith("(rejected)") for cell in row[2:]) for row in rows)
+        assert all(all(cell.endswith("(rejected)") for cell in row[2:6]) for row in rows)
+        assert all(row[6:] == ["<-", "no", "survivors"] for row in rows)
         log = (workplace / "run" / "logs.log").read_text()
         assert "ZeroAdvantageError" in log and not (workplace / "run" / "checkpoints.jsonl").exists()
 

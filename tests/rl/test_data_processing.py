@@ -232,7 +232,7 @@ class TestZeroAdvantages:
         with pytest.raises(ZeroAdvantageError) as raised:
             check_advantages(groups, compute_advantages(groups))
         message = str(raised.value)
-        assert "group   0: 0.25 0.25\n" in message and "group   1: 1 0.5(rejected)\n" in message
+        assert "group   0: 0.25 0.25\n" in message and "group   1: 1 0.5(rejected)   <- 1 survivor\n" in message
         assert "on_zero_advantages=skip" in message
 
     def test_one_advantage_is_enough_also_a_negative_one(self) -> None:

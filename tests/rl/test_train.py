@@ -71,7 +71,12 @@ class TestTrainStep:
         service.create_lora_training_client("m")
         metrics: dict[str, float | int | str] = {}
         asyncio.run(train.train_step(datums(5), service.trainers[0], 0.5, 2, "ppo", metrics=metrics))
-        assert metrics == {"train/loss_sum": 5.0, "train/ratio": 1.0, "optim/grad_norm": 1.0}
+        assert metrics == {
+            "train/num_substeps": 2,
+            "train/loss_sum": 5.0,
+            "train/ratio": 1.0,
+            "optim/grad_norm": 1.0,
+        }
 
 
 class TestSteps:

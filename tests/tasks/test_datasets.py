@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.tasks import datasets as task_datasets
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskDataset, evaluation_set, load_task_items
@@ -118,6 +119,7 @@ ROWS = {"question": ["Two and two?"], "answer": ["2+2\n#### 4"]}
 class TestHub:
     def hub(self, monkeypatch: pytest.MonkeyPatch, **splits: dict[str, list[str]]) -> list[tuple[Any, ...]]:
         asked: list[tuple[Any, ...]] = []
+        task_datasets._hub_cached.cache_clear()
 
         def load_dataset(*arguments: Any) -> datasets.DatasetDict:
             asked.append(arguments)
@@ -151,6 +153,7 @@ class TestHub:
         def load_dataset(*arguments: Any):
             raise ConnectionError("no route")
 
+        task_datasets._hub_cached.cache_clear()
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
         with pytest.raises(ConfigurationError, match=r"someone/sums.*could not be loaded.*no route"):
             load_items(QA, "someone/sums")

@@ -46,6 +46,8 @@ class DebateDatasetBuilder(RLDatasetBuilder):
     num_batches: int = chz.field(doc="training batches", validator=chz.validators.gt(0))
     seed: int = chz.field(default=0, doc="order of the items")
     max_test_items: int | None = chz.field(default=None, doc="evaluate on this many test items")
+    max_tokens: int | None = chz.field(default=None, doc="longest turn, to tell which questions fit; None: no limit")
+    context_window: int | None = chz.field(default=None, doc="of the policy; None: no limit")
 
     @chz.validate
     def _even_group(self) -> None:
@@ -61,14 +63,16 @@ class DebateDatasetBuilder(RLDatasetBuilder):
     async def __call__(self) -> tuple[TaskDataset, TaskDataset | None]:
         task, train, test = self.check()
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
-        protocol = DebateProtocol.make(task, renderer, self.prompts)
+        protocol = DebateProtocol.make(task, renderer, self.prompts, self.max_tokens, self.context_window)
         judge = await make_judge(self.judge)
 
         def debates(item: TaskItem, key: tuple[int, int]) -> DebateGroupBuilder:
             return DebateGroupBuilder(protocol, item, judge, self.group_size // 2, key)
 
         def proposal(item: TaskItem, key: tuple[int, int]) -> SingleTurnGroupBuilder:
-            return SingleTurnGroupBuilder(task, item, renderer, 1, CONFIDENCE_REQUEST)
+            return SingleTurnGroupBuilder(
+                task, item, renderer, 1, CONFIDENCE_REQUEST, max_prompt_tokens=protocol.max_first_prompt
+            )
 
         train_set = TaskDataset(train, self.num_groups, self.num_batches, debates, self.seed)
         return train_set, evaluation_set(test[: self.max_test_items], proposal)

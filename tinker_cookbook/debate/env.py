@@ -9,22 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tinker
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.debate.injection import TurnInjection, make_injection
-from tinker_cookbook.debate.judges import Judge
+from tinker_cookbook.debate.judges import Judge, Verdict, Winner
 from tinker_cookbook.debate.metrics import member_metrics
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.debate.records import debate_record
 from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript, Turn
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.types import (
     Action,
     ActionExtra,
     Env,
     EnvGroupBuilder,
+    InitialObservationOverflow,
     Metrics,
     Observation,
     Record,
@@ -32,7 +35,7 @@ from tinker_cookbook.rl.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from tinker_cookbook.tasks.replies import decode_reply
+from tinker_cookbook.tasks.replies import decode_reply, reply_text
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.misc_utils import gather_all
 
@@ -44,12 +47,31 @@ class DebateProtocol:
     task: Task
     renderer: Renderer
     injections: tuple[TurnInjection, ...]
+    max_first_prompt: int | None = None
+    """longest first prompt with which a debate surely fits the context; a longer question is not debated"""
 
     @classmethod
-    def make(cls, task: Task, renderer: Renderer, prompts: DebatePrompts) -> DebateProtocol:
-        return cls(
-            task, renderer, tuple(make_injection(renderer, text) for text in (prompts.rebuttal, prompts.closing))
-        )
+    def make(
+        cls,
+        task: Task,
+        renderer: Renderer,
+        prompts: DebatePrompts,
+        max_tokens: int | None = None,
+        context_window: int | None = None,
+    ) -> DebateProtocol:
+        """`max_tokens` per turn and `context_window`, when both are given, bound the first prompt."""
+        injections = tuple(make_injection(renderer, text) for text in (prompts.rebuttal, prompts.closing))
+        if max_tokens is None or context_window is None:
+            return cls(task, renderer, injections)
+        # By round 3 the prompt holds two own turns, two of the opponent's and the text around them, and one turn follows.
+        around = sum(len(injection.after_cut) + len(injection.suffix) for injection in injections)
+        room = context_window - around - (2 * NUM_ROUNDS - 1) * max_tokens
+        if room < 1:
+            raise ConfigurationError(
+                f"max_tokens={max_tokens} leaves no room for a question: {2 * NUM_ROUNDS - 1} turns of a debate and the text "
+                f"around them fill the context of {context_window}; lower max_tokens"
+            )
+        return cls(task, renderer, injections, room)
 
     def first_prompt(self, item: TaskItem) -> tinker.ModelInput:
         return self.renderer.build_generation_prompt(self.task.messages(item, CONFIDENCE_REQUEST))
@@ -62,15 +84,18 @@ class DebateEnv(Env):
         self.protocol, self.transcript, self.seat = protocol, transcript, seat
         self._prompt: list[int] = []
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition]:
+    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
         prompt = self.protocol.first_prompt(self.transcript.item)
         self._prompt = prompt.to_ints()
+        limit = self.protocol.max_first_prompt
+        if limit is not None and prompt.length > limit:
+            return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
         return prompt, self.protocol.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         renderer, transcript = self.protocol.renderer, self.transcript
         round_ = len(transcript.turns[self.seat])
-        transcript.speak(self.seat, Turn(action, decode_reply(renderer, action)))
+        transcript.speak(self.seat, Turn(action, reply_text(renderer, action), decode_reply(renderer, action)))
         opponent = await transcript.hear(self.seat.opponent, round_)
         score = transcript.scores[self.seat]
         done = round_ + 1 == NUM_ROUNDS
@@ -80,6 +105,8 @@ class DebateEnv(Env):
         first = round_ == 0
         metrics: Metrics = {f"debate/tokens_r{round_ + 1}": len(action)}
         metrics[f"debate/stopped_r{round_ + 1}"] = float((extra or {}).get("stop_reason") == "stop")
+        if first:
+            metrics["context_overflow"] = 0.0
         return StepResult(
             reward=score.reward if first else 0.0,
             episode_done=done,
@@ -115,6 +142,9 @@ class DebateGroupBuilder(EnvGroupBuilder):
         return [(0.0, member_metrics(transcript, seat)) for transcript in transcripts for seat in Seat]
 
     async def _judge(self, transcript: Transcript, index: int) -> None:
+        if not transcript.turns[Seat.A]:
+            transcript.verdict = Verdict(Winner.INVALID, reasoning="the question is too long for a debate")
+            return
         started = time.perf_counter()
         transcript.verdict = await self.judge(transcript.view((*self.key, index)))
         transcript.judge_seconds = time.perf_counter() - started
@@ -127,6 +157,19 @@ class DebateGroupBuilder(EnvGroupBuilder):
         return [
             Record("debate", debate_record(transcript, members[2 * i], members[2 * i + 1]))
             for i, transcript in enumerate(_transcripts(env_group))
+            if transcript.turns[Seat.A]
+        ]
+
+    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
+        return [
+            {
+                "question": self.item.question[:100],
+                "instance_id": self.item.id,
+                "agent": seat.name,
+                "verdict": transcript.verdict.winner.value if transcript.verdict is not None else None,
+            }
+            for transcript in _transcripts(env_group)
+            for seat in Seat
         ]
 
     def logging_tags(self) -> list[str]:

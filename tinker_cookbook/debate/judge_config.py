@@ -33,6 +33,7 @@ class JudgeConfig:
     max_retries: int = chz.field(
         default=1, doc="how often an unreadable verdict is asked for again", validator=chz.validators.ge(0)
     )
+    context_window: int | None = chz.field(default=None, doc="of an lm judge's model; None: no limit")
     seed: int = chz.field(default=0, doc="seed of mock and lm judges")
 
 
@@ -60,4 +61,5 @@ async def make_judge(config: JudgeConfig) -> Judge:
         client = await service.create_sampling_client(base_model=config.model_name)
     renderer = get_renderer(config.renderer_name, get_tokenizer(config.model_name), model_name=config.model_name)
     completer = TinkerTokenCompleter(client, config.max_tokens, config.temperature, seed=config.seed)
-    return LMJudge(completer, renderer, config.system_prompt, config.max_retries)
+    room = None if config.context_window is None else config.context_window - config.max_tokens
+    return LMJudge(completer, renderer, config.system_prompt, config.max_retries, room)

@@ -97,7 +97,8 @@ class ConfidenceJudge(Judge):
 class LMJudge(Judge):
     """Asks a language model. A MessageCompleter takes messages; a TokenCompleter needs the renderer of its model.
 
-    An unreadable reply is asked for again up to `max_retries` times, then INVALID.
+    An unreadable reply is asked for again up to `max_retries` times, then INVALID. With a TokenCompleter, a debate whose
+    prompt is longer than `max_prompt_tokens` is INVALID too.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class LMJudge(Judge):
         renderer: Renderer | None = None,
         system_prompt: str = JUDGE_SYSTEM,
         max_retries: int = 1,
+        max_prompt_tokens: int | None = None,
     ):
         if isinstance(completer, TokenCompleter) and renderer is None:
             raise ConfigurationError("an LMJudge over a TokenCompleter needs the renderer of its model")
@@ -113,12 +115,15 @@ class LMJudge(Judge):
         self._renderer = renderer
         self._system_prompt = system_prompt
         self._max_retries = max_retries
+        self._max_prompt_tokens = max_prompt_tokens
 
     async def __call__(self, view: DebateView) -> Verdict:
         messages: list[Message] = [
             {"role": "system", "content": self._system_prompt},
             {"role": "user", "content": judge_user_prompt(view.context, view.rounds_a, view.rounds_b)},
         ]
+        if not self._fits(messages):
+            return Verdict(Winner.INVALID, reasoning="the debate is too long for the judge's context")
         for attempt in range(self._max_retries + 1):
             text, call = await self._ask(messages, (*view.key, attempt))
             winner = parse_verdict(text)
@@ -128,6 +133,11 @@ class LMJudge(Judge):
                     winner or Winner.INVALID, reasoning.group(1).strip() if reasoning else "", text, call, attempt
                 )
         raise AssertionError("unreachable: the last attempt returns")
+
+    def _fits(self, messages: list[Message]) -> bool:
+        if self._max_prompt_tokens is None or self._renderer is None:
+            return True
+        return self._renderer.build_generation_prompt(messages).length <= self._max_prompt_tokens
 
     async def _ask(self, messages: list[Message], key: tuple[int, ...]) -> tuple[str, JudgeCall | None]:
         if isinstance(self._completer, MessageCompleter):

@@ -16,6 +16,8 @@ def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
     """
     assert transcript.verdict is not None
     winner = transcript.verdict.winner
+    if not transcript.turns[seat]:  # too long to be debated
+        return {"debate/won": 0.0} | ({"debate/invalid": 1.0, "debate/tie": 0.0} if seat is Seat.A else {})
     decided = winner in (Winner.A, Winner.B)
     won = transcript.won(seat)
     correct = transcript.scores[seat].correct

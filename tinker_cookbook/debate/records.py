@@ -55,7 +55,9 @@ def _agent(transcript: Transcript, seat: Seat, trajectory: Trajectory, metrics: 
             **metrics,
         },
         "transitions": [
-            transition_record(transition, text, round=i)
-            for i, (transition, text) in enumerate(zip(trajectory.transitions, texts, strict=True), start=1)
+            transition_record(transition, turn.raw, round=i)
+            for i, (transition, turn) in enumerate(
+                zip(trajectory.transitions, transcript.turns[seat], strict=True), start=1
+            )
         ],
     }

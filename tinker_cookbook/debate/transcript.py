@@ -25,10 +25,11 @@ class Seat(IntEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """One spoken turn: its ids with the stop, if any, and its text without."""
+    """One spoken turn: its ids with the stop, if any; what it says, for rewards and judges; and its whole text, for people."""
 
     tokens: list[int]
     text: str
+    raw: str
 
 
 class Transcript:

@@ -71,12 +71,7 @@ def _group_advantages(group: TrajectoryGroup, config: AdvantageConfig) -> torch.
 
 def remove_constant_reward_groups(trajectory_groups_P: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
     """Groups whose trained members do not all have the same reward. May be empty."""
-    kept = []
-    for group in trajectory_groups_P:
-        trained = [r for r, trained in zip(group.get_total_rewards(), group.is_trained(), strict=True) if trained]
-        if len(set(trained)) > 1:
-            kept.append(group)
-    return kept
+    return [group for group in trajectory_groups_P if len(set(group.trained_rewards())) > 1]
 
 
 @dataclass
@@ -179,10 +174,12 @@ def check_advantages(trajectory_groups_P: list[TrajectoryGroup], advantages_P: l
             f"{reward:.3g}{'' if trained else '(rejected)'}"
             for reward, trained in zip(group.get_total_rewards(), group.is_trained(), strict=True)
         )
-        rows.append(f"  group {i:3d}: {rewards}")
+        survivors = len(group.trained_rewards())
+        remark = "" if survivors > 1 else f"   <- {survivors or 'no'} survivor{'' if survivors == 1 else 's'}"
+        rows.append(f"  group {i:3d}: {rewards}{remark}")
     raise ZeroAdvantageError(
-        "every advantage of this batch is zero: within each group all members that train have the same reward, so this "
-        "step would train nothing. Rewards:\n" + "\n".join(rows) + "\n"
-        "Use larger groups, a task or reward that varies, a higher temperature, or "
+        "every advantage of this batch is zero, so this step would train nothing: within each group the members that train "
+        "all have the same reward, or fewer than two are left. Rewards:\n" + "\n".join(rows) + "\n"
+        "Use larger groups, a task or reward that varies, a higher temperature, a judge or filter that rejects less, or "
         "on_zero_advantages=skip to skip such steps and count them."
     )

@@ -58,7 +58,7 @@ def _fractions_by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Share of groups whose trained members differ in reward (mixed: they give signal), or all do well or badly."""
     mixed = good = bad = 0
     for group in groups:
-        rewards = [r for r, trained in zip(group.get_total_rewards(), group.is_trained(), strict=True) if trained]
+        rewards = group.trained_rewards()
         if not rewards:
             continue
         if len(set(rewards)) > 1:

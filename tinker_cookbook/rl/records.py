@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, pstdev
 from typing import Any
 
 import tinker
@@ -67,10 +68,10 @@ def training_step_record(
 
 def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
     group = groups[meta["group_idx"]]
-    rewards = group.get_total_rewards()
-    trained = [reward for reward, is_trained in zip(rewards, group.is_trained(), strict=True) if is_trained]
-    mean = sum(trained) / len(trained)
-    reward = rewards[meta["traj_idx"]]
+    trained = group.trained_rewards()
+    mean = fmean(trained)
+    reward = group.get_total_rewards()[meta["traj_idx"]]
+    member_info = group.member_info_G[meta["traj_idx"]] if group.member_info_G else {}
     tokens = datum.model_input.to_ints()
     targets = datum.loss_fn_inputs["target_tokens"].tolist()
     logprobs, advantages = _floats(datum, "logprobs").tolist(), _floats(datum, "advantages").tolist()
@@ -83,11 +84,13 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
         "sampling_logprobs": logprobs,
         "source": {
             **meta,
+            **member_info,
             "reward": reward,
             "centered_reward": reward - mean,
             "group_mean": mean,
+            "group_std": pstdev(trained),
             "group_size": len(trained),
-            "turns_merged": len(group.trajectories_G[meta["traj_idx"]].transitions),
+            "rounds_merged": len(group.trajectories_G[meta["traj_idx"]].transitions),
             "metrics": group.metrics_G[meta["traj_idx"]],
         },
         "prompt_tokens": tokens[: first + 1],

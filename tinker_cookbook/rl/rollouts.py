@@ -61,6 +61,7 @@ async def do_group_rollout(builder: EnvGroupBuilder, policy: TokenCompleter) -> 
             final_rewards_G=[reward for reward, _ in rewards],
             metrics_G=[metrics for _, metrics in rewards],
             trained_G=builder.select_trained(trajectories, envs),
+            member_info_G=builder.describe_members(envs),
         )
         group.records = builder.make_records(group, envs)
         return group

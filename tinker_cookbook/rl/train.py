@@ -281,7 +281,9 @@ async def train_step(
     """One optimizer step per substep, each on its share of the datums; everything is submitted before anything is awaited.
 
     Returns:
-        The trainer's logprobs of each datum's target tokens, float32 (N,), in the order of `data_D`.
+        The trainer's logprobs of each datum's target tokens, float32 (N,), in the order of `data_D`; with several
+        substeps those of the later ones have seen the earlier ones' updates. Metrics of the engine are those of the last
+        substep, except sums.
     """
     adam = tinker.AdamParams(
         learning_rate=learning_rate,
@@ -290,8 +292,10 @@ async def train_step(
         eps=ADAM_EPS,
         grad_clip_norm=grad_clip_norm,
     )
-    if len(data_D) < num_substeps:
-        raise TrainingError(f"num_substeps={num_substeps}, but the batch has {len(data_D)} datums; lower num_substeps")
+    # How many datums a batch gives varies (rejection sampling, equal rewards): a thin one has fewer substeps, and says so.
+    num_substeps = min(num_substeps, len(data_D))
+    if metrics is not None:
+        metrics["train/num_substeps"] = num_substeps
     submitted = []
     for part in split_list(data_D, num_substeps):
         passes = training_client.forward_backward([without_mask(datum) for datum in part], loss_fn, loss_fn_config)

@@ -105,6 +105,8 @@ class TrajectoryGroup:
     rollout_errors: list[RolloutError] = field(default_factory=list)
     trained_G: list[bool] | None = None
     records: list[Record] = field(default_factory=list)
+    member_info_G: list[dict[str, Any]] = field(default_factory=list)
+    """what the training record says of each member: its question, seat, verdict, ..."""
 
     def get_total_rewards(self) -> list[float]:
         """Sum of step rewards plus the group's final reward, per member."""
@@ -115,6 +117,10 @@ class TrajectoryGroup:
 
     def is_trained(self) -> list[bool]:
         return self.trained_G if self.trained_G is not None else [True] * len(self.trajectories_G)
+
+    def trained_rewards(self) -> list[float]:
+        """Total rewards of the members that survive into training."""
+        return [reward for reward, trained in zip(self.get_total_rewards(), self.is_trained(), strict=True) if trained]
 
 
 class Env(ABC):
@@ -145,6 +151,10 @@ class EnvGroupBuilder(ABC):
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         """What to write to the run's folder about this group."""
+        return []
+
+    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
+        """What the training record says of each member, besides its reward; empty for nothing."""
         return []
 
     async def cleanup(self) -> None:  # noqa: B027  (most builders have nothing to clean up)

@@ -39,9 +39,10 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
     table = Table(title="What changed", title_justify="left")
     for header in ("metric", "where", "before", "after", "change"):
         table.add_column(header, justify="left" if header in ("metric", "where") else "right")
-    measured = [
-        (key, f"{where}, first and last {WINDOW} steps", first_and_last(rows, key)) for key, where in training.items()
-    ]
+    steps = max((sum(key in row for row in rows) for key in training), default=0)
+    window = max(1, min(WINDOW, steps // 2))
+    ends = f"first and last {window} steps" if window > 1 else "first and last step"
+    measured = [(key, f"{where}, {ends}", first_and_last(rows, key, window)) for key, where in training.items()]
     measured += [(key, where, before_and_after(rows, key)) for key, where in evaluated.items()]
     for key, where, values in measured:
         if values is not None:

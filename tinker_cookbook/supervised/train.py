@@ -85,6 +85,10 @@ def check_config(config: Config) -> tuple[SupervisedDataset, SupervisedDataset |
     total = total if config.max_steps is None else min(total, config.max_steps)
     if total < 1:
         raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={config.max_steps}")
+    # Every example is rendered once before any weight is loaded: one that cannot be used must not end the run at step 900.
+    for part in (dataset, test_dataset):
+        for index in range(len(part) if part is not None else 0):
+            part.get_batch(index)  # pyright: ignore[reportOptionalMemberAccess]
     return dataset, test_dataset, total
 
 
@@ -124,7 +128,7 @@ async def _train(
 
     async def finish(limit: int) -> None:
         while len(pending) > limit:
-            await _finish(run, client, pending.popleft(), config, total)
+            await _finish(run, client, pending.popleft())
 
     ordered_epoch = None
     for step in range(start, total):
@@ -172,7 +176,7 @@ def _submit(
     return _Submitted(step, data, forward_backward, client.optim_step(adam), metrics)
 
 
-async def _finish(run: Run, client: TrainingClient, batch: _Submitted, config: Config, total: int) -> None:
+async def _finish(run: Run, client: TrainingClient, batch: _Submitted) -> None:
     metrics = batch.metrics
     with timed("step", metrics):
         output = await batch.forward_backward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +25,11 @@ SHIPPED: dict[str, dict[str, tuple[str, str]]] = {
 HUB_ALIASES = {"cnn_dailymail": ("abisee/cnn_dailymail", "3.0.0"), "gsm8k": ("openai/gsm8k", "main")}
 
 
+@lru_cache(maxsize=4)
+def _hub_cached(task_type: type[Task], name: str) -> tuple[list[TaskItem], list[TaskItem]]:
+    return _read_hub(task_type, name)
+
+
 def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tuple[list[TaskItem], list[TaskItem]]:
     """Training and test items. Of a JSONL file all lines train; a file `test_dataset` gives the test items.
 
@@ -37,14 +43,15 @@ def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tup
     elif dataset.endswith(".jsonl") or Path(dataset).exists():
         train, test = _read_file(task, Path(dataset).expanduser()), []
     elif "/" in dataset or dataset in HUB_ALIASES:
-        train, test = _read_hub(task, dataset)
+        train, test = _hub_cached(type(task), dataset)  # a run asks several times, and some hub sets are large
     else:
         raise ConfigurationError(
             f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(shipped)}), a .jsonl file "
             f"with {_expected(task)} per line, or a Hugging Face dataset id (owner/name)"
         )
     if test_dataset is not None:
-        test = load_items(task, test_dataset)[1] or load_items(task, test_dataset)[0]
+        other_train, other_test = load_items(task, test_dataset)
+        test = other_test or other_train
     return train, test
 
 
@@ -67,7 +74,7 @@ def _read_file(task: Task, path: Path) -> list[TaskItem]:
     return items
 
 
-def _read_hub(task: Task, name: str) -> tuple[list[TaskItem], list[TaskItem]]:
+def _read_hub(task: Task | type[Task], name: str) -> tuple[list[TaskItem], list[TaskItem]]:
     import datasets
 
     repository, config = HUB_ALIASES.get(name, (name, None))
@@ -86,14 +93,14 @@ def _read_hub(task: Task, name: str) -> tuple[list[TaskItem], list[TaskItem]]:
     return items("train"), items(test_split) if test_split else []
 
 
-def _item(task: Task, row: Mapping, where: str, default_id: str) -> TaskItem:
+def _item(task: Task | type[Task], row: Mapping, where: str, default_id: str) -> TaskItem:
     question, reference = (_column(row, names, where, task) for names in task.columns)
     if task.name == "qa" and "####" in reference:
         reference = reference.rsplit("####", 1)[1].strip()  # GSM8K writes the answer after its derivation
     return TaskItem(str(row.get("id", default_id)), question, reference)
 
 
-def _column(row: Mapping, names: tuple[str, ...], where: str, task: Task) -> str:
+def _column(row: Mapping, names: tuple[str, ...], where: str, task: Task | type[Task]) -> str:
     for name in names:
         if name in row:
             value = row[name]
@@ -105,5 +112,5 @@ def _column(row: Mapping, names: tuple[str, ...], where: str, task: Task) -> str
     raise DataFormatError(f"{where}: has no {names[0]!r} (it has {sorted(row)}); expected {_expected(task)}")
 
 
-def _expected(task: Task) -> str:
+def _expected(task: Task | type[Task]) -> str:
     return "{" + ", ".join(f'"{names[0]}": "..."' for names in task.columns) + "}"

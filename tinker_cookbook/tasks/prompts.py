@@ -1,4 +1,4 @@
-"""System prompts of the shipped tasks. The answer always stands between <SOLUTION> tags, which `tasks.parsing` reads."""
+"""System prompts of the shipped tasks. The answer always stands between <SOLUTION> tags, which `tasks.types` reads."""
 
 QA_SYSTEM = "Answer the question. Put only the final answer between <SOLUTION> and </SOLUTION>."
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.renderers import Renderer, get_text_content
 
 
 def strip_stop(renderer: Renderer, tokens: Sequence[int]) -> list[int]:
@@ -35,6 +35,12 @@ def decode_reply(renderer: Renderer, tokens: Sequence[int]) -> str:
         elif stop in text:
             return text[: text.index(stop)]
     return text
+
+
+def reply_text(renderer: Renderer, tokens: Sequence[int]) -> str:
+    """What the reply says, as rewards and judges read it: the message's text, without reasoning that the renderer sets apart."""
+    message, _ = renderer.parse_response(list(tokens))
+    return get_text_content(message)
 
 
 def _decode(renderer: Renderer, tokens: list[int]) -> str:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import chz
 
@@ -17,6 +17,7 @@ from tinker_cookbook.rl.types import (
     ActionExtra,
     Env,
     EnvGroupBuilder,
+    InitialObservationOverflow,
     Observation,
     Record,
     RLDataset,
@@ -27,7 +28,7 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.replies import decode_reply
+from tinker_cookbook.tasks.replies import decode_reply, reply_text
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -35,21 +36,34 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 class SingleTurnEnv(Env):
     """Asks one item and scores the reply."""
 
-    def __init__(self, task: Task, item: TaskItem, renderer: Renderer, extra_request: str = ""):
+    def __init__(
+        self,
+        task: Task,
+        item: TaskItem,
+        renderer: Renderer,
+        extra_request: str = "",
+        max_prompt_tokens: int | None = None,
+    ):
         self.task, self.item, self.renderer = task, item, renderer
         self._extra_request = extra_request
-        self.text = ""
+        self._max_prompt_tokens = max_prompt_tokens
+        self.raw_reply = ""
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition]:
-        prompt = self.renderer.build_generation_prompt(self.task.messages(self.item, self._extra_request))
+    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+        prompt = self._prompt()
+        if self._max_prompt_tokens is not None and prompt.length > self._max_prompt_tokens:
+            return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
         return prompt, self.renderer.get_stop_sequences()
 
+    def _prompt(self) -> Observation:
+        return self.renderer.build_generation_prompt(self.task.messages(self.item, self._extra_request))
+
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        self.text = decode_reply(self.renderer, action)
-        score = self.task.score(self.item, self.text)
+        self.raw_reply = decode_reply(self.renderer, action)
+        score = self.task.score(self.item, reply_text(self.renderer, action))
         stopped = float((extra or {}).get("stop_reason") == "stop")
-        prompt, stop = await self.initial_observation()
-        return StepResult(score.reward, True, prompt, stop, {**score.metrics, "stopped": stopped})
+        metrics = {**score.metrics, "stopped": stopped, "context_overflow": 0.0}
+        return StepResult(score.reward, True, self._prompt(), self.renderer.get_stop_sequences(), metrics)
 
 
 @dataclass(frozen=True)
@@ -66,9 +80,14 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
     extra_request: str = ""
     accept_min_reward: float | None = None
     accept_require_parse: bool = False
+    max_prompt_tokens: int | None = None
+    """a longer prompt is not asked: its members count with reward 0 and metric context_overflow, and train nothing"""
 
     async def make_envs(self) -> Sequence[SingleTurnEnv]:
-        return [SingleTurnEnv(self.task, self.item, self.renderer, self.extra_request) for _ in range(self.group_size)]
+        return [
+            SingleTurnEnv(self.task, self.item, self.renderer, self.extra_request, self.max_prompt_tokens)
+            for _ in range(self.group_size)
+        ]
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
         if self.accept_min_reward is None and not self.accept_require_parse:
@@ -94,13 +113,16 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
                 "member": i,
                 "question": self.item.question,
                 "ground_truth": self.item.reference,
-                **transition_record(transition, env.text),
+                **transition_record(transition, env.raw_reply),
                 "reward": reward,
                 "accepted": group.is_trained()[i],
                 "metrics": transition.metrics,
             }
             records.append(Record(self.task.record_kind, content))
         return records
+
+    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
+        return [{"question": self.item.question[:100], "instance_id": self.item.id} for _ in env_group]
 
     def logging_tags(self) -> list[str]:
         return [self.task.name]
@@ -189,6 +211,7 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
     accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
     accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
     max_test_items: int | None = chz.field(default=None, doc="evaluate on this many test items")
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
 
     def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         """Task, training and test items, read and checked. Raises ConfigurationError or DataFormatError."""
@@ -213,6 +236,7 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
                 self.extra_request,
                 self.accept_min_reward,
                 self.accept_require_parse,
+                self.max_prompt_tokens,
             )
 
         return build
@@ -238,6 +262,7 @@ class TaskEvaluatorBuilder:
     max_items: int = chz.field(default=100, doc="how many items at most", validator=chz.validators.gt(0))
     max_tokens: int = chz.field(doc="longest reply", validator=chz.validators.gt(0))
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
     seed: int = chz.field(default=0, doc="seed of the choice and of sampling")
 
     def __call__(self) -> RLTestSetEvaluator:
@@ -249,7 +274,9 @@ class TaskEvaluatorBuilder:
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
 
         def build(item: TaskItem, key: tuple[int, int]) -> SingleTurnGroupBuilder:
-            return SingleTurnGroupBuilder(task, item, renderer, 1, self.extra_request)
+            return SingleTurnGroupBuilder(
+                task, item, renderer, 1, self.extra_request, max_prompt_tokens=self.max_prompt_tokens
+            )
 
         dataset = evaluation_set(items, build)
         if dataset is None:
