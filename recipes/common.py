@@ -23,7 +23,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY_CHAT = "tiny_chat"
 
-TINY_LEARNING_RATE, TINY_MAX_TOKENS = 2e-3, 64
+TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
 """What suits the shipped model, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 """What suits real models to begin with; rank does not matter, model size and data do."""

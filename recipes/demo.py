@@ -39,7 +39,12 @@ class DemoConfig:
 async def main(demo: DemoConfig) -> None:
     print(f"Debate RS->GRPO on the shipped tiny model: {demo.max_steps} steps, a line for each.", flush=True)
     cli = debate_rs_grpo.CLIConfig(
-        seed=demo.seed, max_steps=demo.max_steps, eval_every=demo.max_steps, log_path=demo.log_path, name="demo"
+        seed=demo.seed,
+        max_steps=demo.max_steps,
+        eval_every=demo.max_steps,
+        log_path=demo.log_path,
+        name="demo",
+        on_zero_advantages="skip",  # the tiny model may come to answer a whole batch right: no reason to end with an error
     )
     config = debate_rs_grpo.build_config(cli)
     await train.main(config)

@@ -54,6 +54,17 @@ def test_waiting_with_result_inside_a_coroutine_lets_others_finish(
     assert run(main()) == [24] * 9
 
 
+def test_a_coroutine_may_block_right_after_it_was_handed_a_result(sampler: SamplingClient) -> None:
+    """At that moment the worker is waiting for the loop to come to rest, which a blocked loop never does."""
+
+    async def main() -> int:
+        longer = request(sampler, 1, 60)
+        await request(sampler, 0, 1)
+        return len(longer.result(5).sequences[0].tokens)
+
+    assert run(main()) == 60
+
+
 def test_one_engine_serves_one_loop_after_another(sampler: SamplingClient, training: TrainingClient) -> None:
     async def main() -> list[int]:
         responses = [await future for future in [request(sampler, i) for i in range(3)]]

@@ -79,6 +79,22 @@ def test_no_token_outside_the_nucleus(
     assert len(drawn) > 1 or size == 1
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "expected"), [(-1, 0.5, {0, 1}), (-1, 0.7, {0, 1, 2}), (-1, 0.3, {0}), (3, 1.0, {0, 1, 2})]
+)
+def test_every_token_of_the_nucleus_can_be_drawn(top_k: int, top_p: float, expected: set[int]) -> None:
+    """Also the last one, which takes the mass over top_p."""
+    tokens, _ = next_tokens(
+        torch.log(torch.tensor([[0.4, 0.25, 0.2, 0.1, 0.05]])).expand(200, -1),
+        torch.ones(200),
+        torch.full((200,), top_k),
+        torch.full((200,), top_p),
+        np.arange(200, dtype=np.uint64),
+        np.zeros(200, dtype=np.uint64),
+    )
+    assert set(tokens.tolist()) == expected
+
+
 def test_top_p_is_a_share_of_what_top_k_left() -> None:
     logits = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]]))
     # Of the top two, 2/3 and 1/3, the first alone reaches 0.6; of all five it would take two.
