@@ -14,10 +14,10 @@ from tinker_cookbook.rl import train
 from tinker_cookbook.runs.outcome import print_rl_changes
 
 NEXT = """\
-What to look at:
-  {log_path}/metrics.jsonl            one line per step (env/all/correct is the accuracy of proposals)
-  {log_path}/debate_000000_g000_00.json   a whole debate: text, token ids, logprobs, verdict
-  {log_path}/training_step_0001.json      what the first update was made of
+What to look at in that folder:
+  metrics.jsonl                 one line per step (env/all/correct is the accuracy of proposals)
+  debate_000000_g000_00.json    a whole debate: text, token ids, logprobs, verdict
+  training_step_0001.json       what the first update was made of
 What to run next:
   python -m recipes.debate_rs_grpo --help
   python -m recipes.debate_rs_grpo judge=lm task=summary        a language model as judge, another task
@@ -49,7 +49,7 @@ async def main(demo: DemoConfig) -> None:
     config = debate_rs_grpo.build_config(cli)
     await train.main(config)
     print_rl_changes(config.log_path, ["correct"])
-    print(NEXT.format(log_path=config.log_path))
+    print(NEXT)
 
 
 if __name__ == "__main__":

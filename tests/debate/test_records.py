@@ -79,7 +79,7 @@ def test_tokens_logprobs_and_counts_match(run_folder: Path) -> None:
 
 def test_a_training_step_s_fields_and_lengths(run_folder: Path) -> None:
     (record,) = load(run_folder, "training_step_0001.json")
-    assert record["num_datums"] == len(record["datums"]) > 0 and record["learning_rate"] == 2e-3
+    assert record["num_datums"] == len(record["datums"]) > 0 and record["learning_rate"] == 1e-3
     assert {"loss", "num_tokens", "num_trained_tokens", "metrics"} <= record["results"].keys()
     for datum in record["datums"]:
         assert set(DATUM) <= datum.keys()

@@ -9,6 +9,7 @@ import tinker
 
 from tests.engine.helpers import STEP, cross_entropy_datum, params, prompt, random_tokens, weights
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.gate import LoopGate
 
 SECONDS = 20
 """A wait this long means a deadlock."""
@@ -54,12 +55,22 @@ def test_waiting_with_result_inside_a_coroutine_lets_others_finish(
     assert run(main()) == [24] * 9
 
 
-def test_a_coroutine_may_block_right_after_it_was_handed_a_result(sampler: SamplingClient) -> None:
-    """At that moment the worker is waiting for the loop to come to rest, which a blocked loop never does."""
+def test_a_coroutine_may_block_while_the_worker_waits_for_its_loop(
+    sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it handed over a result the worker waits for the loop to come to rest, which a blocked loop never does."""
+    waits, wait = threading.Event(), LoopGate.wait_until_at_rest
+
+    def observed(gate: LoopGate) -> None:
+        waits.set()
+        wait(gate)
+
+    monkeypatch.setattr(LoopGate, "wait_until_at_rest", observed)
 
     async def main() -> int:
         longer = request(sampler, 1, 60)
         await request(sampler, 0, 1)
+        assert waits.wait(SECONDS)
         return len(longer.result(5).sequences[0].tokens)
 
     assert run(main()) == 60
