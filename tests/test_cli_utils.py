@@ -198,7 +198,7 @@ class TestInterrupt:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=60)
         assert out == "cleaned up\n"
         assert "nothing to resume" in err and "Traceback" not in err
         assert process.returncode == 130

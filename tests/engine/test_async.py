@@ -71,7 +71,7 @@ def test_a_coroutine_may_block_while_the_worker_waits_for_its_loop(
         longer = request(sampler, 1, 60)
         await request(sampler, 0, 1)
         assert waits.wait(SECONDS)
-        return len(longer.result(5).sequences[0].tokens)
+        return len(longer.result(SECONDS).sequences[0].tokens)
 
     assert run(main()) == 60
 
@@ -289,7 +289,7 @@ def test_what_is_submitted_at_the_end_of_a_loop_still_runs(training: TrainingCli
     async def main():
         return training.forward_backward(DATA, "cross_entropy")
 
-    assert run(main()).result(2).metrics["loss:sum"]
+    assert run(main()).result(SECONDS).metrics["loss:sum"]
 
 
 def test_a_loop_may_block_on_a_future_from_elsewhere(sampler: SamplingClient) -> None:
@@ -298,6 +298,6 @@ def test_a_loop_may_block_on_a_future_from_elsewhere(sampler: SamplingClient) ->
 
     async def main() -> int:
         await request(sampler, 0, 1)
-        return len(from_outside.result(3).sequences[0].tokens)
+        return len(from_outside.result(SECONDS).sequences[0].tokens)
 
     assert run(main()) == 200

@@ -125,7 +125,7 @@ def test_a_client_keeps_its_engine_alive_and_nothing_else_does(tmp_path: Path, t
     assert worker.is_alive()
     del sampler
     gc.collect()
-    worker.join(2)
+    worker.join(SECONDS)
     assert not worker.is_alive()
 
 
