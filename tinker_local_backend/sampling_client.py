@@ -40,17 +40,35 @@ class SamplingClient:
         num_samples: int,
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: tinker.TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
     ) -> EngineFuture[tinker.types.SampleResponse]:
         """Complete a prompt `num_samples` times.
 
         Logprobs are those of softmax(logits / temperature) before top-k and top-p; at temperature 0 the choice is greedy and
         they are those of temperature 1. A seed gives the same tokens whatever else is sampled at the time; sample i of a
-        request draws from its own stream.
+        request draws from its own stream. The five arguments after `include_prompt_logprobs` are the hosted service's; the
+        local engine refuses them when they are set.
 
         Raises:
-            RequestError: a field is out of range; the message names it.
+            RequestError: a field is out of range or not offered; the message names it.
         """
         self._engine.check_open()
+        hosted_only = {
+            "topk_prompt_logprobs": topk_prompt_logprobs,
+            "topk_sample_logprobs": topk_sample_logprobs,
+            "target_prompt_logprobs": target_prompt_logprobs,
+            "prompt_alt_tokens_k": prompt_alt_tokens_k,
+            "prompt_logprobs_last_n": prompt_logprobs_last_n,
+        }
+        for name, value in hosted_only.items():
+            if value:
+                raise RequestError(
+                    f"{name}={value!r} is not offered by the local engine; leave it out, or use backend=tinker"
+                )
         request = sampling_request(
             self._model,
             self._adapter,
@@ -82,9 +100,24 @@ class SamplingClient:
         num_samples: int,
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: tinker.TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
     ) -> tinker.types.SampleResponse:
         """`await sample(...)`, as older scripts spell it."""
-        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
+        return await self.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+        )
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> EngineFuture[list[float | None]]:
         """Logprob of each prompt token given those before it, at temperature 1; length N, the first is None."""
@@ -101,6 +134,10 @@ class SamplingClient:
         return self._model.tokenizer
 
     def get_base_model(self) -> str:
+        return self._model.name
+
+    async def get_base_model_async(self) -> str:
+        """`get_base_model()`, as older scripts spell it."""
         return self._model.name
 
     def __reduce__(self) -> NoReturn:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture
@@ -81,6 +82,16 @@ class TrainingClient:
         `loss_fn_config["temperature"]` scores on the tempered distribution that was sampled.
         """
         return self._pass(data, loss_fn, loss_fn_config, backward=True)
+
+    def forward_backward_custom(
+        self, data: list[tinker.Datum], loss_fn: CustomLossFn
+    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
+        """Gradients of a loss of one's own: `loss_fn(data, logprobs)` returns (scalar tensor, metrics).
+
+        It runs on the engine's thread and receives every loss_fn_inputs field of the data.
+        """
+        run, datums = self._run, list(data)
+        return self._submit(lambda: forward_backward_custom(run.model, run.state, datums, loss_fn))
 
     def _pass(
         self,
@@ -209,6 +220,11 @@ class TrainingClient:
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    async def forward_backward_custom_async(
+        self, data: list[tinker.Datum], loss_fn: CustomLossFn
+    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
+        return self.forward_backward_custom(data, loss_fn)
 
     async def optim_step_async(
         self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
