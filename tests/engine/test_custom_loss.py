@@ -59,9 +59,12 @@ def test_a_custom_loss_that_cannot_be_differentiated_is_named(training: Training
         np.testing.assert_array_equal(matrix, before[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("topk_prompt_logprobs", 5), ("topk_sample_logprobs", 2), ("prompt_logprobs_last_n", 1)]
-)
-def test_what_only_the_hosted_service_offers_is_refused(sampler: SamplingClient, name: str, value: int) -> None:
-    with pytest.raises(RequestError, match=f"{name}={value} is not offered by the local engine"):
-        sampler.sample(prompt([1, 2]), 1, params(1), **{name: value})
+def test_what_only_the_hosted_service_offers_is_refused(sampler: SamplingClient) -> None:
+    asked = prompt([1, 2]), 1, params(1)
+    with pytest.raises(RequestError, match="topk_prompt_logprobs=5 is not offered by the local engine"):
+        sampler.sample(*asked, topk_prompt_logprobs=5)
+    with pytest.raises(RequestError, match="prompt_logprobs_last_n=1 is not offered by the local engine"):
+        sampler.sample(*asked, prompt_logprobs_last_n=1)
+    targets = tinker.TensorData(data=[1], dtype="int64", shape=[1, 1])
+    with pytest.raises(RequestError, match="target_prompt_logprobs=.* is not offered by the local engine"):
+        sampler.sample(*asked, target_prompt_logprobs=targets)
