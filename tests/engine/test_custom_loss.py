@@ -66,5 +66,5 @@ def test_what_only_the_hosted_service_offers_is_refused(sampler: SamplingClient)
     with pytest.raises(RequestError, match="prompt_logprobs_last_n=1 is not offered by the local engine"):
         sampler.sample(*asked, prompt_logprobs_last_n=1)
     targets = tinker.TensorData(data=[1], dtype="int64", shape=[1, 1])
-    with pytest.raises(RequestError, match="target_prompt_logprobs=.* is not offered by the local engine"):
+    with pytest.raises(RequestError, match=r"target_prompt_logprobs=.* is not offered by the local engine"):
         sampler.sample(*asked, target_prompt_logprobs=targets)
