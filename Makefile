@@ -29,7 +29,7 @@ test: $(STAMP)
 
 lint: $(STAMP)
 	@$(BIN) -m ruff check .
-	@$(BIN) -m pyright
+	@$(BIN) -m pyright --pythonpath $(BIN)
 
 llms: $(STAMP)
 	@$(BIN) -m tinker_cookbook.utils.llms_txt

@@ -139,6 +139,23 @@ class TestZeroAdvantages:
             run(make_config(tmp_path, self.constant))
         assert service.trainers[0].weights == 0 and not (tmp_path / "checkpoints.jsonl").exists()
 
+    def test_the_steps_before_are_saved_and_a_resumed_run_goes_past(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        step = NumberEnv.step
+
+        async def constant_from_batch_2(self: NumberEnv, action: list[int], *, extra: Any = None) -> Any:
+            self.constant = self.prompt.to_ints()[2] == 2
+            return await step(self, action, extra=extra)
+
+        monkeypatch.setattr(NumberEnv, "step", constant_from_batch_2)
+        with pytest.raises(ZeroAdvantageError):
+            run(make_config(tmp_path))
+        (stopped,) = rows(tmp_path, "checkpoints.jsonl")
+        assert stopped["batch"] == 2 and stopped["state_path"]
+        run(make_config(tmp_path, on_zero_advantages="skip"))
+        assert [row["train/skipped_steps"] for row in rows(tmp_path)] == [0, 0, 1, 0]
+
     def test_skip_trains_nothing_and_counts(self, service: FakeServiceClient, tmp_path: Path) -> None:
         run(make_config(tmp_path, self.constant, on_zero_advantages="skip"))
         written = rows(tmp_path)

@@ -25,7 +25,7 @@ from tinker_cookbook.checkpoint_utils import save_checkpoint
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, SamplingClientEvaluatorBuilder
-from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.exceptions import ConfigurationError, TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl.data_processing import (
     AdvantageConfig,
     assemble_training_data,
@@ -164,7 +164,13 @@ async def do_sync_training(
                 with timed("eval", metrics):
                     metrics |= await run_evaluators(evaluators, sampling_client)
             groups = await sample_groups(config, run, dataset, sampling_client, step, metrics)
-            trained = await train_on_groups(config, run, training_client, groups, step, metrics)
+            try:
+                trained = await train_on_groups(config, run, training_client, groups, step, metrics)
+            except ZeroAdvantageError:
+                # The steps before this one are good work: a resumed run (with on_zero_advantages=skip, say) keeps them.
+                if step > start:
+                    await save_checkpoint(training_client, f"{step:06d}-stopped", run.log_path, {"batch": step})
+                raise
             if trained:
                 sampling_client = await training_client.save_weights_and_get_sampling_client()
             if config.save_every > 0 and (step + 1) % config.save_every == 0 and step + 1 < end:

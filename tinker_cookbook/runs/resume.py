@@ -27,6 +27,8 @@ async def open_training_client(
     if record is not None and record.state_path is not None:
         logger.info("resuming from %s", record.state_path)
         return await service.create_training_client_from_state_with_optimizer(record.state_path), record
+    if run.resumed:
+        logger.warning("%s holds no checkpoint to go on from: starting at the first batch", run.log_path)
     if load_checkpoint_path is not None:
         return await service.create_training_client_from_state(load_checkpoint_path), None
     return await service.create_lora_training_client(model_name, rank=lora_rank, seed=seed), None

@@ -100,7 +100,8 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         rows = read_conversations(self.file_path)
         if self.test_size >= len(rows):
             raise ConfigurationError(
-                f"test_size={self.test_size} leaves nothing to train on: {self.file_path} has {len(rows)} conversations"
+                f"test_size={self.test_size} leaves nothing to train on: {self.file_path} has {len(rows)} conversations; "
+                "lower test_size"
             )
         if self.shuffle_seed is not None:
             random.Random(self.shuffle_seed).shuffle(rows)

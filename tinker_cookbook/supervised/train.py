@@ -82,6 +82,8 @@ def check_config(config: Config) -> tuple[SupervisedDataset, SupervisedDataset |
     backends.check_backend(config.backend, config.model_name, config.base_url)
     dataset, test_dataset = config.dataset_builder()
     total = len(dataset) * config.num_epochs
+    if config.max_steps is not None and config.max_steps > total:
+        logger.warning("max_steps=%d, but the data gives %d; raise num_epochs for more", config.max_steps, total)
     total = total if config.max_steps is None else min(total, config.max_steps)
     if total < 1:
         raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={config.max_steps}")
