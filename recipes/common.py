@@ -146,8 +146,12 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
     words = [time.strftime("%Y%m%d_%H%M%S"), *parts, *([config.name] if config.name else [])]
     folder = re.sub(r"[^A-Za-z0-9_.\-]+", "-", "_".join(words))
     unique, n = Path(root) / folder, 2
-    while unique.exists():
-        unique, n = Path(root) / f"{folder}_{n}", n + 1
+    while True:
+        try:
+            unique.mkdir(parents=True)  # made at once: two runs started in the same second must not share a folder
+            break
+        except FileExistsError:
+            unique, n = Path(root) / f"{folder}_{n}", n + 1
     return str(unique)
 
 
