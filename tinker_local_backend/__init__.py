@@ -1,6 +1,7 @@
 """An in-process LoRA engine behind the Tinker SDK's client classes: batched sampling with exact logprobs, and training.
 
 `ServiceClient` here has the method names and results of `tinker.ServiceClient`; everything else is reached through it.
+`RestClient` lists and manages what was saved, also without one.
 """
 
 from tinker_local_backend.errors import (
@@ -10,6 +11,7 @@ from tinker_local_backend.errors import (
     ModelLoadError,
     RequestError,
 )
+from tinker_local_backend.rest_client import RestClient
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.service_client import ServiceClient
 from tinker_local_backend.training_client import TrainingClient
@@ -20,6 +22,7 @@ __all__ = [
     "LocalBackendError",
     "ModelLoadError",
     "RequestError",
+    "RestClient",
     "SamplingClient",
     "ServiceClient",
     "TrainingClient",

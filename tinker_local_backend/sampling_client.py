@@ -8,13 +8,21 @@ from typing import NoReturn
 
 import numpy as np
 import tinker
+from tinker.types import PromptAltTokens
+from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.generation import SamplingResult
 from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.requests import SamplingRequest, prompt_tokens, sampling_request
+from tinker_local_backend.engine.requests import (
+    PromptScoring,
+    SamplingRequest,
+    prompt_scoring,
+    prompt_tokens,
+    sampling_request,
+)
+from tinker_local_backend.engine.tickets import SampledSequence, SamplingResult
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture, MappedFuture
 
@@ -50,48 +58,69 @@ class SamplingClient:
 
         Logprobs are those of softmax(logits / temperature) before top-k and top-p; at temperature 0 the choice is greedy and
         they are those of temperature 1. A seed gives the same tokens whatever else is sampled at the time; sample i of a
-        request draws from its own stream. The five arguments after `include_prompt_logprobs` are the hosted service's; the
-        local engine refuses them when they are set.
+        request draws from its own stream.
+
+        Args:
+            include_prompt_logprobs: logprob of every prompt token at temperature 1 (NaN for the first).
+            topk_prompt_logprobs: the so many likeliest tokens at every prompt position.
+            topk_sample_logprobs: the same with every sampled token, under softmax(logits / temperature).
+            target_prompt_logprobs: int64 (N - 1, K), ids to score at prompt positions 1 .. N - 1; -1 asks for nothing.
+            prompt_alt_tokens_k: tokens to draw at every prompt position after the first, at the request's temperature.
+            prompt_logprobs_last_n: limits prompt logprobs and their top k to the last n positions.
 
         Raises:
-            RequestError: a field is out of range or not offered; the message names it.
+            RequestError: a field is out of range; the message names it.
         """
         self._engine.check_open()
-        hosted_only = {
-            "topk_prompt_logprobs": topk_prompt_logprobs,
-            "topk_sample_logprobs": topk_sample_logprobs,
-            "target_prompt_logprobs": target_prompt_logprobs,
-            "prompt_alt_tokens_k": prompt_alt_tokens_k,
-            "prompt_logprobs_last_n": prompt_logprobs_last_n,
-        }
-        for name, value in hosted_only.items():
-            if value:
-                raise RequestError(
-                    f"{name}={value!r} is not offered by the local engine; leave it out, or use backend=tinker"
-                )
         request = sampling_request(
             self._model,
             self._adapter,
             prompt,
             num_samples,
             sampling_params,
-            include_prompt_logprobs,
             self._kv_budget,
+            prompt_scoring(
+                self._model,
+                prompt.length,
+                include_prompt_logprobs,
+                topk_prompt_logprobs,
+                target_prompt_logprobs,
+                prompt_alt_tokens_k,
+                prompt_logprobs_last_n,
+            ),
+            topk_sample_logprobs,
         )
-        return MappedFuture(self._engine.sample(self._model.name, request), self._response)
+        return MappedFuture(
+            self._engine.sample(self._model.name, request),
+            lambda result: self._response(result, request, target_prompt_logprobs),
+        )
 
-    def _response(self, result: SamplingResult) -> tinker.types.SampleResponse:
+    def _response(
+        self, result: SamplingResult, request: SamplingRequest, targets: tinker.TensorData | None
+    ) -> tinker.types.SampleResponse:
+        scores = result.prompt
         return tinker.types.SampleResponse(
-            sequences=[
-                tinker.SampledSequence(
-                    stop_reason=sequence.stop_reason,
-                    sequence_id=f"{self._id}:{next(self._counter)}",
-                    tokens_np=np.array(sequence.tokens, dtype=np.int32),
-                    logprobs_np=np.array(sequence.logprobs, dtype=np.float32),
-                )
-                for sequence in result.sequences
-            ],
-            prompt_logprobs_np=_as_array(result.prompt_logprobs),
+            sequences=[self._sequence(sequence, request.topk_logprobs) for sequence in result.sequences],
+            prompt_logprobs_np=scores.logprobs,
+            topk_prompt_logprobs_np=None if scores.topk is None else _topk(*scores.topk),
+            target_prompt_logprobs=None
+            if scores.targets is None or targets is None
+            else _like(targets, scores.targets),
+            prompt_cache_hit_tokens=result.cached_tokens,
+            prompt_alt_tokens=None if scores.alternatives is None else _alternatives(*scores.alternatives),
+        )
+
+    def _sequence(self, sequence: SampledSequence, topk: int) -> tinker.SampledSequence:
+        topk_logprobs = None
+        if topk:
+            ids, logprobs = (np.stack(arrays) for arrays in zip(*sequence.topk, strict=True))
+            topk_logprobs = _topk(ids, logprobs)
+        return tinker.SampledSequence(
+            stop_reason=sequence.stop_reason,
+            sequence_id=f"{self._id}:{next(self._counter)}",
+            tokens_np=np.array(sequence.tokens, dtype=np.int32),
+            logprobs_np=np.array(sequence.logprobs, dtype=np.float32),
+            topk_logprobs_np=topk_logprobs,
         )
 
     async def sample_async(
@@ -123,7 +152,9 @@ class SamplingClient:
         """Logprob of each prompt token given those before it, at temperature 1; length N, the first is None."""
         self._engine.check_open()
         tokens = prompt_tokens(prompt, self._model)
-        request = SamplingRequest(tokens, self._adapter, num_samples=0, max_tokens=0, prompt_logprobs=True)
+        request = SamplingRequest(
+            tokens, self._adapter, num_samples=0, max_tokens=0, scoring=PromptScoring(logprobs=True)
+        )
         return MappedFuture(self._engine.sample(self._model.name, request), _only_prompt_logprobs)
 
     async def compute_logprobs_async(self, prompt: tinker.ModelInput) -> list[float | None]:
@@ -148,10 +179,28 @@ class SamplingClient:
 
 
 def _only_prompt_logprobs(result: SamplingResult) -> list[float | None]:
-    assert result.prompt_logprobs is not None
-    return result.prompt_logprobs
+    assert result.prompt.logprobs is not None
+    return [None if np.isnan(value) else value for value in result.prompt.logprobs.tolist()]
 
 
-def _as_array(logprobs: list[float | None] | None) -> np.ndarray | None:
-    """float32, NaN where there is no logprob."""
-    return None if logprobs is None else np.array([np.nan if lp is None else lp for lp in logprobs], dtype=np.float32)
+def _topk(ids: np.ndarray, logprobs: np.ndarray) -> TopkLogprobs:
+    """The SDK's matrices, with its sentinel where nothing was computed."""
+    return TopkLogprobs(ids.astype(np.int32), np.where(np.isnan(logprobs), MASK_LOGPROB, logprobs).astype(np.float32))
+
+
+def _alternatives(ids: np.ndarray, logprobs: np.ndarray) -> PromptAltTokens:
+    return PromptAltTokens(tokens=tinker.TensorData.from_numpy(ids), logprobs=tinker.TensorData.from_numpy(logprobs))
+
+
+def _like(targets: tinker.TensorData, scores: np.ndarray) -> tinker.TensorData:
+    """Scores in the layout of the request: dense, or the listed cells of a sparse tensor."""
+    if targets.sparse_crow_indices is None or targets.sparse_col_indices is None:
+        return tinker.TensorData.from_numpy(scores)
+    rows = np.repeat(np.arange(len(scores)), np.diff(targets.sparse_crow_indices))
+    return tinker.TensorData(
+        data=scores[rows, targets.sparse_col_indices],
+        dtype="float32",
+        shape=list(scores.shape),
+        sparse_crow_indices=targets.sparse_crow_indices,
+        sparse_col_indices=targets.sparse_col_indices,
+    )

@@ -7,17 +7,23 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
+
+from tinker import types
 
 from tinker_local_backend.engine import trainer
-from tinker_local_backend.engine.base_model import check_model_name
+from tinker_local_backend.engine.base_model import BaseModel, check_model_name
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import ClientFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture
+from tinker_local_backend.hosted_only import refuse_arguments
+from tinker_local_backend.rest_client import RestClient, completed, shipped_models, supported_model
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.storage import checkpoints
+from tinker_local_backend.storage.info import check_user_metadata, read_info
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
+from tinker_local_backend.storage.registry import Registry, Session
 from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
 
 C = TypeVar("C")
@@ -28,14 +34,52 @@ class ServiceClient:
 
     Args:
         home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
+        user_metadata: kept with the session, which is this client and its training runs (RestClient.get_session).
+        display_name: of the session, for people.
 
     Close it (or use `with`) to free the models; it also closes when it is garbage or the program ends.
     """
 
-    def __init__(self, home: Path | str | None = None):
+    def __init__(
+        self,
+        home: Path | str | None = None,
+        *,
+        user_metadata: Mapping[str, str] | None = None,
+        display_name: str | None = None,
+    ):
         self._home = Path(home) if home is not None else local_home()
+        self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
+        self._registry = Registry(self._home)
+        self._context_lengths: dict[str, int] = {}  # of the models that are loaded
         self._engine = Engine()
         self._finalizer = weakref.finalize(self, self._engine.close)
+
+    @property
+    def session_id(self) -> str:
+        return self._session.session_id
+
+    def create_rest_client(self) -> RestClient:
+        """A client that lists and manages this home's runs and checkpoints. It works on after `close`."""
+        self._registry.record_session(self._session)
+        loaded = self._context_lengths
+
+        def supported_models() -> list[types.SupportedModel]:
+            models = [supported_model(name, length) for name, length in dict(loaded).items()]
+            return models + [model for model in shipped_models() if model.model_name not in loaded]
+
+        return RestClient(self._home, session=self._session, supported_models=supported_models)
+
+    def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
+        """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
+        return self.create_rest_client().get_server_capabilities().result()
+
+    def copy_weights(
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
+    ) -> EngineFuture[str]:
+        """Copy a checkpoint's files into a new training run of their own. The result is the copy's tinker:// path."""
+        return self.create_rest_client().copy_weights(
+            path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        )
 
     def create_lora_training_client(
         self,
@@ -46,86 +90,123 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
+        optimizer: types.OptimizerConfig | None = None,
     ) -> ClientFuture[TrainingClient]:
         """A new adapter on a base model (a directory or a Hugging Face id), starting as the identity.
 
         `seed` makes the initial A matrices reproducible; None draws one (from TINKER_LOCAL_SEED if that is set).
+        `user_metadata` goes with the run and every checkpoint of it. The optimizer is AdamW.
         """
         check_model_name(base_model)
+        refuse_arguments(optimizer=_other_than_adamw(optimizer))
+        metadata = check_user_metadata(user_metadata)
         spec = LoraSpec(rank, train_attn, train_mlp, train_unembed)
 
         def create() -> TrainingClient:
             init_seed = self._engine.random_seed() if seed is None else seed
-            run = self._new_run(base_model, spec, init_seed, user_metadata or {})
+            run = self._new_run(base_model, spec, init_seed, metadata)
+            run.record(has_saved=False)
             return TrainingClient(run, self)
 
         return self._create(create)
 
     def create_training_client_from_state(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: types.OptimizerConfig | None = None,
     ) -> ClientFuture[TrainingClient]:
         """A training client that starts from a saved adapter, with a fresh optimizer.
 
         `base_model`, when given, must be the checkpoint's. `user_metadata` is added to the checkpoint's own.
         """
+        refuse_arguments(weights_access_token=weights_access_token, optimizer=_other_than_adamw(optimizer))
         return self._from_state(path, base_model, user_metadata, with_optimizer=False)
 
     def create_training_client_from_state_with_optimizer(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
     ) -> ClientFuture[TrainingClient]:
         """A training client that goes on from a saved state as if it had never stopped."""
+        refuse_arguments(weights_access_token=weights_access_token)
         return self._from_state(path, base_model, user_metadata, with_optimizer=True)
 
     def _from_state(
         self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
     ) -> ClientFuture[TrainingClient]:
         parsed = CheckpointPath.parse(path)
-        info = checkpoints.read_info(self._home, parsed)
+        info = read_info(self._home, parsed)
         if base_model is not None and base_model != info.base_model:
             raise RequestError(f"checkpoint {path} is of base model {info.base_model!r}, not {base_model!r}")
-        metadata = {**info.user_metadata, **(user_metadata or {})}
+        metadata = {**info.user_metadata, **check_user_metadata(user_metadata)}
 
         def create() -> TrainingClient:
             run = self._new_run(info.base_model, info.spec, 0, metadata)
             load_checkpoint(run, parsed, with_optimizer)
+            run.record(has_saved=False)
             return TrainingClient(run, self)
 
         return self._create(create)
 
     def create_sampling_client(
-        self, model_path: str | None = None, base_model: str | None = None
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: object = None,
+        record_stability_info: bool = False,
     ) -> ClientFuture[SamplingClient]:
-        """Sample from saved weights (`model_path`, a tinker:// path) or from a base model."""
+        """Sample from saved weights (`model_path`, a tinker:// path) or from a base model.
+
+        `retry_config` is accepted for scripts that pass it: there is no network whose failures it could answer.
+        """
+        refuse_arguments(record_stability_info=record_stability_info)
         if (model_path is None) == (base_model is None):
             raise RequestError("give either model_path (a tinker:// path) or base_model")
         if base_model is not None:
             check_model_name(base_model)
-            return self._create(lambda: SamplingClient(self._engine, self, self._engine.load(base_model), None))
+            return self._create(lambda: SamplingClient(self._engine, self, self._load(base_model), None))
         assert model_path is not None
         parsed = CheckpointPath.parse(model_path)
-        info = checkpoints.read_info(self._home, parsed)
+        info = read_info(self._home, parsed)
 
         def create() -> SamplingClient:
-            model = self._engine.load(info.base_model)
+            model = self._load(info.base_model)
             adapter = model.new_adapter(info.spec, seed=0)
             checkpoints.load_adapter(self._home, parsed, adapter)
-            return SamplingClient(self._engine, self, model, adapter.snapshot())
+            return SamplingClient(self._engine, self, model, adapter.snapshot(model.dtype))
 
         return self._create(create)
 
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: Mapping[str, str]) -> TrainingRun:
-        model = self._engine.load(base_model)
+        model = self._load(base_model)
         adapter = model.new_adapter(spec, seed)
         state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
-        return TrainingRun(self._engine, self._home, uuid.uuid4().hex, model, state, user_metadata)
+        return TrainingRun(self._engine, self._registry, self._session, uuid.uuid4().hex, model, state, user_metadata)
+
+    def _load(self, base_model: str) -> BaseModel:
+        """On the worker."""
+        model = self._engine.load(base_model)
+        self._context_lengths[base_model] = model.context_length
+        return model
 
     def _create(self, create: Callable[[], C]) -> ClientFuture[C]:
         future = self._engine.submit("clients", create)
         return ClientFuture(future.future(), future._link)
 
-    def close(self) -> None:
-        """Stop the engine and free the models. Requests that have not run fail with EngineClosedError."""
+    def close(
+        self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
+    ) -> EngineFuture[None]:
+        """Stop the engine and free the models. Requests that have not run fail with EngineClosedError.
+
+        All is done when this returns. `status` and `detail` are for the hosted service's console; nobody reads them here.
+        """
         self._finalizer()
+        return completed(lambda: None)
 
     def __enter__(self) -> Self:
         return self
@@ -137,6 +218,9 @@ class ServiceClient:
 
     # The spelling of older SDKs.
 
+    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
+        return self.get_server_capabilities()
+
     async def create_lora_training_client_async(
         self,
         base_model: str,
@@ -146,22 +230,44 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
+        optimizer: types.OptimizerConfig | None = None,
     ) -> TrainingClient:
         return await self.create_lora_training_client(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata
+            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
         )
 
     async def create_training_client_from_state_async(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: types.OptimizerConfig | None = None,
     ) -> TrainingClient:
-        return await self.create_training_client_from_state(path, base_model, user_metadata)
+        return await self.create_training_client_from_state(
+            path, base_model, user_metadata, weights_access_token, optimizer
+        )
 
     async def create_training_client_from_state_with_optimizer_async(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
     ) -> TrainingClient:
-        return await self.create_training_client_from_state_with_optimizer(path, base_model, user_metadata)
+        return await self.create_training_client_from_state_with_optimizer(
+            path, base_model, user_metadata, weights_access_token
+        )
 
     async def create_sampling_client_async(
-        self, model_path: str | None = None, base_model: str | None = None
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: object = None,
+        record_stability_info: bool = False,
     ) -> SamplingClient:
-        return await self.create_sampling_client(model_path, base_model)
+        return await self.create_sampling_client(model_path, base_model, retry_config, record_stability_info)
+
+
+def _other_than_adamw(optimizer: types.OptimizerConfig | None) -> types.OptimizerConfig | None:
+    return None if optimizer is None or optimizer.type == "adamw" else optimizer

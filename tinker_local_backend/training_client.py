@@ -6,10 +6,11 @@ forward_backward and optim_step back to back and wait for both.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import tinker
 from tinker.types import (
@@ -27,9 +28,15 @@ from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backwa
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture
+from tinker_local_backend.hosted_only import refuse_arguments
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.storage import checkpoints
+from tinker_local_backend.storage.info import check_user_metadata, read_info
 from tinker_local_backend.storage.paths import CheckpointKind, CheckpointPath, check_name
+from tinker_local_backend.storage.registry import Registry, Run, Session
+
+if TYPE_CHECKING:
+    from tinker_local_backend.service_client import ServiceClient
 
 T = TypeVar("T")
 
@@ -39,18 +46,38 @@ class TrainingRun:
     """What a training client works on: the engine, where it saves, and the adapter's state (touched by the worker only)."""
 
     engine: Engine
-    home: Path
+    registry: Registry
+    session: Session
     run_id: str
     model: BaseModel
     state: trainer.TrainState
     user_metadata: Mapping[str, str]
     """given at creation; every checkpoint carries it"""
+    created: float = field(default_factory=time.time)
+
+    @property
+    def home(self) -> Path:
+        return self.registry.home
+
+    def record(self, has_saved: bool) -> None:
+        """Tell the registry that the run exists, or that it has saved something."""
+        run = Run(
+            run_id=self.run_id,
+            session_id=self.session.session_id,
+            base_model=self.model.name,
+            spec=self.state.adapter.spec,
+            created=self.created,
+            last_request_time=time.time(),
+            has_saved=has_saved,
+            user_metadata=dict(self.user_metadata),
+        )
+        self.registry.record_run(run, self.session)
 
 
 class TrainingClient:
     """Made by ServiceClient.create_lora_training_client and create_training_client_from_state."""
 
-    def __init__(self, run: TrainingRun, owner: object):
+    def __init__(self, run: TrainingRun, owner: ServiceClient):
         self._run = run
         self._owner = owner  # keeps the service client, and with it the engine, alive
 
@@ -146,24 +173,48 @@ class TrainingClient:
 
         return self._submit(run)
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> ClientFuture[SamplingClient]:
-        """A sampling client of the weights as they are after all earlier calls. With a name it is also saved to disk."""
+    def create_sampling_client(
+        self, model_path: str, retry_config: object = None, record_stability_info: bool = False
+    ) -> ClientFuture[SamplingClient]:
+        """Sample from saved weights, of this run or another: ServiceClient.create_sampling_client(model_path)."""
+        return self._owner.create_sampling_client(
+            model_path, retry_config=retry_config, record_stability_info=record_stability_info
+        )
+
+    def save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: object = None,
+        record_stability_info: bool = False,
+        kind: Literal["snapshot"] = "snapshot",
+    ) -> ClientFuture[SamplingClient]:
+        """A sampling client of the weights as they are after all earlier calls. With a name it is also saved to disk.
+
+        `retry_config` is accepted for scripts that pass it: there is no network whose failures it could answer.
+        """
+        refuse_arguments(record_stability_info=record_stability_info, kind=None if kind == "snapshot" else kind)
         path = None if name is None else self._path("sampler_weights", name)
 
         def run() -> SamplingClient:
             if path is not None:
                 self._save(path, False, None, False, None)
-            return SamplingClient(self._run.engine, self._owner, self._run.model, self._run.state.adapter.snapshot())
+            return SamplingClient(
+                self._run.engine, self._owner, self._run.model, self._run.state.adapter.snapshot(self._run.model.dtype)
+            )
 
         future = self._submit(run)
         return ClientFuture(future.future(), future._link)
 
-    def load_state(self, path: str) -> EngineFuture[LoadWeightsResponse]:
+    def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
         """Replace the adapter by a checkpoint's; the optimizer starts anew and accumulated gradients are dropped."""
+        refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=False)
 
-    def load_state_with_optimizer(self, path: str) -> EngineFuture[LoadWeightsResponse]:
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> EngineFuture[LoadWeightsResponse]:
         """Replace adapter and optimizer state by a checkpoint's: training goes on as if it had never stopped."""
+        refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=True)
 
     def _load(self, path: str, with_optimizer: bool) -> EngineFuture[LoadWeightsResponse]:
@@ -188,8 +239,9 @@ class TrainingClient:
     ) -> None:
         run = self._run
         optimizer = run.state.optimizer if with_optimizer else None
-        metadata = {**run.user_metadata, **(user_metadata or {})}
+        metadata = {**run.user_metadata, **check_user_metadata(user_metadata)}
         checkpoints.save(run.home, path, run.model.name, run.state.adapter, optimizer, ttl_seconds, overwrite, metadata)
+        run.record(has_saved=True)
 
     def get_info(self) -> GetInfoResponse:
         """Base model, LoRA rank and tokenizer of this run."""
@@ -249,14 +301,29 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsForSamplerResponse]:
         return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, overwrite)
 
-    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
-        return await self.save_weights_and_get_sampling_client(name)
+    async def create_sampling_client_async(
+        self, model_path: str, retry_config: object = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        return await self.create_sampling_client(model_path, retry_config, record_stability_info)
 
-    async def load_state_async(self, path: str) -> EngineFuture[LoadWeightsResponse]:
-        return self.load_state(path)
+    async def save_weights_and_get_sampling_client_async(
+        self,
+        name: str | None = None,
+        retry_config: object = None,
+        record_stability_info: bool = False,
+        kind: Literal["snapshot"] = "snapshot",
+    ) -> SamplingClient:
+        return await self.save_weights_and_get_sampling_client(name, retry_config, record_stability_info, kind)
 
-    async def load_state_with_optimizer_async(self, path: str) -> EngineFuture[LoadWeightsResponse]:
-        return self.load_state_with_optimizer(path)
+    async def load_state_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> EngineFuture[LoadWeightsResponse]:
+        return self.load_state(path, weights_access_token)
+
+    async def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> EngineFuture[LoadWeightsResponse]:
+        return self.load_state_with_optimizer(path, weights_access_token)
 
     async def get_info_async(self) -> GetInfoResponse:
         return self.get_info()
@@ -264,14 +331,14 @@ class TrainingClient:
 
 def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:
     """Into `run`, on the worker. Everything is read and checked before the first matrix changes."""
-    info = checkpoints.read_info(run.home, path)
-    for field, saved, own in (
+    info = read_info(run.home, path)
+    for what, saved, own in (
         ("base_model", info.base_model, run.model.name),
         ("LoRA", info.spec, run.state.adapter.spec),
     ):
         if saved != own:
             raise CheckpointError(
-                f"checkpoint {path} has {field} {saved}, this client has {own}; use create_training_client_from_state"
+                f"checkpoint {path} has {what} {saved}, this client has {own}; use create_training_client_from_state"
             )
     fresh = trainer.AdamW(run.state.adapter.parameters())
     if with_optimizer:

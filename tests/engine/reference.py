@@ -62,34 +62,65 @@ class Reference:
         return scores.gather(1, torch.tensor(list(completion))[:, None])[:, 0].numpy()
 
 
+DEFAULTS: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
+    "gspo": {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
+}
+
+
+def datum_loss(
+    loss_fn: str, lp: torch.Tensor, given: Mapping[str, torch.Tensor], config: Mapping[str, float]
+) -> torch.Tensor:
+    """The sum over one datum, by the formula; `given` holds the datum's inputs in float64."""
+    if loss_fn == "cross_entropy":
+        return -(given["weights"] * lp).sum()
+    kept = given["advantages"] != 0
+    q, advantages = given["logprobs"][kept], given["advantages"][kept]
+    log_ratio_of_all = lp - given["logprobs"]
+    lp = lp[kept]
+    ratio = (lp - q).exp()
+    if loss_fn == "importance_sampling":
+        return -(ratio * advantages).sum()
+    if loss_fn == "dro":
+        return -(lp * advantages - 0.5 * config["beta"] * (lp - q) ** 2).sum()
+    bounds = config["clip_low_threshold"], config["clip_high_threshold"]
+    if loss_fn == "cispo":
+        return -(ratio.clamp(*bounds).detach() * lp * advantages).sum()
+    if loss_fn == "gspo":
+        if not kept.any():
+            return torch.zeros((), dtype=torch.float64)
+        mean = log_ratio_of_all[given["sequence_ratio_mask"] == 1].mean()
+        ratio = mean.exp().detach() * (lp - lp.detach()).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages).sum()
+
+
 def loss_and_gradients(
     reference: Reference,
     client: TrainingClient,
     data: Sequence[tinker.Datum],
     loss_fn: str,
     temperature: float = 1.0,
-    clip: tuple[float, float] = (0.8, 1.2),
+    config: Mapping[str, float] | None = None,
 ) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
-    """(loss sum, logprobs per datum, gradient per adapter matrix) of cross_entropy, importance_sampling or ppo."""
+    """(loss sum, logprobs per datum, gradient per adapter matrix) of any built-in loss."""
     adapter = reference.adapter_of(client)
     scale = 32 / client._run.state.adapter.spec.rank
     total = torch.zeros((), dtype=torch.float64)
     logprobs = []
     for datum in data:
         given = {key: torch.from_numpy(value.to_numpy()) for key, value in datum.loss_fn_inputs.items()}
+        targets = given.pop("target_tokens")
         scores = reference.logprobs(datum.model_input.to_ints(), adapter, scale, temperature)
-        targets = given["target_tokens"]
         lp = scores.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
-        if loss_fn == "cross_entropy":
-            total = total - (given["weights"].double() * lp).sum()
-        else:
-            ratio = (lp - given["logprobs"].double()).exp()
-            advantages = given["advantages"].double()
-            objective = ratio * advantages
-            if loss_fn == "ppo":
-                objective = torch.minimum(objective, ratio.clamp(*clip) * advantages)
-            total = total - objective.sum()
+        given = {key: value.double() for key, value in given.items()}
+        total = total + datum_loss(loss_fn, lp, given, {**DEFAULTS[loss_fn], **(config or {})})
         logprobs.append(lp.detach().numpy())
+    if not total.requires_grad:
+        return float(total), logprobs, {name: np.zeros(tuple(matrix.shape)) for name, matrix in adapter.items()}
     gradients = torch.autograd.grad(total, list(adapter.values()), allow_unused=True)
     named = {
         name: np.zeros(tuple(matrix.shape)) if gradient is None else gradient.numpy()

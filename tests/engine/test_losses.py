@@ -22,6 +22,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.reference import Reference, loss_and_gradients
 from tinker_local_backend import ServiceClient, TrainingClient
+from tinker_local_backend.engine.losses import LOSSES
 
 LENGTHS = (1, 17, 5, 40, 2)
 
@@ -31,11 +32,12 @@ def check(
     reference: Reference,
     data: Sequence[tinker.Datum],
     loss_fn: str,
-    config: dict[str, float | str] | None = None,
-    **how,
+    config: dict[str, float] | None = None,
 ) -> None:
     """The engine's numbers against the reference's."""
-    loss, logprobs, expected = loss_and_gradients(reference, client, data, loss_fn, **how)
+    numbers = dict(config or {})
+    temperature = numbers.pop("temperature", 1.0)
+    loss, logprobs, expected = loss_and_gradients(reference, client, data, loss_fn, temperature, numbers)
     output = client.forward_backward(list(data), loss_fn, config).result()
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-5)
     assert len(output.loss_fn_outputs) == len(data)
@@ -57,8 +59,8 @@ def test_policy_losses(training: TrainingClient, reference: Reference, loss_fn: 
 
 def test_ppo_with_its_own_thresholds(training: TrainingClient, reference: Reference) -> None:
     data = [policy_datum(n, n, training) for n in LENGTHS]
-    config: dict[str, float | str] = {"clip_low_threshold": 0.5, "clip_high_threshold": 1.05}
-    check(training, reference, data, "ppo", config, clip=(0.5, 1.05))
+    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 1.05}
+    check(training, reference, data, "ppo", config)
     default = training.forward(data, "ppo").result().metrics
     custom = training.forward(data, "ppo", config).result().metrics
     assert 0 < custom["clipped_fraction:mean"] < 1
@@ -73,7 +75,7 @@ def test_temperature_scores_the_tempered_distribution(
         data = [cross_entropy_datum(n, n) for n in LENGTHS]
     else:
         data = [policy_datum(n, n, training, temperature=0.6) for n in LENGTHS]
-    check(training, reference, data, loss_fn, {"temperature": 0.6}, temperature=0.6)
+    check(training, reference, data, loss_fn, {"temperature": 0.6})
 
 
 def many_targets(length: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -153,6 +155,14 @@ def test_a_clipped_ratio_that_overflows_has_gradient_zero(training: TrainingClie
     check(training, reference, [datum(original.model_input.to_ints(), **arrays)], "ppo")
 
 
+def gspo_datum(length: int, seed: int) -> tinker.Datum:
+    """A policy datum of which the first half is the prompt."""
+    given = policy_datum(length, seed)
+    mask = np.ones(length, dtype=np.float32)
+    mask[: length // 2] = 0
+    return datum(given.model_input.to_ints(), **given.loss_fn_inputs, sequence_ratio_mask=mask)
+
+
 @pytest.fixture(scope="module")
 def split_client(service: ServiceClient, tied_model: str) -> TrainingClient:
     return make_training_client(service, tied_model)
@@ -162,8 +172,8 @@ def split_client(service: ServiceClient, tied_model: str) -> TrainingClient:
 def whole(split_client: TrainingClient) -> dict[str, tuple[list[tinker.Datum], float, dict, list[np.ndarray]]]:
     """Per loss: data, and loss, gradients and logprobs of the data in one call."""
     results = {}
-    for loss_fn in ("cross_entropy", "importance_sampling", "ppo"):
-        make = cross_entropy_datum if loss_fn == "cross_entropy" else policy_datum
+    for loss_fn in LOSSES:
+        make = {"cross_entropy": cross_entropy_datum, "gspo": gspo_datum}.get(loss_fn, policy_datum)
         data = [make(n, n + 50) for n in (3, 21, 1, 8, 8, 30)]
         output = split_client.forward_backward(data, loss_fn).result()
         logprobs = [o["logprobs"].to_numpy() for o in output.loss_fn_outputs]
@@ -174,7 +184,7 @@ def whole(split_client: TrainingClient) -> dict[str, tuple[list[tinker.Datum], f
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    loss_fn=st.sampled_from(["cross_entropy", "importance_sampling", "ppo"]),
+    loss_fn=st.sampled_from(list(LOSSES)),
     order=st.permutations(range(6)),
     cuts=st.sets(st.integers(1, 5)),
     accumulation=st.integers(1, 9),
@@ -209,7 +219,7 @@ def test_a_call_longer_than_a_micro_batch_equals_its_parts(
     loss = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
     expected = gradients(training)
     drop_gradients(training)
-    monkeypatch.setattr("tinker_local_backend.engine.trainer.MICRO_BATCH_TOKENS", 32)
+    monkeypatch.setattr("tinker_local_backend.engine.memory.MAX_TOKENS", 32)
     monkeypatch.setattr("tinker_local_backend.engine.scoring.CHUNK_ELEMENTS", 7 * VOCABULARY)
     small = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
     assert small == pytest.approx(loss, rel=1e-5)

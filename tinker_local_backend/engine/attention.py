@@ -1,13 +1,13 @@
 """Attention over packed, unpadded batches, plugged into transformers' modules through its AttentionInterface.
 
-Every forward pass of the engine sees one row of tokens, (1, T): whole sequences laid end to end (training, prefill), or
-one new token per running sequence (decode). The plan of the pass says which; the model's own code does everything else.
+Every forward pass of the engine sees one row of tokens, (1, T): stretches of sequences laid end to end (training, prefill),
+or one new token per running sequence (decode). The plan of the pass says which; the model's own code does everything else.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,28 +19,64 @@ from tinker_local_backend.errors import RequestError
 
 ATTENTION_NAME = "tinker_local_packed"
 
+SOFTCAP_QUERIES = 256
+"""Queries at a time where logits are soft-capped: no fused kernel does that, so the scores exist as a matrix."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens start:end of the pass: a stretch of one sequence that attends to itself and to what comes before it.
+
+    `before` tokens precede it: at `prefix`, an earlier stretch start:end of the same pass (which several segments may share),
+    or else in `row` of the KV cache. With a row, the segment's own keys are stored there, behind those.
+    """
+
+    start: int
+    end: int
+    before: int = 0
+    prefix: tuple[int, int] | None = None
+    row: int | None = None
+
 
 @dataclass
 class PackedPlan:
-    """Sequences end to end: sequence i owns tokens bounds[i]:bounds[i + 1]; its keys go to rows[i] of the cache, if any."""
+    """Segments that cover the tokens of the pass, in order."""
 
-    bounds: list[int]
+    segments: Sequence[Segment]
     cache: KVCache | None = None
-    rows: list[int | None] | None = None
+    windows: dict[int, int | None] = field(default_factory=dict)
+    """filled by the pass: each layer's sliding window, as the attention function was told"""
+
+    @classmethod
+    def whole(cls, lengths: Sequence[int]) -> PackedPlan:
+        """Whole sequences of these lengths, end to end."""
+        segments, start = [], 0
+        for length in lengths:
+            segments.append(Segment(start, start + length))
+            start += length
+        return cls(segments)
 
 
 @dataclass
 class DecodePlan:
-    """One new token for each of the cache's first `rows` rows; row i has `lengths[i]` tokens before it.
-
-    `visible` is (rows, 1, 1, longest + 1) bool, computed once per pass and shared by all layers.
-    """
+    """One new token for each of the cache's first `rows` rows; row i has `lengths[i]` tokens before it."""
 
     cache: KVCache
     rows: int
     lengths: torch.Tensor
     longest: int
-    visible: torch.Tensor
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to the scores, (rows, 1, 1, longest + 1): 0 where visible, -inf elsewhere. Shared by all layers."""
+        if window not in self._masks:
+            positions = torch.arange(self.longest + 1, device=self.lengths.device)[None, :]
+            visible = positions <= self.lengths[:, None]
+            if window is not None:
+                visible &= positions > self.lengths[:, None] - window
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+            self._masks[window] = mask[:, None, None, :]
+        return self._masks[window]
 
 
 def packed_attention(
@@ -51,42 +87,103 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    sliding_window: int | None = None,
     plan: PackedPlan | DecodePlan | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D). Signature is transformers'; masks are ours, not its."""
     if plan is None:
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
-    if softcap is not None:
-        raise RequestError("attention with logit soft-capping is not supported by the engine yet")
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if isinstance(plan, DecodePlan):
-        return _decode(layer, query, key, value, scaling, plan), None
-    return _packed(layer, query, key, value, scaling, plan), None
+        return _decode(layer, query, key, value, scale, softcap, sliding_window, plan), None
+    return _packed(layer, query, key, value, scale, softcap, sliding_window, plan), None
 
 
 def _packed(
-    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, plan: PackedPlan
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    window: int | None,
+    plan: PackedPlan,
 ) -> torch.Tensor:
+    plan.windows[layer] = window
     outputs = []
-    for i, (start, end) in enumerate(pairwise(plan.bounds)):
-        q, k, v = query[:, :, start:end], key[:, :, start:end], value[:, :, start:end]
-        row = plan.rows[i] if plan.rows is not None else None
-        if plan.cache is not None and row is not None:
-            plan.cache.write_prompt(layer, row, k[0], v[0])
-        outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
+    for segment in plan.segments:
+        own = slice(segment.start, segment.end)
+        q, k, v = query[:, :, own], key[:, :, own], value[:, :, own]
+        if plan.cache is not None and segment.row is not None:
+            plan.cache.write(layer, segment.row, segment.before, k[0], v[0])
+            if segment.before and segment.prefix is None:
+                k, v = plan.cache.read(layer, segment.row, segment.before + k.shape[2])
+        if segment.prefix is not None:
+            before = slice(*segment.prefix)
+            k, v = torch.cat([key[:, :, before], k], dim=2), torch.cat([value[:, :, before], v], dim=2)
+        outputs.append(_attend(q, k, v, scaling, softcap, window))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, window: int | None
+) -> torch.Tensor:
+    """Causal attention of the last q.shape[2] positions of a sequence to all of it."""
+    before, total = k.shape[2] - q.shape[2], k.shape[2]
+    if softcap is not None:
+        parts = [
+            _soft_capped(part, k, v, _visible(before + start, part.shape[2], total, window, q.device), scaling, softcap)
+            for start, part in zip(range(0, q.shape[2], SOFTCAP_QUERIES), q.split(SOFTCAP_QUERIES, dim=2), strict=True)
+        ]
+        return torch.cat(parts, dim=2)
+    if before == 0 and (window is None or total <= window):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    mask = _visible(before, q.shape[2], total, window, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+
+def _visible(before: int, queries: int, total: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Bool (queries, total): which keys the queries at positions before .. before + queries - 1 see."""
+    own = torch.arange(before, before + queries, device=device)[:, None]
+    keys = torch.arange(total, device=device)[None, :]
+    visible = keys <= own
+    return visible if window is None else visible & (keys > own - window)
+
+
+def _soft_capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scaling: float, softcap: float
+) -> torch.Tensor:
+    """softmax(softcap * tanh(scores / softcap)) @ v, as Gemma 2 has it; q (1, H, S, D), k and v (1, KV, T, D)."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
+    scores = torch.tanh(grouped @ k.unsqueeze(2).transpose(-1, -2) * (scaling / softcap)) * softcap
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)
+
+
 def _decode(
-    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, plan: DecodePlan
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    window: int | None,
+    plan: DecodePlan,
 ) -> torch.Tensor:
     heads, rows, dim = query.shape[1:]
     kv_heads = key.shape[1]
     keys, values = plan.cache.append(layer, plan.rows, plan.lengths, plan.longest, key[0], value[0])
     # The heads that share a key head become query positions of it, so keys are never repeated in memory.
     grouped = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.visible, scale=scaling)
+    mask = plan.mask(window, query.dtype)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.tanh(grouped @ keys.transpose(-1, -2) * (scaling / softcap)) * softcap
+        out = (scores + mask).softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ values
     return out.reshape(1, rows, heads, dim)
 
 

@@ -7,23 +7,32 @@ state of sequences or training; those are generation.py and trainer.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from tinker_local_backend.engine.attention import ATTENTION_NAME, DecodePlan, PackedPlan
 from tinker_local_backend.engine.kv_cache import KVCache
-from tinker_local_backend.engine.lora import Adapter, AdapterRouting, LoraSpec, install_lora, new_adapter
+from tinker_local_backend.engine.lora import (
+    Adapter,
+    AdapterRouting,
+    LoraSpec,
+    Spans,
+    install_lora,
+    new_adapter,
+    one_for_all,
+)
 from tinker_local_backend.errors import ModelLoadError
 
 _REFUSED_CONFIG = {
-    "final_logit_softcapping": "soft-capped logits",
     "logit_scale": "scaled logits",
     "logits_scaling": "scaled logits",
     "num_local_experts": "mixture-of-experts layers",
@@ -35,6 +44,16 @@ _REFUSED_CONFIG = {
 def default_device() -> torch.device:
     """CUDA when torch sees one, else the CPU; TINKER_LOCAL_DEVICE overrides."""
     return torch.device(os.environ.get("TINKER_LOCAL_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on CUDA, float32 elsewhere; TINKER_LOCAL_DTYPE (float32 or bfloat16) overrides. Adapters are float32 always."""
+    name = os.environ.get("TINKER_LOCAL_DTYPE")
+    if not name:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in ("float32", "bfloat16"):
+        raise ModelLoadError(f"TINKER_LOCAL_DTYPE must be float32 or bfloat16, got {name!r}")
+    return getattr(torch, name)
 
 
 def check_model_name(name: str) -> None:
@@ -66,7 +85,7 @@ class BaseModel:
     Args:
         name: directory or Hugging Face id.
         device: None means CUDA when available, else CPU.
-        dtype: None means bfloat16 on CUDA and float32 on CPU.
+        dtype: of the weights; None means `default_dtype`.
 
     Raises:
         ModelLoadError: no such model, or an architecture that the engine does not support.
@@ -76,7 +95,7 @@ class BaseModel:
         check_model_name(name)
         self.name = name
         self.device = device or default_device()
-        self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.dtype = dtype or default_dtype(self.device)
         try:
             self.config = AutoConfig.from_pretrained(name).get_text_config()
             self._refuse_unsupported()
@@ -91,10 +110,12 @@ class BaseModel:
         self._routing = AdapterRouting()
         self.linears = install_lora(self._model, self._routing)
         self._body: nn.Module = model.base_model
+        self._recompute = False
+        self._wrap_layers()
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
-        self.context_length: int = self._context_length()
-        self._check_packing()
+        self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
+        self.context_length: int = self._check_packing()
 
     def _refuse_unsupported(self) -> None:
         for key, what in _REFUSED_CONFIG.items():
@@ -112,32 +133,44 @@ class BaseModel:
                 "engine does not support; use a model with attention in every layer, or backend=tinker"
             )
 
-    def _context_length(self) -> int:
-        """Longest sequence: the positions that the model knows, and no more than a sliding window, which is not implemented."""
-        limits = [self.config.max_position_embeddings]
-        kinds = getattr(self.config, "layer_types", None)
-        window = getattr(self.config, "sliding_window", None)
-        if (
-            window
-            and (kinds is None or "sliding_attention" in kinds)
-            and getattr(self.config, "use_sliding_window", True)
-        ):
-            limits.append(window)
-        return min(limits)
+    def _wrap_layers(self) -> None:
+        """Let each decoder layer drop its activations and compute them again in the backward pass when `recompute` says so."""
+        count = self.config.num_hidden_layers
+        stacks = [m for m in self._body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if not stacks:
+            raise ModelLoadError(
+                f"model {self.name!r} ({self.config.model_type}) has no list of {count} decoder layers"
+            )
+        for layer in stacks[0]:
+            layer.forward = partial(self._run_layer, layer.forward)
+
+    def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._recompute and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return forward(*args, **kwargs)
+
+    @contextmanager
+    def recompute(self, enabled: bool) -> Iterator[None]:
+        """Within: trade a second forward pass of each layer for the memory of its activations (gradient checkpointing)."""
+        before, self._recompute = self._recompute, enabled
+        try:
+            yield
+        finally:
+            self._recompute = before
 
     @torch.inference_mode()
-    def _check_packing(self) -> None:
-        """Two sequences packed must give what each gives alone; a layer that mixes neighbours (convolution, state) fails here."""
-        first, second = [torch.arange(n, device=self.device) % self.vocab_size for n in (5, 3)]
-        alone = [
-            self.hidden_states(
-                tokens, torch.arange(len(tokens), device=self.device), PackedPlan([0, len(tokens)]), None
-            )
-            for tokens in (first, second)
-        ]
-        positions = torch.cat([torch.arange(len(first)), torch.arange(len(second))]).to(self.device)
-        bounds = [0, len(first), len(first) + len(second)]
-        packed = self.hidden_states(torch.cat([first, second]), positions, PackedPlan(bounds), None)
+    def _check_packing(self) -> int:
+        """Two sequences packed must give what each gives alone; a layer that mixes neighbours (convolution, state) fails here.
+
+        Returns the context length: the positions that the model knows, or less where a layer's sliding window does not reach
+        the attention function.
+        """
+        sequences = [torch.arange(n, device=self.device) % self.vocab_size for n in (5, 3)]
+        positions = [torch.arange(len(tokens), device=self.device) for tokens in sequences]
+        plans = [PackedPlan.whole([len(tokens)]) for tokens in sequences]
+        alone = [self.hidden_states(*inputs, None) for inputs in zip(sequences, positions, plans, strict=True)]
+        together = PackedPlan.whole([len(tokens) for tokens in sequences])
+        packed = self.hidden_states(torch.cat(sequences), torch.cat(positions), together, None)
         expected = torch.cat(alone).float()
         error = float((packed.float() - expected).norm() / expected.norm().clamp(min=1e-12))
         if not error <= (1e-3 if self.dtype == torch.float32 else 5e-2):
@@ -145,6 +178,17 @@ class BaseModel:
                 f"model {self.name!r} ({self.config.model_type}) does not keep packed sequences apart (relative error "
                 f"{error:.1e}): it has layers that the local engine does not support"
             )
+        return self._context_length(together.windows)
+
+    def _context_length(self, windows: dict[int, int | None]) -> int:
+        limits = [self.config.max_position_embeddings]
+        window = getattr(self.config, "sliding_window", None)
+        if window and getattr(self.config, "use_sliding_window", True):
+            kinds = getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.config.num_hidden_layers
+            honoured = all(windows.get(i) == window for i, kind in enumerate(kinds) if kind == "sliding_attention")
+            if not honoured:
+                limits.append(window)
+        return min(limits)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -179,19 +223,43 @@ class BaseModel:
         tokens_T: torch.Tensor,
         positions_T: torch.Tensor,
         plan: PackedPlan | DecodePlan,
-        adapters: Adapter | Sequence[Adapter | None] | None,
+        adapters: Adapter | Spans | None,
     ) -> torch.Tensor:
-        """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or one per token."""
-        with self._route(adapters):
+        """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
+        with self.routed(adapters):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
 
-    def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Sequence[Adapter | None] | None) -> torch.Tensor:
+    def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Spans | None) -> torch.Tensor:
         """Logits (N, vocabulary) in float32 of N hidden states, through the head and its adapters."""
-        with self._route(adapters):
-            return self._head(hidden_N[None])[0].float()
+        with self.routed(adapters):
+            logits = self._head(hidden_N[None])[0].float()
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _route(self, adapters: Adapter | Sequence[Adapter | None] | None):
-        if adapters is None or isinstance(adapters, Adapter):
-            return self._routing.use_one(adapters)
-        return self._routing.use(adapters)
+    def head_parameters(self, adapter: Adapter | None) -> list[torch.Tensor]:
+        """The matrices of an adapter that the logits depend on directly: those of the head, if it has any."""
+        if adapter is None:
+            return []
+        return [table[name] for name in self._head_names for table in (adapter.a, adapter.b) if name in table]
+
+    def activation_bytes_per_token(self) -> int:
+        """Estimate of what the backward pass keeps for one token, all layers together.
+
+        Counted over a Llama-like layer: norms and their inputs, queries, keys and values before and after rotation, the
+        attention's output, and four tensors of the MLP's width. An estimate is enough: it decides how much is packed into
+        one pass, and running out of memory is handled apart.
+        """
+        kv_heads, head_dim = self._kv_shape()
+        config = self.config
+        width = 6 * config.hidden_size + 6 * (config.num_attention_heads + kv_heads) * head_dim
+        width += 4 * max(_as_list(config.intermediate_size))
+        return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
+
+    def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
+        """Within: every pass goes through these adapters. For a backward pass that runs layers again."""
+        return self._routing.use(adapters if isinstance(adapters, list) else one_for_all(adapters))
+
+
+def _as_list(value: int | list[int]) -> list[int]:
+    return value if isinstance(value, list) else [value]

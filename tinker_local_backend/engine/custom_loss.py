@@ -1,7 +1,8 @@
 """forward_backward_custom: any differentiable function of the logprobs as a loss.
 
-The function C gets the logprobs and is differentiated on its own; its gradient dC/dlp then goes through the model as a
-cross-entropy with weights -dC/dlp, whose gradient is that of C. This is what the SDK does across the network.
+The function C gets the logprobs and is differentiated on its own; its gradient dC/dlp then goes through the model. When
+everything fits into one pass, that is the pass that gave the logprobs. Otherwise a second one treats it as a cross-entropy
+with weights -dC/dlp, whose gradient is that of C; this is what the SDK does across the network.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch
 
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.datums import Example, check_datum
+from tinker_local_backend.engine.losses import LOSSES
+from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
 from tinker_local_backend.errors import RequestError
 
 CustomLossFn = Callable[[list[tinker.Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
@@ -29,10 +33,81 @@ def forward_backward_custom(
         RequestError: a datum is not as it must be, or the function's result is no scalar that depends on every logprob array.
     """
     datums = list(data)
-    scored = trainer.forward_backward(
-        model, state, [_linear(datum, i, None) for i, datum in enumerate(datums)], "cross_entropy", None, backward=False
+    if not datums:
+        raise RequestError("data is empty; give at least one datum")
+    plain = [_linear(datum, i, None) for i, datum in enumerate(datums)]
+    loss = LOSSES["cross_entropy"]
+    examples = [check_datum(datum, i, "cross_entropy", loss, model) for i, datum in enumerate(plain)]
+    budget = ActivationBudget(model)
+    parts = trainer.divide(examples, range(len(examples)), budget.tokens, trainer.least_micro_batches())
+    if len(parts) == 1:
+        batch = trainer.make_micro_batch(model, examples, *parts[0])
+        try:
+            return _one_pass(model, state, datums, examples, batch, budget, loss_fn)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+        budget.release()
+    return _two_passes(model, state, datums, plain, loss_fn)
+
+
+def _one_pass(
+    model: BaseModel,
+    state: trainer.TrainState,
+    datums: list[tinker.Datum],
+    examples: Sequence[Example],
+    batch: trainer.MicroBatch,
+    budget: ActivationBudget,
+    loss_fn: CustomLossFn,
+) -> tinker.ForwardBackwardOutput:
+    gradients = [torch.zeros_like(parameter) for parameter in state.adapter.parameters()]
+    recompute = budget.must_recompute(batch.tokens)
+    with torch.enable_grad(), model.routed(state.adapter), model.recompute(recompute):
+        logprobs = trainer.batch_logprobs(model, state.adapter, batch, temperature=1.0)
+        arrays = list(trainer.split_positions(logprobs.detach(), batch, examples))
+        loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)
+        width = logprobs.shape[1]
+        weights = torch.cat([_columns(slope, width) for slope in slopes]).to(logprobs)
+        surrogate = (weights * logprobs).sum()
+        trainer.add_gradients(surrogate, state.adapter, gradients)
+    state.accumulate(gradients)
+    return tinker.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord",
+        loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(array)} for array in arrays],
+        metrics={
+            "tokens:sum": float(sum(len(example.tokens) for example in examples)),
+            "computed_tokens:sum": float(batch.tokens),
+            "trained_tokens:sum": float(sum(int((slope != 0).sum()) for slope in slopes)),
+            "surrogate_loss:sum": float(surrogate.detach()),
+            **metrics,
+            "loss:sum": float(loss),
+        },
     )
-    logprobs = [outputs["logprobs"].to_torch().clone().requires_grad_() for outputs in scored.loss_fn_outputs]
+
+
+def _two_passes(
+    model: BaseModel,
+    state: trainer.TrainState,
+    datums: list[tinker.Datum],
+    plain: list[tinker.Datum],
+    loss_fn: CustomLossFn,
+) -> tinker.ForwardBackwardOutput:
+    scored = trainer.forward_backward(model, state, plain, "cross_entropy", None, backward=False)
+    arrays = [outputs["logprobs"].to_numpy() for outputs in scored.loss_fn_outputs]
+    loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)
+    weighted = [_linear(datum, i, -slope) for i, (datum, slope) in enumerate(zip(datums, slopes, strict=True))]
+    output = trainer.forward_backward(model, state, weighted, "cross_entropy", None, backward=True)
+    output.metrics["surrogate_loss:sum"] = output.metrics.pop("loss:sum")
+    output.metrics.update(metrics)
+    output.metrics["loss:sum"] = float(loss)
+    return output
+
+
+def _differentiate(
+    datums: list[tinker.Datum], arrays: Sequence[np.ndarray], loss_fn: CustomLossFn
+) -> tuple[torch.Tensor, dict[str, float], list[torch.Tensor]]:
+    """The function's value, its metrics, and dC/dlp for each datum."""
+    logprobs = [torch.from_numpy(array).clone().requires_grad_() for array in arrays]
     with torch.enable_grad():
         loss, metrics = loss_fn(datums, logprobs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -40,16 +115,20 @@ def forward_backward_custom(
                 f"the custom loss must return (scalar tensor that depends on the logprobs, metrics), got {loss!r}"
             )
         loss.backward()
-    weighted = []
-    for i, (datum, array) in enumerate(zip(datums, logprobs, strict=True)):
+    slopes = []
+    for i, array in enumerate(logprobs):
         if array.grad is None:
             raise RequestError(f"the custom loss does not depend on the logprobs of data[{i}]; leave that datum out")
-        weighted.append(_linear(datum, i, -array.grad))
-    output = trainer.forward_backward(model, state, weighted, "cross_entropy", None, backward=True)
-    output.metrics["surrogate_loss:sum"] = output.metrics.pop("loss:sum")
-    output.metrics.update(metrics)
-    output.metrics["loss:sum"] = float(loss.detach())
-    return output
+        if not bool(array.grad.isfinite().all()):
+            raise RequestError(f"the custom loss has a gradient with NaN or infinity at the logprobs of data[{i}]")
+        slopes.append(array.grad)
+    return loss.detach(), metrics, slopes
+
+
+def _columns(array: torch.Tensor, width: int) -> torch.Tensor:
+    """(N,) or (N, K) as (N, width), filled up with zeros."""
+    matrix = array if array.ndim == 2 else array[:, None]
+    return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
 
 
 def _linear(datum: tinker.Datum, index: int, weights: torch.Tensor | None) -> tinker.Datum:

@@ -19,8 +19,9 @@ import torch
 
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate
-from tinker_local_backend.engine.generation import Generator, SamplingResult, Ticket
+from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.engine.tickets import SamplingResult, Ticket
 from tinker_local_backend.environment import env_int
 from tinker_local_backend.errors import EngineClosedError
 from tinker_local_backend.futures import EngineFuture, EngineLink, running_loop
@@ -208,6 +209,11 @@ class Engine:
     def kv_budget(self, name: str) -> int:
         """Bound on prompt + max_tokens of one sequence. Only within an operation."""
         return self._generators[name].kv_budget_tokens
+
+    def forget_prefixes(self) -> None:
+        """Free what the samplers keep of ended sequences (see Generator.forget). Only within an operation."""
+        for generator in self._generators.values():
+            generator.forget()
 
     def queue(self, operation: _Operation) -> None:
         self._queues.setdefault(operation.client, deque()).append(operation)

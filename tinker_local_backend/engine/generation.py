@@ -1,16 +1,16 @@
 """Batched generation with continuous batching: sequences join after a prefill and leave as soon as they end.
 
 `Generator.step()` is one turn of the crank: admit what fits, or else decode one token for every running sequence. One
-prompt is prefilled once for all its samples, also when several requests bring the same prompt under the same snapshot.
+prompt is prefilled once for all its samples, a prefix that several prompts share once for all of them, and one that some row
+of the cache still holds not at all.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,62 +18,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine.attention import DecodePlan, PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.lora import Adapter, Spans, group_rows
 from tinker_local_backend.engine.noise import derive_seed
+from tinker_local_backend.engine.packing import Packed, pack, prefix_groups
+from tinker_local_backend.engine.prefix_cache import PrefixCache
+from tinker_local_backend.engine.prompt_scores import score_prompt
 from tinker_local_backend.engine.requests import SamplingRequest
-from tinker_local_backend.engine.sampler import next_tokens
-from tinker_local_backend.engine.scoring import packed_prompt_logprobs
+from tinker_local_backend.engine.sampler import RowParams, next_tokens
+from tinker_local_backend.engine.tickets import SampledSequence, Ticket
 from tinker_local_backend.errors import RequestError
-
-
-@dataclass
-class SampledSequence:
-    """One completion: ids with a logprob each. The stop token, when the model emitted one, is the last of them."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stop_reason: Literal["stop", "length"] = "length"
-
-
-@dataclass
-class SamplingResult:
-    """`prompt_logprobs`: one per prompt token, the first None; None when they were not asked for."""
-
-    sequences: list[SampledSequence]
-    prompt_logprobs: list[float | None] | None = None
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request on its way. `complete` is told the result or the error; `cancelled` is asked before every step."""
-
-    request: SamplingRequest
-    complete: Callable[[SamplingResult | BaseException], None]
-    cancelled: Callable[[], bool]
-    sequences: list[SampledSequence] = field(default_factory=list)
-    prompt_logprobs: list[float | None] | None = None
-    seed: int | None = None
-    started: int = 0
-    """samples that were given a row so far; the rest wait until rows are free"""
-    done: int = 0
-    finished: bool = False
-
-    @property
-    def dropped(self) -> bool:
-        """Nobody waits for it any more: its rows are free to go."""
-        return self.finished or self.cancelled()
-
-    def finish(self, outcome: SamplingResult | BaseException) -> None:
-        """Report the outcome; only the first one counts."""
-        if not self.finished:
-            self.finished = True
-            self.complete(outcome)
-
-    def sample_done(self) -> None:
-        """One more sample has ended; after the last one the result goes out."""
-        self.done += 1
-        if self.done == self.request.num_samples:
-            self.finish(SamplingResult(self.sequences, self.prompt_logprobs))
 
 
 @dataclass(eq=False)
@@ -85,14 +38,49 @@ class _Running:
     seed: int
     length: int
     """tokens whose keys are in the cache"""
+    broken: bool = False
+    """the model gave NaN: what its row holds must not be used again"""
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Those tokens."""
+        prompt = self.ticket.request.prompt
+        return (*prompt, *self.sequence.tokens[: self.length - len(prompt)])
+
+
+@dataclass(eq=False)
+class _Admitted:
+    """Some samples of one prompt under one snapshot that get their rows now; several requests may bring the same prompt."""
+
+    request: SamplingRequest
+    entries: list[tuple[Ticket, int]]
+    row: int | None = None
+    """the first of its rows; None when the prompt is only scored"""
+    cached: int = 0
+    """tokens of the prompt whose keys the row already holds"""
+
+    @property
+    def count(self) -> int:
+        return sum(count for _, count in self.entries)
 
 
 @dataclass(frozen=True, eq=False)
-class _Admitted:
-    """Some samples of a request that get their rows now."""
+class _Pass:
+    """A prefill: its tokens, which of them use which adapter, and what is copied between rows afterwards."""
 
-    ticket: Ticket
-    count: int
+    packed: Packed
+    spans: Spans
+    copies: list[tuple[int, int, int]]
+    """(source row, target row, tokens): a shared prefix is computed into one row only"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What stays the same from one decode step to the next while no sequence joins or leaves."""
+
+    params: RowParams
+    spans: Spans
+    stop_texts: bool
 
 
 class Generator:
@@ -115,11 +103,13 @@ class Generator:
         self._model = model
         self.kv_budget_tokens = kv_budget_tokens
         self._cache = model.new_cache(kv_budget_tokens)
+        self._prefixes = PrefixCache(self._cache)
         self._random_seed = random_seed
         self._prefill_tokens = prefill_tokens
         self._max_running = max_running
         self._waiting: deque[Ticket] = deque()
         self._running: list[_Running] = []
+        self._batch: _Batch | None = None
 
     @property
     def busy(self) -> bool:
@@ -127,6 +117,14 @@ class Generator:
 
     def add(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
+
+    def forget(self) -> None:
+        """Drop the prefixes of ended sequences and, with nothing running, the cache's memory.
+
+        Called before training: memory is needed then, and whatever is sampled afterwards must not depend on what was
+        sampled before (a resumed run has none of it).
+        """
+        self._prefixes.forget(len(self._running))
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -141,13 +139,13 @@ class Generator:
                 self._decode()
         except Exception as error:
             # One pass serves many requests; when it fails (out of memory, say) none of its sequences can go on.
-            affected = {id(t): t for t in [*(a.ticket for a in admitted), *(row.ticket for row in self._running)]}
+            tickets = [ticket for group in admitted for ticket, _ in group.entries]
+            affected = {id(t): t for t in [*tickets, *(row.ticket for row in self._running)]}
             self._running.clear()
-            self._cache.release()
+            self._batch = None
+            self.forget()
             for ticket in affected.values():
                 ticket.finish(error)
-        if not self._running and not self._waiting:
-            self._cache.release()
 
     def fail_all(self, error: BaseException) -> None:
         """Drop everything waiting and running, and tell its owners."""
@@ -164,10 +162,13 @@ class Generator:
             if self._running[row].ticket.dropped:
                 self._remove_row(row)
 
+    # Joining
+
     def _admit(self, admitted: list[_Admitted]) -> None:
-        """Move what fits from the front of the line into `admitted`: whole requests, or as many of one's samples as fit."""
+        """Take what fits from the front of the line: whole requests, or as many of one's samples as fit."""
         rows, tokens = len(self._running), 0
         length = max((row.ticket.request.total_length for row in self._running), default=0)
+        groups: dict[tuple[int, tuple[int, ...]], _Admitted] = {}
         while self._waiting:
             ticket = self._waiting[0]
             request = ticket.request
@@ -179,98 +180,164 @@ class Generator:
             count = min(wanted, room)
             if wanted and count < 1:
                 break
-            admitted.append(_Admitted(ticket, count))
+            key = (id(request.adapter), request.prompt)
+            if key not in groups:
+                groups[key] = _Admitted(request, [])
+                admitted.append(groups[key])
+                tokens += len(request.prompt)
+            groups[key].entries.append((ticket, count))
             ticket.started += count
-            rows, length, tokens = rows + count, new_length, tokens + len(request.prompt)
+            if ticket.seed is None:
+                ticket.seed = request.seed if request.seed is not None else self._random_seed()
+            rows, length = rows + count, new_length
             if count < wanted:
                 break
             self._waiting.popleft()
         if rows > len(self._running):
-            self._cache.reserve(rows, length, live_rows=len(self._running))
+            self._prefixes.make_room(rows, length)
 
     def _prefill(self, admitted: list[_Admitted]) -> None:
-        groups: dict[tuple[int, tuple[int, ...]], list[_Admitted]] = {}
-        for entry in admitted:
-            request = entry.ticket.request
-            groups.setdefault((id(request.adapter), request.prompt), []).append(entry)
-        leaders = [group[0].ticket.request for group in groups.values()]
-        counts = [sum(entry.count for entry in group) for group in groups.values()]
-        first_rows = (len(self._running) + np.cumsum([0, *counts[:-1]])).tolist()
-
+        self._batch = None
+        self._claim_rows(admitted)
+        plan = self._lay_out(admitted)
+        packed = plan.packed
         device = self._model.device
-        tokens_T = torch.tensor([t for request in leaders for t in request.prompt], device=device)
-        positions_T = torch.cat([torch.arange(len(request.prompt)) for request in leaders]).to(device)
-        bounds = [0, *np.cumsum([len(request.prompt) for request in leaders]).tolist()]
-        adapters_T = [request.adapter for request in leaders for _ in request.prompt]
-        rows = [row if count else None for row, count in zip(first_rows, counts, strict=True)]  # only scored: no row
-        hidden_T = self._model.hidden_states(tokens_T, positions_T, PackedPlan(bounds, self._cache, rows), adapters_T)
-
-        for group, start, end in zip(groups.values(), bounds[:-1], bounds[1:], strict=True):
-            self._score_prompts(group, hidden_T[start:end])
-        fresh = [row for group in groups.values() for entry in group for row in self._new_rows(entry)]
-        if not fresh:
-            return
-        for leader, first_row, count in zip(leaders, first_rows, counts, strict=True):
-            for copy in range(1, count):
-                self._cache.copy_row(first_row, first_row + copy, len(leader.prompt))
-        last_index = torch.tensor([end - 1 for end in bounds[1:]], device=device)
+        hidden_TH = self._model.hidden_states(
+            torch.tensor(packed.tokens, device=device),
+            torch.tensor(packed.positions, device=device),
+            PackedPlan(packed.segments, self._cache),
+            plan.spans,
+        )
+        for source, target, tokens in plan.copies:
+            self._cache.copy_row(source, target, tokens)
         first_new = len(self._running)
-        self._running.extend(fresh)
-        self._emit(hidden_T[last_index.repeat_interleave(torch.tensor(counts, device=device))], first_new)
+        last_rows: list[int] = []
+        for i, group in enumerate(admitted):
+            self._score(group, hidden_TH, packed.rows[i])
+            if group.row is None:
+                continue
+            request = group.request
+            for row in range(group.row + 1, group.row + group.count):
+                self._cache.copy_row(group.row, row, len(request.prompt))
+            self._prefixes.hold(group.row, request.adapter, request.prompt)
+            last_rows.extend([int(packed.rows[i][-1])] * group.count)
+            for ticket, count in group.entries:
+                ticket.cached_tokens = max(ticket.cached_tokens, group.cached)
+                self._running.extend(self._start(ticket, count))
+        if last_rows:
+            self._emit(hidden_TH[torch.tensor(last_rows, device=device)], first_new)
 
-    def _score_prompts(self, group: list[_Admitted], hidden_TH: torch.Tensor) -> None:
-        asking = [e.ticket for e in group if e.ticket.request.prompt_logprobs and e.ticket.prompt_logprobs is None]
-        if asking:
-            request = asking[0].request
-            scored = packed_prompt_logprobs(self._model, hidden_TH, request.prompt, request.adapter)
-            for ticket in asking:
-                ticket.prompt_logprobs = scored
-        for entry in group:
-            if entry.ticket.request.num_samples == 0:
-                entry.ticket.finish(SamplingResult([], entry.ticket.prompt_logprobs))
+    def _claim_rows(self, admitted: Sequence[_Admitted]) -> None:
+        """Give each group its rows, the first of them with what some row of the cache already holds of the prompt."""
+        row = len(self._running)
+        end = row + sum(group.count for group in admitted)
+        for group in admitted:
+            if group.count == 0:
+                continue
+            group.row = row
+            scoring = any(ticket.wants_scores for ticket, _ in group.entries)  # needs every hidden state
+            reuse = None if scoring else self._prefixes.find(group.request.adapter, group.request.prompt)
+            group.cached = reuse[1] if reuse else 0
+            self._prefixes.claim(row, end, reuse)
+            for copy in range(row + 1, row + group.count):
+                self._prefixes.claim(copy, end, None)
+            row += group.count
 
-    def _new_rows(self, entry: _Admitted) -> list[_Running]:
-        ticket = entry.ticket
-        if ticket.seed is None:
-            ticket.seed = ticket.request.seed if ticket.request.seed is not None else self._random_seed()
+    def _lay_out(self, admitted: Sequence[_Admitted]) -> _Pass:
+        """One pass over what is left of the prompts; those of one snapshot share their common prefixes."""
+        packed = Packed()
+        rows_of: dict[int, np.ndarray] = {}
+        copies: list[tuple[int, int, int]] = []
+        adapters: list[Adapter | None] = []
+        by_adapter: dict[int, list[int]] = {}
+        for i, group in enumerate(admitted):
+            by_adapter.setdefault(id(group.request.adapter), []).append(i)
+        for members in by_adapter.values():
+            fresh = [i for i in members if not admitted[i].cached]
+            prompts = [admitted[i].request.prompt for i in fresh]
+            groups = prefix_groups(prompts)
+            cache_rows = [admitted[i].row for i in fresh]
+            packed.rows = {}
+            pack(prompts, groups, packed, cache_rows)
+            rows_of.update({fresh[place]: rows for place, rows in packed.rows.items()})
+            for group in groups:
+                holders = [row for place in group.members if (row := cache_rows[place]) is not None]
+                copies.extend((holders[0], row, group.prefix) for row in holders[1:] if group.prefix)
+            for i in members:
+                if cached := admitted[i].cached:
+                    rest = admitted[i].request.prompt[cached:]
+                    rows_of[i] = packed.append(rest, cached, row=admitted[i].row)
+            adapter = admitted[members[0]].request.adapter
+            adapters.extend([adapter] * (len(packed.tokens) - len(adapters)))
+        packed.rows = rows_of
+        return _Pass(packed, group_rows(adapters), copies)
+
+    def _score(self, group: _Admitted, hidden_TH: torch.Tensor, rows: np.ndarray) -> None:
+        for ticket, _ in group.entries:
+            request = ticket.request
+            if ticket.wants_scores:
+                assert ticket.seed is not None
+                hidden = hidden_TH[torch.from_numpy(rows).to(hidden_TH.device)]
+                ticket.prompt = score_prompt(
+                    self._model,
+                    hidden,
+                    request.prompt,
+                    request.adapter,
+                    request.scoring,
+                    request.temperature,
+                    ticket.seed,
+                )
+            if request.num_samples == 0:
+                ticket.succeed()
+
+    def _start(self, ticket: Ticket, count: int) -> list[_Running]:
+        assert ticket.seed is not None
         first = len(ticket.sequences)
-        ticket.sequences.extend(SampledSequence() for _ in range(entry.count))
+        ticket.sequences.extend(SampledSequence() for _ in range(count))
         return [
             _Running(ticket, ticket.sequences[i], derive_seed(ticket.seed, i), len(ticket.request.prompt))
-            for i in range(first, first + entry.count)
+            for i in range(first, first + count)
         ]
+
+    # Going on
 
     def _decode(self) -> None:
         rows = self._running
         device = self._model.device
-        lengths_R = torch.tensor([row.length for row in rows], device=device)
-        longest = max(row.length for row in rows)
-        visible = torch.arange(longest + 1, device=device)[None, :] <= lengths_R[:, None]
-        plan = DecodePlan(self._cache, len(rows), lengths_R, longest, visible[:, None, None, :])
+        if self._batch is None:
+            self._batch = self._new_batch(rows)
+        lengths = [row.length for row in rows]
+        lengths_R = torch.tensor(lengths, device=device)
         tokens_R = torch.tensor([row.sequence.tokens[-1] for row in rows], device=device)
-        adapters_R = [row.ticket.request.adapter for row in rows]
-        hidden_R = self._model.hidden_states(tokens_R, lengths_R, plan, adapters_R)
+        plan = DecodePlan(self._cache, len(rows), lengths_R, max(lengths))
+        hidden_RH = self._model.hidden_states(tokens_R, lengths_R, plan, self._batch.spans)
         for row in rows:
             row.length += 1
-        self._emit(hidden_R, 0)
+        self._emit(hidden_RH, 0)
 
-    def _emit(self, hidden_R: torch.Tensor, first_row: int) -> None:
+    def _new_batch(self, rows: Sequence[_Running]) -> _Batch:
+        requests = [row.ticket.request for row in rows]
+        params = RowParams(
+            [request.temperature for request in requests],
+            [request.top_k for request in requests],
+            [request.top_p for request in requests],
+            [row.seed for row in rows],
+            self._model.device,
+        )
+        return _Batch(params, group_rows([r.adapter for r in requests]), any(r.stop.texts for r in requests))
+
+    def _emit(self, hidden_RH: torch.Tensor, first_row: int) -> None:
         """Sample one token for each running row from `first_row` on, and let finished rows go."""
         rows = self._running[first_row:]
-        device = self._model.device
-        requests = [row.ticket.request for row in rows]
-        adapters: list[Adapter | None] = [request.adapter for request in requests]
-        tokens_R, logprobs_R = next_tokens(
-            self._model.logits(hidden_R, adapters),
-            torch.tensor([request.temperature for request in requests], device=device),
-            torch.tensor([request.top_k for request in requests], device=device),
-            torch.tensor([request.top_p for request in requests], device=device),
-            np.array([row.seed for row in rows], dtype=np.uint64),
-            np.array([len(row.sequence.tokens) for row in rows], dtype=np.uint64),
-        )
+        batch = self._batch if first_row == 0 and self._batch is not None else self._new_batch(rows)
+        positions = np.array([len(row.sequence.tokens) for row in rows], dtype=np.uint64)
+        logits_RV = self._model.logits(hidden_RH, batch.spans)
+        tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, positions)
+        self._record_topk(rows, tempered_RV)
         finished: list[int] = []
         for i, (row, token, logprob) in enumerate(zip(rows, tokens_R.tolist(), logprobs_R.tolist(), strict=True)):
             if not math.isfinite(logprob):
+                row.broken = True
                 row.ticket.finish(
                     RequestError(
                         f"the model gave no valid distribution after {row.length} tokens (logits with NaN or infinity): "
@@ -278,14 +345,14 @@ class Generator:
                     )
                 )
                 continue
-            row.sequence.tokens.append(token)
-            row.sequence.logprobs.append(logprob)
-            request = row.ticket.request
-            if token in request.stop.token_ids or _ends_with_stop_text(
-                row.sequence.tokens, request.stop.texts, self._model.tokenizer
+            sequence, request = row.sequence, row.ticket.request
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            if token in request.stop.token_ids or (
+                batch.stop_texts and _ends_with_stop_text(sequence.tokens, request.stop.texts, self._model.tokenizer)
             ):
-                row.sequence.stop_reason = "stop"
-            elif len(row.sequence.tokens) < request.max_tokens:
+                sequence.stop_reason = "stop"
+            elif len(sequence.tokens) < request.max_tokens:
                 continue
             finished.append(first_row + i)
         # From the back, so that filling a gap with the last row never moves a row that is about to leave.
@@ -295,12 +362,29 @@ class Generator:
         for ticket in done:
             ticket.sample_done()
 
+    def _record_topk(self, rows: Sequence[_Running], tempered_RV: torch.Tensor) -> None:
+        asking = [i for i, row in enumerate(rows) if row.ticket.request.topk_logprobs]
+        if not asking:
+            return
+        logprobs = torch.log_softmax(tempered_RV[torch.tensor(asking, device=tempered_RV.device)], dim=-1)
+        values, ids = logprobs.topk(max(rows[i].ticket.request.topk_logprobs for i in asking), dim=-1)
+        for i, own_ids, own_values in zip(asking, ids.cpu().numpy(), values.cpu().numpy(), strict=True):
+            k = rows[i].ticket.request.topk_logprobs
+            rows[i].sequence.topk.append((own_ids[:k], own_values[:k]))
+
     def _remove_row(self, index: int) -> None:
+        """End a row; what it held stays findable behind the running ones."""
+        self._batch = None
         last = len(self._running) - 1
+        ended = self._running[index]
         if index != last:
-            self._cache.copy_row(last, index, self._running[last].length)
+            self._prefixes.swap(index, last, ended.length, self._running[last].length)
             self._running[index] = self._running[last]
         self._running.pop()
+        if ended.broken:
+            self._prefixes.clear(last)
+        else:
+            self._prefixes.hold(last, ended.ticket.request.adapter, ended.held)
 
 
 def _ends_with_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -1,17 +1,19 @@
-"""Keys and values of the running sequences: one preallocated slab, whose first n rows are always the n running ones.
+"""Keys and values of sequences: one preallocated slab per layer, whose first n rows are always the n running sequences.
 
-Keeping the live rows together makes every decode step a view instead of a gather: a finished row is overwritten by the
-last live one. The slab grows when a longer or an additional sequence is admitted, and only up to the budget
-(while it grows, old and new exist for a moment).
+Keeping the live rows together makes every decode step a view instead of a gather. What a row still holds after its sequence
+has ended is kept for prompts that begin the same way (prefix_cache.py) until somebody needs the row.
 """
+
+from __future__ import annotations
 
 import torch
 
 
 class KVCache:
-    """Layout per layer: keys and values of shape (rows, kv_heads, length, head_dim).
+    """Layout per layer: (2, rows, kv_heads, length, head_dim), keys before values.
 
-    `budget_tokens` bounds rows * length; the scheduler asks `rows_that_fit` before it admits sequences.
+    `budget_tokens` bounds rows * length; the scheduler asks `rows_that_fit` before it admits sequences. While the slab
+    grows, one layer exists twice for a moment.
     """
 
     def __init__(
@@ -24,62 +26,70 @@ class KVCache:
         budget_tokens: int,
     ):
         self.budget_tokens = budget_tokens
-        self._layers, self._kv_heads, self._head_dim = layers, kv_heads, head_dim
+        self.rows = 0
+        self.length = 0
+        self._kv_heads, self._head_dim = kv_heads, head_dim
         self._dtype, self._device = dtype, device
-        self._keys = self._empty(0, 0)
-        self._values = self._empty(0, 0)
+        self._slabs = [self._empty(0, 0) for _ in range(layers)]
 
     def _empty(self, rows: int, length: int) -> torch.Tensor:
         # Zeros, not empty memory: masked positions still enter the matrix product, and 0 * NaN would be NaN.
-        return torch.zeros(
-            self._layers, rows, self._kv_heads, length, self._head_dim, dtype=self._dtype, device=self._device
-        )
-
-    @property
-    def rows(self) -> int:
-        return self._keys.shape[1]
-
-    @property
-    def length(self) -> int:
-        return self._keys.shape[3]
+        shape = (2, rows, self._kv_heads, length, self._head_dim)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def rows_that_fit(self, length: int) -> int:
         """How many sequences of this length the budget allows."""
         return self.budget_tokens // max(1, length)
 
-    def reserve(self, rows: int, length: int, live_rows: int) -> None:
-        """Make room for `rows` sequences of `length` tokens; the first `live_rows` are running and keep their contents."""
-        if rows <= self.rows and length <= self.length:
-            return
-        if live_rows == 0:
-            self._keys, self._values = self._empty(0, 0), self._empty(0, 0)  # free before allocating anew
-        old_keys, old_values, old_length = self._keys, self._values, self.length
-        self._keys, self._values = self._empty(rows, length), self._empty(rows, length)
-        if live_rows:
-            kept = min(old_length, length)  # no running sequence is longer than `length`
-            self._keys[:, :live_rows, :, :kept] = old_keys[:, :live_rows, :, :kept]
-            self._values[:, :live_rows, :, :kept] = old_values[:, :live_rows, :, :kept]
+    def resize(self, rows: int, length: int) -> None:
+        """Change the shape; rows keep what fits of their contents."""
+        kept_rows, kept = min(rows, self.rows), min(length, self.length)
+        for layer, old in enumerate(self._slabs):
+            if kept_rows == 0:
+                self._slabs[layer] = old = self._empty(0, 0)  # free before allocating anew
+            new = self._empty(rows, length)
+            new[:, :kept_rows, :, :kept] = old[:, :kept_rows, :, :kept]
+            self._slabs[layer] = new
+        self.rows, self.length = rows, length
 
     def release(self) -> None:
         """Give the memory back (nothing is running)."""
-        self._keys, self._values = self._empty(0, 0), self._empty(0, 0)
+        self.resize(0, 0)
 
-    def write_prompt(self, layer: int, row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store a whole prompt's keys and values, each (kv_heads, tokens, head_dim), in a row."""
-        tokens = keys.shape[1]
-        self._keys[layer, row, :, :tokens] = keys
-        self._values[layer, row, :, :tokens] = values
+    def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values, each (kv_heads, tokens, head_dim), in a row from token `start` on."""
+        end = start + keys.shape[1]
+        self._slabs[layer][0, row, :, start:end] = keys
+        self._slabs[layer][1, row, :, start:end] = values
+
+    def read(self, layer: int, row: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first `tokens` of a row, each (1, kv_heads, tokens, head_dim)."""
+        keys, values = self._slabs[layer][:, row, None, :, :tokens]
+        return keys, values
 
     def copy_row(self, source: int, target: int, tokens: int) -> None:
-        """Row `target` becomes a copy of row `source` (samples of one prompt; a finished row refilled by the last)."""
-        self._keys[:, target, :, :tokens] = self._keys[:, source, :, :tokens]
-        self._values[:, target, :, :tokens] = self._values[:, source, :, :tokens]
+        """The first `tokens` of row `target` become those of row `source`."""
+        for slab in self._slabs:
+            slab[:, target, :, :tokens] = slab[:, source, :, :tokens]
+
+    def erase_row(self, row: int) -> None:
+        """Zero a row."""
+        for slab in self._slabs:
+            slab[:, row] = 0
+
+    def swap_rows(self, first: int, second: int, first_tokens: int, second_tokens: int) -> None:
+        """Exchange two rows of which so many tokens count."""
+        for slab in self._slabs:
+            saved = slab[:, first, :, :first_tokens].clone()
+            slab[:, first, :, :second_tokens] = slab[:, second, :, :second_tokens]
+            slab[:, second, :, :first_tokens] = saved
 
     def append(
         self, layer: int, rows: int, lengths: torch.Tensor, longest: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add one token per live row, (kv_heads, rows, head_dim) at lengths[i]; returns views of `longest` + 1 tokens."""
         index = torch.arange(rows, device=lengths.device)
-        self._keys[layer][index, :, lengths] = keys.transpose(0, 1)
-        self._values[layer][index, :, lengths] = values.transpose(0, 1)
-        return self._keys[layer, :rows, :, : longest + 1], self._values[layer, :rows, :, : longest + 1]
+        slab = self._slabs[layer]
+        slab[0][index, :, lengths] = keys.transpose(0, 1)
+        slab[1][index, :, lengths] = values.transpose(0, 1)
+        return slab[0, :rows, :, : longest + 1], slab[1, :rows, :, : longest + 1]

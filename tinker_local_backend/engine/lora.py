@@ -72,12 +72,12 @@ class Adapter:
             yield f"{name}.lora_A.weight", self.a[name]
             yield f"{name}.lora_B.weight", self.b[name]
 
-    def snapshot(self) -> Adapter:
-        """A frozen copy: later training changes nothing in it."""
+    def snapshot(self, dtype: torch.dtype) -> Adapter:
+        """A frozen copy to sample from, in the model's dtype (the one in which training applies it too)."""
         return Adapter(
             self.spec,
-            {name: matrix.detach().clone() for name, matrix in self.a.items()},
-            {name: matrix.detach().clone() for name, matrix in self.b.items()},
+            {name: matrix.detach().to(dtype, copy=True) for name, matrix in self.a.items()},
+            {name: matrix.detach().to(dtype, copy=True) for name, matrix in self.b.items()},
         )
 
 
@@ -107,39 +107,38 @@ def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, devic
 Rows = slice | torch.Tensor
 """The rows of a packed batch that use one adapter: a slice when they are neighbours, else an index tensor."""
 
+Spans = list[tuple[Rows, "Adapter"]]
+"""Which rows use which adapter. Rows that are in none go through the base model alone."""
+
 
 @dataclass
 class AdapterRouting:
     """Which rows of the current forward pass use which adapter. Owned by the engine's worker thread."""
 
-    spans: list[tuple[Rows, Adapter]] = field(default_factory=list)
+    spans: Spans = field(default_factory=list)
 
     @contextmanager
-    def use(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
-        """Route row i of the next forward passes through adapters[i] (None: base model)."""
-        self.spans = group_rows(adapters)
+    def use(self, spans: Spans) -> Iterator[None]:
+        """Route the forward passes within."""
+        before, self.spans = self.spans, spans
         try:
             yield
         finally:
-            self.spans = []
-
-    @contextmanager
-    def use_one(self, adapter: Adapter | None) -> Iterator[None]:
-        """Route every row through one adapter."""
-        self.spans = [] if adapter is None else [(slice(None), adapter)]
-        try:
-            yield
-        finally:
-            self.spans = []
+            self.spans = before
 
 
-def group_rows(adapters: Sequence[Adapter | None]) -> list[tuple[Rows, Adapter]]:
-    """Rows by adapter; rows without one are left out."""
+def one_for_all(adapter: Adapter | None) -> Spans:
+    """Every row through one adapter (None: the base model)."""
+    return [] if adapter is None else [(slice(None), adapter)]
+
+
+def group_rows(adapters: Sequence[Adapter | None]) -> Spans:
+    """Row i through adapters[i]; rows without one are left out."""
     by_id: dict[int, tuple[Adapter, list[int]]] = {}
     for row, adapter in enumerate(adapters):
         if adapter is not None:
             by_id.setdefault(id(adapter), (adapter, []))[1].append(row)
-    spans: list[tuple[Rows, Adapter]] = []
+    spans: Spans = []
     for adapter, rows in by_id.values():
         if rows[-1] - rows[0] + 1 == len(rows):
             whole = len(rows) == len(adapters)
@@ -166,19 +165,18 @@ class LoraLinear(nn.Module):
             a = adapter.a.get(self.name)
             if a is None:
                 continue
-            b = adapter.b[self.name]
-            if isinstance(rows, slice) and rows == slice(None):
-                y = y + self._delta(x, a, b, adapter.spec.scale)
-                continue
+            b, scale = adapter.b[self.name].to(x.dtype), adapter.spec.scale
             if isinstance(rows, torch.Tensor):
                 rows = rows.to(x.device)
-            # Several adapters only ever meet in sampling, where nothing is differentiated: adding in place is safe.
-            y[:, rows] += self._delta(x[:, rows], a, b, adapter.spec.scale)
+            inner = F.linear(x[0, rows], a.to(x.dtype))
+            if torch.is_grad_enabled():
+                # Several adapters only ever meet in sampling, so here the rows are all rows.
+                y = torch.addmm(y[0], inner, b.t(), alpha=scale)[None]
+            elif isinstance(rows, torch.Tensor):
+                y[0].index_add_(0, rows, F.linear(inner, b), alpha=scale)
+            else:
+                y[0, rows].addmm_(inner, b.t(), alpha=scale)
         return y
-
-    @staticmethod
-    def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-        return F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scale
 
 
 def install_lora(model: nn.Module, routing: AdapterRouting) -> dict[str, LoraLinear]:

@@ -1,10 +1,17 @@
 """The built-in losses as pure functions of per-position tensors. All are sums; nothing here averages.
 
-With lp the model's logprob of the target, q the logprob when it was sampled, A the advantage and r = exp(lp - q):
+With lp the model's logprob of the target, q the logprob when it was sampled, A the advantage, r = exp(lp - q) and sg a
+value that carries no gradient:
 
 - cross_entropy:        -sum(w * lp), any real w, targets (N,) or (N, K)
 - importance_sampling:  -sum(r * A)
-- ppo:                  -sum(min(r * A, clip(r, low, high) * A)), low and high absolute bounds on r
+- ppo:                  -sum(min(r * A, clip(r, low, high) * A))
+- cispo:                -sum(sg(clip(r, low, high)) * lp * A)
+- dro:                  -sum(lp * A - beta / 2 * (lp - q)^2)
+- gspo:                 -sum(min(s * A, clip(s, low, high) * A)), s one ratio per sequence
+
+low and high are bounds on the ratio itself, not distances from 1. A position whose advantage is 0 is left out of every
+policy loss: prompts and injected text have A = 0 and q = 0 by convention, and their ratio means nothing.
 """
 
 from __future__ import annotations
@@ -19,20 +26,6 @@ Config = Mapping[str, float]
 Metrics = dict[str, float]
 
 
-@dataclass(frozen=True)
-class LossFn:
-    """A loss: what it needs per datum, what may configure it (with defaults), and how it is computed.
-
-    `compute(logprobs, inputs, config)` returns the elementwise loss, same shape as logprobs, and diagnostics named
-    `name:reduction` as the SDK's fold over chunks expects.
-    """
-
-    inputs: tuple[str, ...]
-    config: Config
-    compute: Callable[[torch.Tensor, Inputs, Config], torch.Tensor]
-    is_policy_loss: bool = False
-
-
 def cross_entropy(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     return -inputs["weights"] * logprobs
 
@@ -42,62 +35,191 @@ def importance_sampling(logprobs: torch.Tensor, inputs: Inputs, config: Config) 
 
 
 def ppo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    advantages = inputs["advantages"]
+    """Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7, summed."""
     with torch.no_grad():
         ratio = probability_ratio(logprobs, inputs)
-        clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-        is_clipped = clipped * advantages < ratio * advantages
     # Where the minimum is the clipped side the loss is constant. Its ratio must not enter the graph: it may have
     # overflowed, and the backward pass would multiply 0 by infinity.
-    difference = torch.where((advantages != 0) & ~is_clipped, logprobs - inputs["logprobs"], 0.0)
-    return -torch.where(is_clipped, clipped, difference.exp()) * advantages
+    is_clipped = minimum_is_clipped(ratio, inputs, config)
+    difference = torch.where(_active(inputs) & ~is_clipped, logprobs - inputs["logprobs"], 0.0)
+    return -torch.where(is_clipped, _clip(ratio, config), difference.exp()) * inputs["advantages"]
+
+
+def cispo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """CISPO (MiniMax 2025, "MiniMax-M1", section 3.1), summed: the ratio is a weight, capped but never differentiated.
+
+    Unlike in ppo, a token whose ratio is out of bounds still has a gradient, at the weight of the bound.
+    """
+    with torch.no_grad():
+        weight = _clip(probability_ratio(logprobs, inputs), config)
+    return -weight * torch.where(_active(inputs), logprobs, 0.0) * inputs["advantages"]
+
+
+def dro(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """Direct reward optimisation (Richemond et al. 2024, "Offline Regularised Reinforcement Learning for Large Language
+    Models Alignment"): no ratio and no clip, but a quadratic pull towards the policy that sampled.
+
+    It is (A - beta * log r)^2 / (2 * beta) without what is constant in the policy.
+    """
+    active = _active(inputs)
+    difference = torch.where(active, logprobs - inputs["logprobs"], 0.0)
+    objective = torch.where(active, logprobs, 0.0) * inputs["advantages"]
+    return 0.5 * config["beta"] * difference.square() - objective
+
+
+def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """GSPO-token (Zheng et al. 2025, "Group Sequence Policy Optimization", section 4.3), summed over tokens.
+
+    Every token of a sequence has the value s and the gradient s * d lp of its own token; min and clip are ppo's.
+    """
+    ratio = sequence_ratio(logprobs, inputs)
+    is_clipped = minimum_is_clipped(ratio, inputs, config)
+    # exp(lp - sg(lp)) is 1 and has the gradient of lp; as in ppo, a clipped side stays out of the graph.
+    carrier = torch.where(_active(inputs) & ~is_clipped, logprobs - logprobs.detach(), 0.0).exp()
+    return -torch.where(is_clipped, _clip(ratio, config), ratio) * carrier * inputs["advantages"]
 
 
 def probability_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """exp(lp - q) where the advantage is not zero, 1 elsewhere.
+    """exp(lp - q) where the advantage is not zero, 1 elsewhere: an overflow there would turn 0 * inf into NaN."""
+    return torch.where(_active(inputs), logprobs - inputs["logprobs"], 0.0).exp()
 
-    Positions without advantage (prompts, injected text) carry q = 0 by convention; their ratio means nothing, and an
-    overflow there would turn 0 * inf into NaN.
+
+def sequence_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """exp(mean of lp - q over the sequence's mask) at every position with advantage, 1 elsewhere; without gradient.
+
+    Args:
+        inputs: besides the loss's own, sequence_index: int64 of logprobs' shape, which datum a row belongs to.
     """
-    active = inputs["advantages"] != 0
-    return torch.where(active, logprobs - inputs["logprobs"], 0.0).exp()
+    index = inputs["sequence_index"].reshape(-1)
+    in_mask = inputs["sequence_ratio_mask"] != 0
+    # Double precision: the clip range is a few parts in ten thousand wide.
+    difference = torch.where(in_mask, logprobs.detach().double() - inputs["logprobs"], 0.0)
+    zeros = torch.zeros(index.numel(), dtype=torch.float64, device=logprobs.device)  # sequences never outnumber rows
+    total = zeros.index_add(0, index, difference.reshape(-1))
+    count = zeros.index_add(0, index, in_mask.double().reshape(-1))
+    mean = (total / count.clamp(min=1))[index].reshape(logprobs.shape)
+    return torch.where(_active(inputs), mean, 0.0).exp().to(logprobs.dtype)
 
+
+def minimum_is_clipped(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """Where min(r * A, clip(r) * A) is the second: the ratio has already gone far enough the way the advantage points."""
+    return _clip(ratio, config) * inputs["advantages"] < ratio * inputs["advantages"]
+
+
+def ratio_is_clipped(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """Where clip(r) is not r."""
+    return (ratio < config["clip_low_threshold"]) | (ratio > config["clip_high_threshold"])
+
+
+def _clip(ratio: torch.Tensor, config: Config) -> torch.Tensor:
+    return ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+
+
+def _active(inputs: Inputs) -> torch.Tensor:
+    return inputs["advantages"] != 0
+
+
+@dataclass(frozen=True)
+class LossFn:
+    """A loss: what it needs per datum, what may configure it (with defaults), and how it is computed.
+
+    `compute(logprobs, inputs, config)` returns the elementwise loss, same shape as logprobs. For the diagnostics of a
+    policy loss, `ratio` is the one that it clips and `clip_binds` says where the clip changes the objective (None: no clip).
+    """
+
+    inputs: tuple[str, ...]
+    config: Config
+    compute: Callable[[torch.Tensor, Inputs, Config], torch.Tensor]
+    is_policy_loss: bool = False
+    ratio: Callable[[torch.Tensor, Inputs], torch.Tensor] = probability_ratio
+    clip_binds: Callable[[torch.Tensor, Inputs, Config], torch.Tensor] | None = None
+
+
+_POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
 
 LOSSES: dict[str, LossFn] = {
     "cross_entropy": LossFn(("target_tokens", "weights"), {}, cross_entropy),
-    "importance_sampling": LossFn(("target_tokens", "logprobs", "advantages"), {}, importance_sampling, True),
+    "importance_sampling": LossFn(_POLICY_INPUTS, {}, importance_sampling, is_policy_loss=True),
     "ppo": LossFn(
-        ("target_tokens", "logprobs", "advantages"),
+        _POLICY_INPUTS,
         {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         ppo,
-        True,
+        is_policy_loss=True,
+        clip_binds=minimum_is_clipped,
+    ),
+    # No lower bound, as in the paper, and the hosted service's upper one.
+    "cispo": LossFn(
+        _POLICY_INPUTS,
+        {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        cispo,
+        is_policy_loss=True,
+        clip_binds=ratio_is_clipped,
+    ),
+    # The hosted service documents no default; 0.05 is the value of its example.
+    "dro": LossFn(_POLICY_INPUTS, {"beta": 0.05}, dro, is_policy_loss=True),
+    # 1 - 3e-4 and 1 + 4e-4, the clip ranges of the paper's section 5.1: a mean over a sequence hardly leaves 1.
+    "gspo": LossFn(
+        (*_POLICY_INPUTS, "sequence_ratio_mask"),
+        {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
+        gspo,
+        is_policy_loss=True,
+        ratio=sequence_ratio,
+        clip_binds=minimum_is_clipped,
     ),
 }
 
 
 class RatioStats:
-    """Diagnostics of a policy loss, gathered over micro-batches: ratios before any clipping, and how many were clipped."""
+    """Diagnostics of a policy loss over the positions with advantage, gathered over micro-batches.
 
-    def __init__(self) -> None:
-        self._ratios: list[torch.Tensor] = []
-        self._clipped = 0
+    - ratio:mean, :min, :max: what the loss multiplies the advantage by, before any clip (gspo: the sequence's ratio)
+    - clipped_fraction:mean: share of positions where the clip binds (ppo, gspo: the clipped side is the minimum; cispo: the
+      weight is a bound); absent for a loss without clip
+    - kl:mean, kl_k3:mean: mean(q - lp) and mean(r - 1 - log r), estimates of KL(sampler || model) of which the second is
+      never negative (Schulman 2020, "Approximating KL Divergence": k1 and k3)
+    - entropy:mean: mean(-lp) over the sampled tokens, a Monte-Carlo estimate that is the model's entropy while the model
+      is still the one that sampled, and the cross-entropy of the sampler under it afterwards
+
+    The SDK folds `:mean` over the parts of a divided call by their number of datums, not of tokens.
+    """
+
+    def __init__(self, loss: LossFn) -> None:
+        self._loss = loss
+        self._sums: list[torch.Tensor] = []
+        self._extremes: list[torch.Tensor] = []
 
     def add(self, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> None:
-        ratio = probability_ratio(logprobs, inputs)[inputs["advantages"] != 0]
-        self._ratios.append(ratio)
-        if "clip_low_threshold" in config:
-            outside = (ratio < config["clip_low_threshold"]) | (ratio > config["clip_high_threshold"])
-            self._clipped += int(outside.sum())
+        """Stays on the device: nothing waits for the numbers before `metrics`."""
+        loss, active = self._loss, _active(inputs)
+        lp = logprobs.detach().double()
+        log_ratio = lp - inputs["logprobs"]
+        ratio = loss.ratio(lp, inputs)
+        binds = torch.zeros_like(active)
+        if loss.clip_binds is not None:
+            binds = loss.clip_binds(loss.ratio(logprobs.detach(), inputs), inputs, config)
+        summed = (torch.ones_like(lp), ratio, binds.double(), -log_ratio, log_ratio.expm1() - log_ratio, -lp)
+        self._sums.append(torch.stack([torch.where(active, values, 0.0).sum() for values in summed]))
+        lowest = torch.where(active, ratio, torch.inf).amin()
+        highest = torch.where(active, ratio, -torch.inf).amax()
+        self._extremes.append(torch.stack([lowest, -highest]))
 
     def metrics(self, config: Config) -> Metrics:
-        ratios = torch.cat(self._ratios) if self._ratios else torch.zeros(0)
-        if ratios.numel() == 0:
+        """Empty when no position had an advantage."""
+        if not self._sums:
             return {}
+        count, *sums = torch.stack(self._sums).sum(dim=0).tolist()
+        if count == 0:
+            return {}
+        ratio, clipped, kl, kl_k3, entropy = (total / count for total in sums)
+        lowest, minus_highest = torch.stack(self._extremes).amin(dim=0).tolist()
         metrics = {
-            "ratio:mean": float(ratios.mean()),
-            "ratio:min": float(ratios.min()),
-            "ratio:max": float(ratios.max()),
+            "ratio:mean": ratio,
+            "ratio:min": lowest,
+            "ratio:max": -minus_highest,
+            "kl:mean": kl,
+            "kl_k3:mean": kl_k3,
+            "entropy:mean": entropy,
         }
-        if "clip_low_threshold" in config:
-            metrics["clipped_fraction:mean"] = self._clipped / ratios.numel()
+        if self._loss.clip_binds is not None:
+            metrics["clipped_fraction:mean"] = clipped
         return metrics

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import tinker
 
 from tinker_local_backend.engine.base_model import BaseModel
@@ -22,6 +24,22 @@ class StopRule:
 
 
 @dataclass(frozen=True, eq=False)
+class PromptScoring:
+    """What is asked about a prompt of N tokens (see tickets.PromptScores). `last_n` limits `logprobs` and `topk`."""
+
+    logprobs: bool = False
+    topk: int = 0
+    targets: npt.NDArray[np.int64] | None = None
+    """(N - 1, K) ids to score at positions 1 .. N - 1; -1 asks for nothing"""
+    alternatives: int = 0
+    last_n: int | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self.logprobs or self.topk > 0 or self.targets is not None or self.alternatives > 0
+
+
+@dataclass(frozen=True, eq=False)
 class SamplingRequest:
     """A checked request: `num_samples` completions of one prompt under one snapshot; 0 samples only scores the prompt."""
 
@@ -34,7 +52,9 @@ class SamplingRequest:
     top_p: float = 1.0
     stop: StopRule = field(default_factory=StopRule)
     seed: int | None = None
-    prompt_logprobs: bool = False
+    topk_logprobs: int = 0
+    """how many of the likeliest tokens to report with each sampled one"""
+    scoring: PromptScoring = field(default_factory=PromptScoring)
 
     @property
     def total_length(self) -> int:
@@ -78,8 +98,9 @@ def sampling_request(
     prompt: tinker.ModelInput,
     num_samples: int,
     params: tinker.SamplingParams,
-    include_prompt_logprobs: bool,
     kv_budget_tokens: int,
+    scoring: PromptScoring | None = None,
+    topk_logprobs: int = 0,
 ) -> SamplingRequest:
     """Check every field of a sample call. Raises RequestError naming field, value and mend."""
     tokens = prompt_tokens(prompt, model)
@@ -115,8 +136,58 @@ def sampling_request(
         top_p=params.top_p,
         stop=stop_rule(params.stop, model),
         seed=params.seed,
-        prompt_logprobs=include_prompt_logprobs,
+        topk_logprobs=_count(topk_logprobs, "topk_sample_logprobs", model),
+        scoring=scoring or PromptScoring(),
     )
+
+
+def prompt_scoring(
+    model: BaseModel,
+    prompt_length: int,
+    logprobs: bool,
+    topk: int,
+    targets: tinker.TensorData | None,
+    alternatives: int,
+    last_n: int | None,
+) -> PromptScoring:
+    """Check what a request asks about its prompt. Raises RequestError naming field, value and mend."""
+    if last_n is not None and not (logprobs or topk):
+        raise RequestError("prompt_logprobs_last_n limits prompt logprobs; set include_prompt_logprobs too")
+    if last_n is not None and not 1 <= last_n <= max(1, prompt_length - 1):
+        raise RequestError(f"prompt_logprobs_last_n must be in 1..{prompt_length - 1} for this prompt, got {last_n}")
+    return PromptScoring(
+        logprobs=logprobs,
+        topk=_count(topk, "topk_prompt_logprobs", model),
+        targets=None if targets is None else _target_ids(targets, prompt_length, model),
+        alternatives=_count(alternatives, "prompt_alt_tokens_k", model),
+        last_n=last_n,
+    )
+
+
+def _count(value: int, name: str, model: BaseModel) -> int:
+    if not 0 <= value <= model.vocab_size:
+        raise RequestError(f"{name} must be between 0 and the vocabulary's size {model.vocab_size}, got {value}")
+    return value
+
+
+def _target_ids(targets: tinker.TensorData, prompt_length: int, model: BaseModel) -> npt.NDArray[np.int64]:
+    if targets.dtype != "int64":
+        raise RequestError(f"target_prompt_logprobs is {targets.dtype}; it must be int64")
+    try:
+        ids = targets.to_numpy(pad_value=-1)
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(f"target_prompt_logprobs is not a consistent tensor: {error}") from None
+    if ids.ndim != 2 or len(ids) != prompt_length - 1:
+        raise RequestError(
+            f"target_prompt_logprobs has shape {ids.shape}; for a prompt of {prompt_length} tokens it must be "
+            f"({prompt_length - 1}, K)"
+        )
+    if ids.size and not (ids.min() >= -1 and ids.max() < model.vocab_size):
+        raise RequestError(
+            f"target_prompt_logprobs holds ids from {ids.min()} to {ids.max()}; they must be inside the vocabulary of "
+            f"{model.vocab_size} ids, or -1 for none"
+        )
+    return ids
 
 
 def stop_rule(stop: str | Sequence[str] | Sequence[int] | None, model: BaseModel) -> StopRule:

@@ -4,6 +4,8 @@ The reported logprob is that of softmax(logits / temperature) before top-k and t
 greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -11,38 +13,75 @@ import torch
 from tinker_local_backend.engine.noise import uniforms
 
 
+class RowParams:
+    """Sampling parameters of the rows of a batch, made once and used until the batch changes.
+
+    temperatures, top_k, top_p: one number per row; top_k <= 0 and top_p >= 1 mean no limit, temperature 0 means greedy.
+    """
+
+    def __init__(
+        self,
+        temperatures: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        seeds: Sequence[int],
+        device: torch.device,
+    ):
+        self.seeds_R = np.array(seeds, dtype=np.uint64)
+        self.any_greedy = any(t == 0 for t in temperatures)
+        self.any_limit = any(k > 0 for k in top_k) or any(p < 1 for p in top_p)
+        divisors = [t if t > 0 else 1.0 for t in temperatures]
+        self.all_plain = all(t == 1 for t in divisors)
+        self.divisors_R = torch.tensor(divisors, device=device)
+        self.greedy_R = torch.tensor([t == 0 for t in temperatures], device=device)
+        self.top_k_R = torch.tensor(top_k, device=device)
+        self.top_p_R = torch.tensor(top_p, device=device)
+
+
 def next_tokens(
-    logits_RV: torch.Tensor,
-    temperatures_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    seeds_R: npt.NDArray[np.uint64],
-    positions_R: npt.NDArray[np.uint64],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_RV: torch.Tensor, params: RowParams, positions_R: npt.NDArray[np.uint64]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
     Args:
         logits_RV: (rows, vocabulary) float32.
-        temperatures_R, top_k_R, top_p_R: per row; top_k <= 0 and top_p >= 1 mean no limit.
-        seeds_R, positions_R: what the row's random number is made of (see noise.py).
+        positions_R: index of the drawn token in its completion, per row (see noise.py).
 
     Returns:
-        tokens (rows,) int64 and logprobs (rows,) float32.
+        tokens (rows,) int64, logprobs (rows,) float32, and the tempered logits (rows, vocabulary), a row's logsumexp from
+        which is not yet subtracted.
     """
-    greedy_R = temperatures_R == 0
-    logprobs_RV = torch.log_softmax(logits_RV / torch.where(greedy_R, 1.0, temperatures_R)[:, None], dim=-1)
-    probs_RV = logprobs_RV.exp()
-    if bool(((top_k_R > 0) | (top_p_R < 1)).any()):
-        probs_RV = _truncate(probs_RV, top_k_R, top_p_R)
+    tempered_RV = logits_RV if params.all_plain else logits_RV / params.divisors_R[:, None]
+    probs_RV = torch.softmax(tempered_RV, dim=-1)
+    if params.any_limit:
+        tokens_R = _invert(_truncate(probs_RV, params.top_k_R, params.top_p_R), params.seeds_R, positions_R)
+    else:
+        tokens_R = _invert(probs_RV, params.seeds_R, positions_R)
+    if params.any_greedy:
+        tokens_R = torch.where(params.greedy_R, logits_RV.argmax(dim=-1), tokens_R)
+    # A drawn token has a probability that float32 can represent, so its logarithm is exact enough (1e-6).
+    return tokens_R, probs_RV.gather(1, tokens_R[:, None])[:, 0].log(), tempered_RV
+
+
+def draw(
+    logits_RV: torch.Tensor, temperature: float, seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (rows,) and logprobs (rows,) at one temperature for all rows; 0 is greedy and reports temperature 1."""
+    rows = len(logits_RV)
+    params = RowParams([temperature] * rows, [-1] * rows, [1.0] * rows, seeds_R.tolist(), logits_RV.device)
+    tokens_R, logprobs_R, _ = next_tokens(logits_RV, params, positions_R)
+    return tokens_R, logprobs_R
+
+
+def _invert(
+    probs_RV: torch.Tensor, seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]
+) -> torch.Tensor:
     cumulative_RV = probs_RV.cumsum(dim=-1)
-    draws_R = torch.from_numpy(uniforms(seeds_R, positions_R)).to(logits_RV.device)
+    draws_R = torch.from_numpy(uniforms(seeds_R, positions_R)).to(probs_RV.device)
     # right=True: the first index whose cumulative mass exceeds the draw, so a token of probability 0 is never chosen.
     tokens_R = torch.searchsorted(cumulative_RV, draws_R[:, None] * cumulative_RV[:, -1:], right=True)[:, 0]
     # Only a row of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
-    tokens_R = tokens_R.clamp(max=logits_RV.shape[-1] - 1)
-    if bool(greedy_R.any()):
-        tokens_R = torch.where(greedy_R, logits_RV.argmax(dim=-1), tokens_R)
-    return tokens_R, logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
+    return tokens_R.clamp(max=probs_RV.shape[-1] - 1)
 
 
 def _truncate(probs_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:

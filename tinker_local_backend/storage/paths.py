@@ -13,6 +13,7 @@ import platformdirs
 from tinker_local_backend.errors import RequestError
 
 CheckpointKind = Literal["weights", "sampler_weights"]
+KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -24,9 +25,22 @@ def local_home() -> Path:
 
 def check_name(name: str, what: str) -> str:
     """A name that is one path component: letters, digits, `_`, `-`, `.`, not starting with a dot."""
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(f"{what} {name!r} must be letters, digits, '_', '-' or '.', and not start with '.' or '-'")
     return name
+
+
+def runs_folder(home: Path) -> Path:
+    return home / "runs"
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the real folders in a folder that a run or checkpoint may have, sorted; none when it does not exist."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(e.name for e in entries if _NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 @dataclass(frozen=True)
@@ -40,9 +54,9 @@ class CheckpointPath:
     @classmethod
     def parse(cls, path: str) -> CheckpointPath:
         """Raises RequestError for anything that is not of that form."""
-        scheme, separator, rest = path.partition("://")
+        scheme, separator, rest = str(path).partition("://")
         parts = rest.split("/")
-        if scheme != "tinker" or not separator or len(parts) != 3 or parts[1] not in get_args(CheckpointKind):
+        if scheme != "tinker" or not separator or len(parts) != 3 or parts[1] not in KINDS:
             raise RequestError(
                 f"checkpoint path {path!r} must look like tinker://<run_id>/weights/<name> "
                 "or tinker://<run_id>/sampler_weights/<name>"
@@ -51,7 +65,20 @@ class CheckpointPath:
         return cls(check_name(parts[0], "run id"), kind, check_name(parts[2], "checkpoint name"))
 
     def __str__(self) -> str:
-        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+        return f"tinker://{self.run_id}/{self.checkpoint_id}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What the SDK calls so: `<kind>/<name>`, unique within its run."""
+        return f"{self.kind}/{self.name}"
 
     def folder(self, home: Path) -> Path:
-        return home / "runs" / self.run_id / self.kind / self.name
+        """Raises RequestError when a symbolic link below the home leads elsewhere."""
+        folder = runs_folder(home) / self.run_id / self.kind / self.name
+        if folder.resolve() != home.resolve() / folder.relative_to(home):
+            raise RequestError(f"checkpoint {self}: a symbolic link in {folder} leads elsewhere; remove the link")
+        return folder
+
+    def archive(self, home: Path) -> Path:
+        """Where its archive is written."""
+        return home / "archives" / self.run_id / self.kind / f"{self.name}.tar.gz"

@@ -1,0 +1,109 @@
+"""The keys that every benchmark takes, and the environment that they stand for."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+
+from benchmarks.errors import BenchmarkError
+
+RESULTS = str(Path(__file__).resolve().parent / "results")
+DEFAULT_MODELS_DIR = str(Path(tempfile.gettempdir()) / "tinker-benchmark-models")
+
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+}
+
+
+@chz.chz(typecheck=True)
+class CommonConfig:
+    """Keys of every benchmark."""
+
+    shape: Literal["tiny", "small", "qwen3-0.6b", "qwen3-4b"] = chz.field(
+        default="tiny", doc="random-weight Qwen3 model: tiny (0.1 M parameters), small (29 M), qwen3-0.6b or qwen3-4b"
+    )
+    device: Literal["cpu", "cuda"] = chz.field(
+        default="cpu", doc="where every contender runs (sets TINKER_LOCAL_DEVICE)"
+    )
+    dtype: Literal["float32", "bfloat16"] = chz.field(
+        default="float32", doc="number format of the base model, ours and the peers' (sets TINKER_LOCAL_DTYPE)"
+    )
+    threads: int = chz.field(default=2, doc="CPU threads of every contender", validator=chz.validators.gt(0))
+    rank: int = chz.field(default=16, doc="rank of the LoRA adapters", validator=chz.validators.gt(0))
+    models_dir: str = chz.field(default=DEFAULT_MODELS_DIR, doc="where the random-weight models are made, once")
+    output: str = chz.field(default=RESULTS, doc="folder for the results (JSON and markdown)")
+
+
+@chz.chz(typecheck=True)
+class ComparisonConfig(CommonConfig):
+    """Keys of the benchmarks that compare speeds."""
+
+    repetitions: int = chz.field(
+        default=5, doc="measured repetitions of each contender", validator=chz.validators.gt(0)
+    )
+    peers: list[str] | None = chz.field(
+        default=None, doc="peers to run, separated by commas; peers= for none; default: all that are installed"
+    )
+    quiet_seconds: float = chz.field(
+        default=30.0, doc="longest wait before a repetition for other programs to go quiet; 0: never wait"
+    )
+    max_foreign_cores: float = chz.field(
+        default=0.15, doc="a repetition during which other programs used more cores than this counts as disturbed"
+    )
+    reruns: int = chz.field(
+        default=5, doc="how often a contender may repeat a disturbed repetition", validator=chz.validators.ge(0)
+    )
+
+
+@contextmanager
+def environment(config: CommonConfig) -> Iterator[None]:
+    """The environment variables that the keys stand for, until the block ends; also torch's thread count."""
+    import torch
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("device=cuda: torch sees no CUDA device here; use device=cpu")
+    values = {**_OFFLINE, "TINKER_LOCAL_DEVICE": config.device, "TINKER_LOCAL_DTYPE": config.dtype}
+    before = {name: os.environ.get(name) for name in values}
+    threads_before = torch.get_num_threads()
+    os.environ.update(values)
+    torch.set_num_threads(config.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def run_benchmark(main: Callable[[Any], None]) -> None:
+    """Entrypoint of the modules: parse `key=value`, fix the thread count for every thread, run; mistakes print as one line."""
+
+    def with_threads(config: Any) -> None:
+        if isinstance(config, CommonConfig):
+            _restart_with_threads(config.threads)
+        main(config)
+
+    with_threads.__annotations__["config"] = main.__annotations__["config"]
+    try:
+        chz.nested_entrypoint(with_threads, allow_hyphens=True)
+    except BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _restart_with_threads(threads: int) -> None:
+    """OpenMP reads its variable once, at start, and every thread of a contender must see the same value."""
+    if os.environ.get("OMP_NUM_THREADS") != str(threads):
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

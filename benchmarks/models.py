@@ -1,0 +1,130 @@
+"""Models with random weights: speed and memory depend on the shape of a model, not on what it has learnt.
+
+The tokenizer is a table of words, `w3 w4 w5 ...`, so text and token ids translate into each other exactly and a peer that
+insists on text gets the same tokens as everyone else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers.utils import logging
+
+PAD_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2
+FIRST_WORD_ID = 3
+"""Ids below are special; every id from here on is an ordinary word."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What determines the cost of a decoder with grouped-query attention, a gated MLP and a tied head."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    stored_dtype: str = "float32"
+    max_positions: int = 32768
+
+    @property
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """(in, out) of the linears of one layer, those that carry adapters."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = [(self.hidden, q), (self.hidden, kv), (self.hidden, kv), (q, self.hidden)]
+        return [*attention, (self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden)]
+
+    @property
+    def body_parameters(self) -> int:
+        """Weights of all linears except the head."""
+        return self.layers * sum(a * b for a, b in self.linear_shapes)
+
+    @property
+    def head_parameters(self) -> int:
+        return self.hidden * self.vocab
+
+    def adapter_parameters(self, rank: int) -> int:
+        return self.layers * sum(rank * (a + b) for a, b in self.linear_shapes)
+
+    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
+
+
+SHAPES = {
+    "tiny": Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=192, vocab=512),
+    "small": Shape(hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, mlp=1536, vocab=8192),
+    "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151936, stored_dtype="bfloat16"),
+    "qwen3-4b": Shape(2560, 36, 32, 8, 128, 9728, 151936, stored_dtype="bfloat16"),
+}
+
+
+def with_vocabulary(shape: Shape, vocab: int) -> Shape:
+    return replace(shape, vocab=vocab)
+
+
+def ensure_model(name: str, shape: Shape, models_dir: str) -> Path:
+    """The folder of the model of this shape, made on first use. A model that is there is whole."""
+    digest = hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()[:8]
+    root = Path(models_dir).expanduser()
+    target = root / f"{name}-{digest}"
+    if target.is_dir():
+        return target
+    root.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
+    try:
+        _write_model(shape, staging)
+        os.replace(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return target
+
+
+def _write_model(shape: Shape, folder: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.mlp,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+    )
+    logging.disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.stored_dtype))
+    model.save_pretrained(folder)
+    word_tokenizer(shape.vocab).save_pretrained(folder)
+
+
+def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """One word per id: `w3` is token 3. Words are separated by spaces."""
+    table = {"<pad>": PAD_ID, "<eos>": EOS_ID, "<unk>": UNKNOWN_ID}
+    table |= {f"w{i}": i for i in range(FIRST_WORD_ID, vocab)}
+    tokenizer = Tokenizer(models.WordLevel(table, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def words(tokens: list[int]) -> str:
+    """The text that the tokenizer turns into exactly these ids."""
+    return " ".join(f"w{token}" for token in tokens)

@@ -1,0 +1,74 @@
+"""Which peers a benchmark has, which of them can run here, and a row for each that cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.config import ComparisonConfig
+from benchmarks.errors import BenchmarkError
+from benchmarks.harness import Contender, Measurement, absent, describe
+from benchmarks.models import Shape
+from benchmarks.workload import Workload
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a peer is built from. What must be closed at the end is entered into `stack`; a peer may add to `versions`."""
+
+    config: ComparisonConfig
+    shape: Shape
+    model: Path
+    adapter: Path | None
+    """PEFT folder; None in benchmarks that train a new one"""
+    workload: Workload
+    stack: ExitStack
+    vllm_python: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A tool. `build` makes one contender per row of the table; `missing` says why it cannot run here, or None."""
+
+    build: Callable[[Setup], list[Contender]]
+    missing: Callable[[Setup], str | None]
+
+
+def needs(*packages: str) -> Callable[[Setup], str | None]:
+    """A `missing` for packages that are installed next to the library."""
+
+    def missing(setup: Setup) -> str | None:
+        absent_ones = [package for package in packages if importlib.util.find_spec(package) is None]
+        return f"not installed (pip install {' '.join(absent_ones)})" if absent_ones else None
+
+    return missing
+
+
+def select(config: ComparisonConfig, peers: Mapping[str, Peer]) -> dict[str, Peer]:
+    """The peers that `config.peers` asks for. Raises BenchmarkError for a name that this benchmark does not have."""
+    if config.peers is None:
+        return dict(peers)
+    unknown = [name for name in config.peers if name not in peers]
+    if unknown:
+        raise BenchmarkError(f"peers={','.join(unknown)}: unknown here; this benchmark has {', '.join(peers)}")
+    return {name: peers[name] for name in config.peers}
+
+
+def build(setup: Setup, peers: Mapping[str, Peer]) -> tuple[list[Contender], list[Measurement]]:
+    """Contenders of the peers that can run, and a row with the reason for each that cannot."""
+    contenders: list[Contender] = []
+    missing: list[Measurement] = []
+    for name, peer in peers.items():
+        reason = peer.missing(setup)
+        if reason is not None:
+            missing.append(absent(name, reason))
+            continue
+        try:
+            contenders += peer.build(setup)
+        except Exception as error:
+            missing.append(absent(name, f"failed to start: {describe(error)}"))
+    return contenders, missing

@@ -1,0 +1,61 @@
+"""What the hardware can do, measured here and now, and what the work needs at least: the two sides of a utilization."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from benchmarks.models import Shape
+from benchmarks.workload import TrainingSequence
+
+
+def matmul_rate(device: str, dtype: str) -> float:
+    """FLOP/s of a large square matrix product."""
+    size = 8192 if device == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: a @ b, device)
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes/s of a copy within the device's memory, reads and writes counted."""
+    count = 2**30 if device == "cuda" else 2**26
+    source, target = (torch.empty(count, dtype=torch.uint8, device=device).zero_() for _ in range(2))
+    return 2 * count / _seconds(lambda: target.copy_(source), device)
+
+
+@torch.inference_mode()
+def _seconds(action: Callable[[], object], device: str, repetitions: int = 7) -> float:
+    times = []
+    for _ in range(repetitions + 2):
+        start = time.perf_counter()
+        action()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def training_flops(shape: Shape, rank: int, sequences: Sequence[TrainingSequence]) -> float:
+    """Floating-point operations that LoRA training on these sequences needs when no work is shared or repeated.
+
+    A frozen matrix costs 2 operations per weight and token forward and 2 backward (for the input only), an adapter 2 and 4,
+    the head as a frozen matrix where there is a loss. Causal attention costs 2 * length^2 * heads * head_dim per layer
+    forward and twice that backward.
+    """
+    tokens = sum(len(s.tokens) - 1 for s in sequences)
+    targets = sum(len(s.completion) for s in sequences)
+    squares = sum((len(s.tokens) - 1) ** 2 for s in sequences)
+    linears = (4 * shape.body_parameters + 6 * shape.adapter_parameters(rank)) * tokens
+    return linears + 4 * shape.head_parameters * targets + 6 * squares * shape.heads * shape.head_dim * shape.layers
+
+
+def decode_bytes(
+    shape: Shape, rank: int, rows: int, prompt_length: int, new_tokens: int, bytes_per_number: int
+) -> float:
+    """Bytes that decoding must read at least: at each step all weights once (float32 adapters too), and every row's KV cache."""
+    weights = (shape.body_parameters + shape.head_parameters) * bytes_per_number + 4 * shape.adapter_parameters(rank)
+    positions = sum(prompt_length + i for i in range(new_tokens))
+    return weights * new_tokens + rows * positions * shape.kv_bytes_per_token(bytes_per_number)

@@ -1,0 +1,67 @@
+"""Each benchmark once on the tiny shape, alone, and with the peers that need nothing more than the library does."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import memory, rl_step, sampling, training
+from benchmarks.errors import BenchmarkError
+from benchmarks.report import NOT_MEASURED, Report
+
+
+def statuses(report: Report, title_start: str) -> dict[str, str]:
+    results = next(rows for title, rows in report.measurements.items() if title.startswith(title_start))
+    assert isinstance(results, list)
+    return {row["name"]: row["status"] for row in results}
+
+
+def test_sampling(quick_comparison: dict) -> None:
+    report = sampling.run(sampling.Config(**{**quick_comparison, "peers": ["hf", "vllm"]}))
+    found = statuses(report, "Sampling")
+    assert {name for name, status in found.items() if status == "measured"} == {
+        "ours, LoRA",
+        "ours, base",
+        "HF generate, LoRA",
+        "HF generate, base",
+    }
+    assert found["vllm"].startswith("not installed")
+    kl, largest = map(float, report.tables[1].rows[0])
+    assert abs(kl) < 1e-4 and largest < 1e-3
+    assert report.tables[2].rows == [[rows, *[NOT_MEASURED] * 4] for rows in ("64", "256")]
+
+
+def test_training(quick_comparison: dict) -> None:
+    report = training.run(training.Config(**{**quick_comparison, "peers": ["torch-peft"]}))
+    found = statuses(report, "Training")
+    assert set(found.values()) == {"measured"} and len(found) == 5
+    assert len({row[1] for row in report.tables[0].rows}) == 1  # all had as many tokens
+    assert len(report.tables[1].rows) == 5
+
+
+def test_rl_step(quick_comparison: dict) -> None:
+    report = rl_step.run(rl_step.Config(**quick_comparison))
+    assert statuses(report, "GRPO") == {"ours, GRPO": "measured"}
+    assert statuses(report, "DPO") == {"ours, DPO": "measured"}
+
+
+def test_memory_in_a_process_per_point(quick: dict) -> None:
+    keys = {"tokens": (64, 128), "vocabularies": (512,), "long_tokens": 128, "waiting": 4, "kv_budget": 512}
+    report = memory.run(memory.Config(**quick, **keys))
+    growth, long, waiting = report.tables
+    assert [row[0] for row in growth.rows] == ["64 tokens", "128 tokens", "slope"]
+    assert float(long.rows[0][3].split()[0]) > 0
+    assert waiting.rows[2] == ["KV budget, 512 tokens", "0.5 MiB"]
+
+
+def test_a_slope_needs_two_points(quick: dict) -> None:
+    with pytest.raises(BenchmarkError, match="tokens="):
+        memory.run(memory.Config(**quick, tokens=(64,)))
+
+
+def test_the_file_is_named_after_what_was_measured(quick_comparison: dict) -> None:
+    config = rl_step.Config(**quick_comparison)
+    rl_step.main(config)
+    assert sorted(path.name for path in Path(config.output).iterdir()) == [
+        "rl_step_tiny_float32_cpu.json",
+        "rl_step_tiny_float32_cpu.md",
+    ]

@@ -1,0 +1,50 @@
+"""How much one training pass may keep in memory, and how running out of it is recognised."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.environment import env_int
+
+DEFAULT_ACTIVATION_BYTES_CPU = 1 << 30
+SHARE_OF_FREE_CUDA_MEMORY = 0.5
+MAX_TOKENS = 16384
+"""Beyond this a larger pass is no faster."""
+
+
+class ActivationBudget:
+    """Bound on the tokens of one pass, from the memory for activations.
+
+    TINKER_LOCAL_ACTIVATION_MB sets that memory; the default is 1 GiB on a CPU (a constant, so that runs are reproducible)
+    and half of what is free on a GPU.
+    """
+
+    def __init__(self, model: BaseModel):
+        self._device = model.device
+        megabytes = env_int("TINKER_LOCAL_ACTIVATION_MB", minimum=1)
+        available = DEFAULT_ACTIVATION_BYTES_CPU if megabytes is None else megabytes << 20
+        if megabytes is None and self._device.type == "cuda":
+            available = int(torch.cuda.mem_get_info(self._device)[0] * SHARE_OF_FREE_CUDA_MEMORY)
+        self._fitting = available // model.activation_bytes_per_token()
+        self.tokens = max(1, min(MAX_TOKENS, self._fitting))
+
+    def must_recompute(self, tokens: int) -> bool:
+        """Whether a pass of this many tokens (a single long sequence) keeps too much unless layers are recomputed."""
+        return tokens > self._fitting
+
+    def release(self) -> None:
+        """After a failed pass: give back what it held."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this is the allocator's refusal, on a GPU or on the CPU (where torch raises a plain RuntimeError)."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "not enough memory" in text)

@@ -1,0 +1,71 @@
+"""What a request may ask about its prompt: logprobs, the likeliest tokens, given tokens, and draws at every position."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.noise import derive_seed
+from tinker_local_backend.engine.requests import PromptScoring
+from tinker_local_backend.engine.sampler import draw
+from tinker_local_backend.engine.scoring import chunk_rows
+from tinker_local_backend.engine.tickets import PromptScores
+
+ALTERNATIVES_STREAM = 0xA17E
+"""Keeps the draws at prompt positions apart from those of the completions, which use the same request seed."""
+
+
+def score_prompt(
+    model: BaseModel,
+    hidden_NH: torch.Tensor,
+    prompt: tuple[int, ...],
+    adapter: Adapter | None,
+    scoring: PromptScoring,
+    temperature: float,
+    seed: int,
+) -> PromptScores:
+    """Scores of a prompt of N tokens from its N hidden states, at temperature 1; draws are at `temperature`."""
+    length = len(prompt)
+    scores = PromptScores()
+    if scoring.logprobs:
+        scores.logprobs = np.full(length, np.nan, dtype=np.float32)
+    if scoring.topk:
+        scores.topk = _table(length, scoring.topk)
+    if scoring.targets is not None:
+        scores.targets = np.zeros(scoring.targets.shape, dtype=np.float32)
+    if scoring.alternatives:
+        scores.alternatives = _table(length - 1, scoring.alternatives)
+    first_scored = 1 if scoring.last_n is None else max(1, length - scoring.last_n)
+    everywhere = scoring.targets is not None or scoring.alternatives
+    for start in range(0 if everywhere else first_scored - 1, length - 1, chunk_rows(model)):
+        end = min(start + chunk_rows(model), length - 1)  # hidden state i predicts token i + 1
+        logits = model.logits(hidden_NH[start:end], adapter)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        skipped = max(0, first_scored - 1 - start)
+        scored, window = logprobs[skipped:], slice(start + skipped + 1, end + 1)
+        if scores.logprobs is not None:
+            own = torch.tensor(prompt[window], device=scored.device)[:, None]
+            scores.logprobs[window] = scored.gather(1, own)[:, 0].cpu().numpy()
+        if scores.topk is not None:
+            values, ids = scored.topk(min(scoring.topk, model.vocab_size), dim=-1)
+            scores.topk[0][window, : ids.shape[1]] = ids.cpu().numpy()
+            scores.topk[1][window, : ids.shape[1]] = values.cpu().numpy()
+        if scoring.targets is not None and scores.targets is not None:
+            wanted = torch.from_numpy(scoring.targets[start:end]).to(logprobs.device)
+            values = torch.where(wanted >= 0, logprobs.gather(1, wanted.clamp(min=0)), 0.0)
+            scores.targets[start:end] = values.cpu().numpy()
+        if scores.alternatives is not None:
+            for column in range(scoring.alternatives):
+                stream = derive_seed(seed, ALTERNATIVES_STREAM, column)
+                positions = np.arange(start, end, dtype=np.uint64)
+                seeds = np.full(end - start, stream, dtype=np.uint64)
+                ids, values = draw(logits, temperature, seeds, positions)
+                scores.alternatives[0][start:end, column] = ids.cpu().numpy()
+                scores.alternatives[1][start:end, column] = values.cpu().numpy()
+    return scores
+
+
+def _table(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((rows, columns), dtype=np.int64), np.full((rows, columns), np.nan, dtype=np.float32)

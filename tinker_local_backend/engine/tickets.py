@@ -1,0 +1,92 @@
+"""A sampling request on its way through the generator, and what comes back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tinker_local_backend.engine.requests import SamplingRequest
+
+TopK = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+"""(ids, logprobs) of the most likely tokens, most likely first."""
+
+
+@dataclass
+class SampledSequence:
+    """One completion: ids with a logprob each. The stop token, when the model emitted one, is the last of them."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: Literal["stop", "length"] = "length"
+    topk: list[TopK] = field(default_factory=list)
+    """per token, when the request asks for it: arrays of shape (k,)"""
+
+
+@dataclass
+class PromptScores:
+    """Scores of a prompt of N tokens at temperature 1; arrays are None when not asked for, NaN where not computed."""
+
+    logprobs: npt.NDArray[np.float32] | None = None
+    """(N,)"""
+    topk: TopK | None = None
+    """(N, k) each; rows that were not computed hold logprob NaN"""
+    targets: npt.NDArray[np.float32] | None = None
+    """(N - 1, K), 0 where the request says -1"""
+    alternatives: TopK | None = None
+    """(N - 1, k) each: tokens drawn at the request's temperature, and their logprobs"""
+
+
+@dataclass
+class SamplingResult:
+    """What a request gets: its completions, the scores of its prompt, and how much of the prompt was already in the cache."""
+
+    sequences: list[SampledSequence]
+    prompt: PromptScores = field(default_factory=PromptScores)
+    cached_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way. `complete` is told the result or the error; `cancelled` is asked before every step."""
+
+    request: SamplingRequest
+    complete: Callable[[SamplingResult | BaseException], None]
+    cancelled: Callable[[], bool]
+    sequences: list[SampledSequence] = field(default_factory=list)
+    prompt: PromptScores | None = None
+    seed: int | None = None
+    started: int = 0
+    """samples that were given a row so far; the rest wait until rows are free"""
+    done: int = 0
+    cached_tokens: int = 0
+    finished: bool = False
+
+    @property
+    def dropped(self) -> bool:
+        """Nobody waits for it any more: its rows are free to go."""
+        return self.finished or self.cancelled()
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the prompt is still to be scored."""
+        return self.prompt is None and self.request.scoring.wanted
+
+    def finish(self, outcome: SamplingResult | BaseException) -> None:
+        """Report the outcome; only the first one counts."""
+        if not self.finished:
+            self.finished = True
+            self.complete(outcome)
+
+    def succeed(self) -> None:
+        """Report what there is."""
+        self.finish(SamplingResult(self.sequences, self.prompt or PromptScores(), self.cached_tokens))
+
+    def sample_done(self) -> None:
+        """One more sample has ended; after the last one the result goes out."""
+        self.done += 1
+        if self.done == self.request.num_samples:
+            self.succeed()

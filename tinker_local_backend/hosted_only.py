@@ -1,0 +1,35 @@
+"""What the SDK's clients offer that has no meaning on one's own machine: refused by name, never ignored."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from tinker_local_backend.errors import RequestError
+
+_FILES = "save_weights_for_sampler writes PEFT files, get_checkpoint_archive_url_from_tinker_path packs them"
+
+REST_CALLS = {
+    "whoami": "there are no accounts",
+    "get_audit_log": "there are no accounts; every call is your own",
+    "get_billing_usage": "nothing is billed",
+    "get_current_checkpoint_storage_usage": "nothing is billed; list_user_checkpoints states sizes in bytes",
+    "assign_session_project": "there are no projects",
+    "search_sessions": "list_sessions lists them all",
+    "export_session_trace": "no trace of requests is kept",
+    "get_sampler": "samplers live in the process that made them; ask the SamplingClient itself (get_base_model)",
+    "get_external_weights_urls": f"there are no external weights; {_FILES}",
+}
+"""Method of RestClient -> why there is none, or what to use."""
+
+
+def refuse_call(name: str) -> NoReturn:
+    raise RequestError(f"RestClient.{name} has no meaning with the local engine: {REST_CALLS[name]}")
+
+
+def refuse_arguments(**arguments: object) -> None:
+    """Raise RequestError for the first argument that is set (not None and not False)."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise RequestError(
+                f"{name}={value!r} is only offered by the hosted service; leave it out, or use backend=tinker"
+            )

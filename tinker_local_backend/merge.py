@@ -1,0 +1,311 @@
+"""Merge an adapter into its base model: a full model directory that transformers, vLLM and others load without PEFT.
+
+    python -m tinker_local_backend.merge checkpoint=tinker://<run_id>/sampler_weights/final output=merged
+
+Each adapted weight becomes W + scale * B @ A, computed in float32 and rounded once to the dtype in which it is saved. A head that
+is tied to the embedding and has an adapter is untied, because the adapter changes logits and not the embedding of inputs.
+Before the directory gets its name it is loaded again and compared with the unmerged model on random tokens; a difference that
+rounding does not explain is an error, and leaves nothing. Runs on the CPU and needs memory for the model in float32.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tinker_local_backend.engine.base_model import check_model_name
+from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
+from tinker_local_backend.storage.checkpoints import ADAPTER_FILE, CONFIG_FILE, PEFT_PREFIX
+from tinker_local_backend.storage.files import staging_folder, writing
+from tinker_local_backend.storage.info import read_info
+from tinker_local_backend.storage.paths import CheckpointPath, local_home
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Largest norm of the difference over norm of the logits that is put down to rounding, by the dtype of the saved weights."""
+
+PROBE_TOKENS = 32
+
+
+@chz.chz(typecheck=True)
+class Config:
+    """Keys of `python -m tinker_local_backend.merge`."""
+
+    checkpoint: str = chz.field(doc="tinker:// path under TINKER_LOCAL_HOME, or a directory with a PEFT LoRA adapter")
+    output: str = chz.field(doc="directory to write the full model to")
+    base_model: str | None = chz.field(default=None, doc="directory or hub id; default: the one that the adapter names")
+    dtype: str | None = chz.field(default=None, doc="float32, bfloat16 or float16; default: that of the base model")
+    overwrite: bool = chz.field(default=False, doc="replace an output directory that holds a model")
+
+
+class MergeCheckError(LocalBackendError):
+    """The merged model does not compute what the unmerged one does."""
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What was written, and how it compares with base model plus adapter on random tokens."""
+
+    output: Path
+    modules: int
+    max_abs_diff: float
+    """of the logits of the saved model from those of base model plus adapter, both computed in float32"""
+    max_abs_effect: float
+    """of the logits of base model plus adapter from those of the base model alone: what the difference is to be held against"""
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """A LoRA adapter as it is on disk: module path -> (A of shape (rank, in), B of shape (out, rank)), float32."""
+
+    base_model: str | None
+    alpha: float
+    rslora: bool
+    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+    def scale(self, module: str) -> float:
+        rank = self.matrices[module][0].shape[0]
+        return self.alpha / (rank**0.5 if self.rslora else rank)
+
+    def delta(self, module: str) -> torch.Tensor:
+        """What is added to the module's weight: shape (out, in), float32."""
+        a, b = self.matrices[module]
+        return (b @ a) * self.scale(module)
+
+
+def merge_adapter(
+    checkpoint: str,
+    output: str | Path,
+    base_model: str | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    home: Path | None = None,
+) -> MergeResult:
+    """Write `base_model` with the adapter merged in to `output`: config, generation config, weights and tokenizer.
+
+    Args:
+        checkpoint: a tinker:// path under `home`, or a directory that holds a PEFT LoRA adapter.
+        output: must not exist, unless `overwrite` is set and it holds a model.
+        base_model: directory or hub id; None: what the adapter names.
+        dtype: of the saved weights; None: each as it is in the base model.
+        home: of tinker:// paths; None means TINKER_LOCAL_HOME, else the user's data folder.
+
+    Raises:
+        CheckpointError: the adapter is missing, damaged, of a kind that cannot be merged, or does not fit the base model.
+        ModelLoadError: the base model cannot be loaded.
+        MergeCheckError: the merged model computes something else. Nothing was written.
+        CheckpointWriteError: the disk refused. Nothing was written.
+    """
+    target = Path(output).expanduser().absolute()
+    folder = _adapter_folder(checkpoint, home or local_home())
+    adapter = read_adapter(folder)
+    name = base_model or adapter.base_model
+    if name is None:
+        raise RequestError(f"the adapter in {folder} names no base model; give base_model=...")
+    check_model_name(name)
+    _check_output(target, overwrite, (folder, Path(name).expanduser()))
+
+    model = _load(name)
+    dtypes = {
+        key: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        for key, tensor in model.state_dict().items()
+    }
+    model.float()
+    probe = _probe(model)
+    base_logits = _logits(model, probe)
+    with_adapter = _logits_with_adapter(model, adapter, probe, folder)
+    merge_weights(model, adapter)
+    _check("in memory", _logits(model, probe), with_adapter, TOLERANCES[torch.float32])
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(dtypes[key])
+
+    with writing(f"the merged model {target}"), staging_folder(target) as staging:
+        model.save_pretrained(staging)
+        AutoTokenizer.from_pretrained(name).save_pretrained(staging)
+        saved_dtype = model.get_input_embeddings().weight.dtype
+        del model
+        gc.collect()  # before the model is loaded a second time
+        final = _logits(_load(str(staging)).float(), probe)
+        _check("as saved", final, with_adapter, TOLERANCES.get(saved_dtype, TOLERANCES[torch.bfloat16]))
+    return MergeResult(
+        target,
+        len(adapter.matrices),
+        max_abs_diff=float((final - with_adapter).abs().max()),
+        max_abs_effect=float((with_adapter - base_logits).abs().max()),
+    )
+
+
+def _adapter_folder(checkpoint: str, home: Path) -> Path:
+    if "://" in checkpoint:
+        path = CheckpointPath.parse(checkpoint)
+        read_info(home, path)
+        return path.folder(home)
+    return Path(checkpoint).expanduser()
+
+
+def _check_output(target: Path, overwrite: bool, sources: tuple[Path, ...]) -> None:
+    for source in sources:
+        if source.resolve().is_relative_to(target.resolve()):
+            raise RequestError(f"output {target} holds {source}, which is being read; choose another directory")
+    if not target.exists():
+        return
+    if not overwrite:
+        raise RequestError(f"output {target} exists; choose another directory or pass overwrite=true")
+    if not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise RequestError(
+            f"output {target} holds no model (no config.json), and is not replaced; choose another directory"
+        )
+
+
+def read_adapter(folder: Path) -> PeftAdapter:
+    """Raises CheckpointError when it is missing, damaged, or of a kind that W + scale * B @ A does not describe."""
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        tensors = load_file(folder / ADAPTER_FILE)
+        kind, alpha, bias = config["peft_type"], float(config["lora_alpha"]), config.get("bias", "none")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} holds no PEFT adapter: {Path(error.filename or ADAPTER_FILE).name} is missing"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"the adapter in {folder} is damaged: {error}") from error
+    refused = [key for key in ("use_dora", "fan_in_fan_out", "alpha_pattern", "modules_to_save") if config.get(key)]
+    if kind != "LORA" or bias != "none" or refused:
+        found = ", ".join([f"peft_type={kind}", f"bias={bias}", *(f"{key}={config[key]}" for key in refused)])
+        raise CheckpointError(
+            f"the adapter in {folder} cannot be merged: only plain LoRA is supported, this has {found}"
+        )
+    return PeftAdapter(
+        config.get("base_model_name_or_path"), alpha, bool(config.get("use_rslora")), _pairs(tensors, folder)
+    )
+
+
+def _pairs(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    halves: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+    for name, tensor in tensors.items():
+        module, _, which = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+        if which not in ("A.weight", "B.weight") or tensor.dim() != 2:
+            raise CheckpointError(
+                f"the adapter in {folder} cannot be merged: {name} is no LoRA matrix of a linear layer"
+            )
+        halves[which == "B.weight"][module] = tensor.float()
+    if not tensors or halves[0].keys() != halves[1].keys():
+        raise CheckpointError(f"the adapter in {folder} is damaged: it is empty, or a matrix A lacks its B")
+    return {module: (halves[0][module], halves[1][module]) for module in sorted(halves[0])}
+
+
+def _load(name: str) -> Any:
+    """In the dtype in which it is saved, on the CPU."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval().requires_grad_(False)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+
+
+def _probe(model: Any) -> torch.Tensor:
+    """Random tokens (1, T), the same every time."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    length = min(PROBE_TOKENS, getattr(model.config.get_text_config(), "max_position_embeddings", PROBE_TOKENS))
+    return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def _logits(model: Any, probe: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=probe, use_cache=False).logits.float()
+
+
+def _logits_with_adapter(model: Any, adapter: PeftAdapter, probe: torch.Tensor, folder: Path) -> torch.Tensor:
+    """Of the unmerged model, with scale * B(A x) added to each adapted layer's output."""
+    hooks = []
+    try:
+        for module, (a, b) in adapter.matrices.items():
+            linear = _linear(model, module, a, b, folder)
+
+            def add(_: nn.Module, inputs: tuple, output: torch.Tensor, module: str = module) -> torch.Tensor:
+                a, b = adapter.matrices[module]
+                return output + adapter.scale(module) * (inputs[0] @ a.T @ b.T)
+
+            hooks.append(linear.register_forward_hook(add))
+        return _logits(model, probe)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _linear(model: nn.Module, module: str, a: torch.Tensor, b: torch.Tensor, folder: Path) -> nn.Linear:
+    try:
+        linear = model.get_submodule(module)
+    except AttributeError:
+        raise CheckpointError(f"the adapter in {folder} does not fit the base model, which has no {module}") from None
+    if not isinstance(linear, nn.Linear):
+        raise CheckpointError(
+            f"the adapter in {folder} cannot be merged: {module} is {type(linear).__name__}, no Linear"
+        )
+    if linear.weight.shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1]:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit the base model: {module} has a weight of shape "
+            f"{tuple(linear.weight.shape)}, A {tuple(a.shape)}, B {tuple(b.shape)}"
+        )
+    return linear
+
+
+def merge_weights(model: Any, adapter: PeftAdapter) -> None:
+    """Add the adapter to the weights of a float32 model, in place, after untying a tied head that has an adapter."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for module in adapter.matrices:
+        linear = model.get_submodule(module)
+        if linear is head and head.weight is embedding.weight:
+            head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+            model.config.tie_word_embeddings = False
+            model.config.get_text_config().tie_word_embeddings = False
+        linear.weight.data += adapter.delta(module)
+
+
+def _check(when: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    error = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+    if not error <= tolerance:
+        raise MergeCheckError(
+            f"the merged model, {when}, differs from base model plus adapter: relative difference of the logits {error:.1e}, "
+            f"accepted {tolerance:.0e}, largest {float((found - expected).abs().max()):.3e}"
+        )
+
+
+def main(config: Config) -> None:
+    if config.dtype is not None and config.dtype not in DTYPES:
+        raise RequestError(f"dtype must be one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    dtype = None if config.dtype is None else DTYPES[config.dtype]
+    result = merge_adapter(config.checkpoint, config.output, config.base_model, dtype, config.overwrite)
+    print(f"merged {result.modules} modules into {result.output}")
+    print(
+        f"max_abs_diff={result.max_abs_diff:.3e}  (logits; the adapter itself changes them by up to {result.max_abs_effect:.3e})"
+    )
+    if result.max_abs_diff > result.max_abs_effect / 2 > 0:
+        print(
+            "warning: rounding the merged weights changes about as much as the adapter does; use dtype=float32",
+            file=sys.stderr,
+        )
+    print("ok")
+
+
+def run(config: Config) -> None:
+    """`main`, with errors as one line: exit status 1 when the check fails, 2 when the request cannot be carried out."""
+    try:
+        main(config)
+    except LocalBackendError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1 if isinstance(error, MergeCheckError) else 2) from None
+
+
+if __name__ == "__main__":
+    chz.nested_entrypoint(run, allow_hyphens=True)

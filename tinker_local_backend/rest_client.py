@@ -1,0 +1,373 @@
+"""RestClient: list, describe, keep and delete training runs and checkpoints, with the SDK's method names and types.
+
+Works on files and on the run registry alone: no engine, no model, and it may be made without a service client, as in
+
+    for checkpoint in RestClient().list_user_checkpoints().result().checkpoints:
+        print(checkpoint.tinker_path, checkpoint.size_bytes)
+
+Every method returns a future, which can be awaited or asked for its `.result()`; each also exists as a coroutine under its
+older name, `<method>_async`. Short calls are carried out at once, on the caller's thread: they take milliseconds, they see all
+that was saved before, and they cannot change which sampling requests share a batch. Archives and copies, which take as long as
+the weights are large, run on a thread of their own.
+
+A home is one user's: `access_scope` makes no difference, and publishing is a mark that others do not see.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from tinker import types
+
+from tinker_local_backend import hosted_only
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.futures import EngineFuture, EngineLink
+from tinker_local_backend.storage import catalog
+from tinker_local_backend.storage.catalog import CheckpointEntry
+from tinker_local_backend.storage.info import read_info
+from tinker_local_backend.storage.paths import CheckpointPath, check_name, local_home
+from tinker_local_backend.storage.registry import Registry, Run, Session
+
+T = TypeVar("T")
+AccessScope = Literal["owned", "accessible"]
+
+OWNER = "local"
+_NO_ENGINE = EngineLink(None, dict)
+_TINY_CHAT = Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat"
+
+
+@dataclass(frozen=True)
+class CheckpointArchiveUrlResponse:
+    """Where an archive lies. The type that older SDKs had under this name; the present one has none."""
+
+    url: str
+    """a file:// URL of a .tar.gz, which `urllib.request.urlretrieve` understands"""
+    expires: datetime | None
+    """when the checkpoint, and its archive with it, expires; None: never"""
+
+
+def shipped_models() -> list[types.SupportedModel]:
+    """The tiny model of a source checkout; empty where the package was installed without it."""
+    try:
+        config = json.loads((_TINY_CHAT / "config.json").read_text())
+    except FileNotFoundError:
+        return []
+    return [supported_model(str(_TINY_CHAT), config["max_position_embeddings"])]
+
+
+def supported_model(name: str, context_length: int) -> types.SupportedModel:
+    return types.SupportedModel(model_name=name, max_context_length=context_length, trainable=True, sampleable=True)
+
+
+class RestClient:
+    """The runs and checkpoints of one home.
+
+    Args:
+        home: where they are; None means TINKER_LOCAL_HOME, else the user's data folder.
+        session: under which copies are recorded; None makes a new one. ServiceClient.create_rest_client passes its own.
+        supported_models: what get_server_capabilities answers.
+    """
+
+    def __init__(
+        self,
+        home: Path | str | None = None,
+        *,
+        session: Session | None = None,
+        supported_models: Callable[[], list[types.SupportedModel]] = shipped_models,
+    ):
+        self._home = Path(home) if home is not None else local_home()
+        self._registry = Registry(self._home)
+        self._session = session or Session()
+        self._supported_models = supported_models
+
+    def get_server_capabilities(self) -> EngineFuture[types.GetServerCapabilitiesResponse]:
+        """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
+        return completed(lambda: types.GetServerCapabilitiesResponse(supported_models=self._supported_models()))
+
+    # Training runs
+
+    def list_training_runs(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned", project_id: str | None = None
+    ) -> EngineFuture[types.TrainingRunsResponse]:
+        """One page of the home's training runs, newest first, and in `cursor` how many there are."""
+        hosted_only.refuse_arguments(project_id=project_id)
+        _check_page(limit, offset)
+
+        def run() -> types.TrainingRunsResponse:
+            runs = self._registry.runs()
+            page = [self._training_run(run) for run in runs[offset : offset + limit]]
+            return types.TrainingRunsResponse(training_runs=page, cursor=_cursor(limit, offset, runs))
+
+        return completed(run)
+
+    def get_training_run(
+        self, training_run_id: str, access_scope: AccessScope = "owned"
+    ) -> EngineFuture[types.TrainingRun]:
+        """One training run. RequestError when the home has none of this id."""
+        check_name(training_run_id, "training run id")
+        return completed(lambda: self._training_run(self._run(training_run_id)))
+
+    def get_training_run_by_tinker_path(
+        self, tinker_path: str, access_scope: AccessScope = "owned"
+    ) -> EngineFuture[types.TrainingRun]:
+        """The training run that a checkpoint belongs to."""
+        return self.get_training_run(CheckpointPath.parse(tinker_path).run_id)
+
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> EngineFuture[types.WeightsInfoResponse]:
+        """Base model and LoRA settings of a checkpoint: what it takes to load it."""
+        path = CheckpointPath.parse(tinker_path)
+
+        def run() -> types.WeightsInfoResponse:
+            info = read_info(self._home, path)
+            return types.WeightsInfoResponse(
+                base_model=info.base_model,
+                is_lora=True,
+                lora_rank=info.spec.rank,
+                train_unembed=info.spec.train_unembed,
+                train_mlp=info.spec.train_mlp,
+                train_attn=info.spec.train_attn,
+            )
+
+        return completed(run)
+
+    # Checkpoints
+
+    def list_checkpoints(self, training_run_id: str) -> EngineFuture[types.CheckpointsListResponse]:
+        """All checkpoints of a run, oldest first. One that is damaged is left out; the run then says `corrupted`."""
+        check_name(training_run_id, "training run id")
+
+        def run() -> types.CheckpointsListResponse:
+            self._run(training_run_id)
+            entries = catalog.list_run(self._home, training_run_id).entries
+            return types.CheckpointsListResponse(checkpoints=[_checkpoint(entry) for entry in entries])
+
+        return completed(run)
+
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> EngineFuture[types.CheckpointsListResponse]:
+        """One page of the checkpoints of all runs, newest first, and in `cursor` how many there are."""
+        _check_page(limit, offset)
+
+        def run() -> types.CheckpointsListResponse:
+            listings = [catalog.list_run(self._home, run.run_id) for run in self._registry.runs()]
+            entries = [entry for listing in listings for entry in listing.entries]
+            entries.sort(key=lambda entry: (-entry.info.created, str(entry.path)))
+            return types.CheckpointsListResponse(
+                checkpoints=[_checkpoint(entry) for entry in entries[offset : offset + limit]],
+                cursor=_cursor(limit, offset, entries),
+            )
+
+        return completed(run)
+
+    def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> EngineFuture[None]:
+        """Delete a checkpoint by run and id, which is `weights/<name>` or `sampler_weights/<name>`."""
+        return self.delete_checkpoint_from_tinker_path(_path_of(training_run_id, checkpoint_id))
+
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
+        """Delete a checkpoint and its archive. Clients that were made from it go on."""
+        path = CheckpointPath.parse(tinker_path)
+        return completed(lambda: catalog.remove(self._home, path))
+
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
+        """Mark a checkpoint as public."""
+        path = CheckpointPath.parse(tinker_path)
+        return completed(lambda: catalog.set_public(self._home, path, True))
+
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
+        """Take the mark away."""
+        path = CheckpointPath.parse(tinker_path)
+        return completed(lambda: catalog.set_public(self._home, path, False))
+
+    def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> EngineFuture[None]:
+        """Let a checkpoint expire this many seconds from now; None: never. An expired checkpoint cannot be brought back."""
+        path = CheckpointPath.parse(tinker_path)
+        return completed(lambda: catalog.set_ttl(self._home, path, ttl_seconds))
+
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> EngineFuture[str]:
+        """Copy a checkpoint's files into a new training run of their own. The result is the copy's tinker:// path."""
+        hosted_only.refuse_arguments(
+            destination_project_id=destination_project_id, weights_access_token=weights_access_token
+        )
+        source = CheckpointPath.parse(path)
+
+        def run() -> str:
+            info = read_info(self._home, source)
+            copied = catalog.copy(self._home, source, uuid.uuid4().hex, ttl_seconds)
+            now = time.time()
+            self._registry.record_run(
+                Run(
+                    run_id=copied.run_id,
+                    session_id=self._session.session_id,
+                    base_model=info.base_model,
+                    spec=info.spec,
+                    created=now,
+                    last_request_time=now,
+                    has_saved=True,
+                    user_metadata=info.user_metadata,
+                ),
+                self._session,
+            )
+            return str(copied)
+
+        return _on_a_thread(run)
+
+    def get_checkpoint_archive_url(
+        self, training_run_id: str, checkpoint_id: str
+    ) -> EngineFuture[CheckpointArchiveUrlResponse]:
+        """As get_checkpoint_archive_url_from_tinker_path, by run and id (`weights/<name>` or `sampler_weights/<name>`)."""
+        return self.get_checkpoint_archive_url_from_tinker_path(_path_of(training_run_id, checkpoint_id))
+
+    def get_checkpoint_archive_url_from_tinker_path(
+        self, tinker_path: str
+    ) -> EngineFuture[CheckpointArchiveUrlResponse]:
+        """Pack a checkpoint's files into a .tar.gz under `<home>/archives/` and say where it is."""
+        path = CheckpointPath.parse(tinker_path)
+
+        def run() -> CheckpointArchiveUrlResponse:
+            file = catalog.archive(self._home, path)
+            return CheckpointArchiveUrlResponse(
+                url=file.resolve().as_uri(), expires=_time(catalog.expires_at_in(path.folder(self._home)))
+            )
+
+        return _on_a_thread(run)
+
+    # Sessions
+
+    def list_sessions(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
+    ) -> EngineFuture[types.ListSessionsResponse]:
+        """One page of session ids, newest first. A session is one service client that trained or made a REST client."""
+        _check_page(limit, offset)
+
+        def run() -> types.ListSessionsResponse:
+            ids = [session.session_id for session in self._registry.sessions()]
+            return types.ListSessionsResponse(sessions=ids[offset : offset + limit])
+
+        return completed(run)
+
+    def get_session(
+        self, session_id: str, access_scope: AccessScope = "owned"
+    ) -> EngineFuture[types.GetSessionResponse]:
+        """A session's training runs, oldest first. Its samplers are known to their own process only and not listed."""
+
+        def run() -> types.GetSessionResponse:
+            for session in self._registry.sessions():
+                if session.session_id == session_id:
+                    runs = [run.run_id for run in reversed(self._registry.runs()) if run.session_id == session_id]
+                    return types.GetSessionResponse(
+                        training_run_ids=runs,
+                        sampler_ids=[],
+                        user_metadata=session.user_metadata or None,
+                        display_name=session.display_name,
+                    )
+            raise RequestError(f"there is no session {session_id!r} under {self._home}; list_sessions names them")
+
+        return completed(run)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The `_async` spellings of all methods, and the refusals of what only the hosted service has."""
+        base = name.removesuffix("_async")
+        if base in hosted_only.REST_CALLS:
+            return lambda *args, **kwargs: hosted_only.refuse_call(base)
+        if base == name or base.startswith("_"):
+            raise AttributeError(f"RestClient has no {name}")
+        method = getattr(self, base)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await method(*args, **kwargs)
+
+        return call
+
+    def _run(self, run_id: str) -> Run:
+        for run in self._registry.runs():
+            if run.run_id == run_id:
+                return run
+        raise RequestError(f"there is no training run {run_id!r} under {self._home}; list_training_runs names them")
+
+    def _training_run(self, run: Run) -> types.TrainingRun:
+        listing = catalog.list_run(self._home, run.run_id)
+        last = {entry.path.kind: _checkpoint(entry) for entry in listing.entries}
+        return types.TrainingRun(
+            training_run_id=run.run_id,
+            base_model=run.base_model,
+            model_owner=OWNER,
+            is_lora=True,
+            corrupted=bool(listing.damaged),
+            lora_rank=run.spec.rank,
+            last_request_time=datetime.fromtimestamp(run.last_request_time, UTC),
+            last_checkpoint=last.get("weights"),
+            last_sampler_checkpoint=last.get("sampler_weights"),
+            user_metadata=run.user_metadata or None,
+        )
+
+
+def _checkpoint(entry: CheckpointEntry) -> types.Checkpoint:
+    return types.Checkpoint(
+        checkpoint_id=entry.path.checkpoint_id,
+        checkpoint_type="training" if entry.path.kind == "weights" else "sampler",
+        time=datetime.fromtimestamp(entry.info.created, UTC),
+        tinker_path=str(entry.path),
+        size_bytes=entry.size_bytes,
+        public=entry.public,
+        user_metadata=entry.info.user_metadata or None,
+        expires_at=_time(entry.expires_at),
+    )
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+
+
+def _path_of(run_id: str, checkpoint_id: str) -> str:
+    if "/" not in checkpoint_id:
+        raise RequestError(
+            f"checkpoint_id must be weights/<name> or sampler_weights/<name>, got {checkpoint_id!r}: a run may have both"
+        )
+    return f"tinker://{run_id}/{checkpoint_id}"
+
+
+def _check_page(limit: int, offset: int) -> None:
+    for name, value in (("limit", limit), ("offset", offset)):
+        if not isinstance(value, int) or value < 0:
+            raise RequestError(f"{name} must be an integer >= 0, got {value!r}")
+
+
+def _cursor(limit: int, offset: int, items: Sequence[object]) -> types.Cursor:
+    return types.Cursor(limit=limit, offset=offset, total_count=len(items))
+
+
+def completed(function: Callable[[], T]) -> EngineFuture[T]:
+    """The result or error of a function that is called at once, as a future."""
+    future: Future[T] = Future()
+    _settle(future, function)
+    return EngineFuture(future, _NO_ENGINE)
+
+
+def _on_a_thread(function: Callable[[], T]) -> EngineFuture[T]:
+    """Not a daemon: a program that ends waits for its archives."""
+    future: Future[T] = Future()
+    threading.Thread(target=_settle, args=(future, function), name="tinker-local-rest").start()
+    return EngineFuture(future, _NO_ENGINE)
+
+
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
+    future.set_running_or_notify_cancel()
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)

@@ -1,0 +1,176 @@
+"""Which checkpoints there are, read from their folders, and what can be done to one besides saving and loading it."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tinker_local_backend.errors import CheckpointError
+from tinker_local_backend.storage.files import (
+    discard,
+    recover,
+    remove_stale,
+    staging_file,
+    staging_folder,
+    write_json,
+    writing,
+)
+from tinker_local_backend.storage.info import (
+    EXPIRY_FILE,
+    INFO_FILE,
+    PUBLIC_FILE,
+    CheckpointInfo,
+    change,
+    expires_at_in,
+    expiry,
+    info_in,
+    is_public,
+    missing,
+    read_info,
+)
+from tinker_local_backend.storage.paths import (
+    KINDS,
+    CheckpointKind,
+    CheckpointPath,
+    check_name,
+    names_in,
+    runs_folder,
+)
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """A line of a listing."""
+
+    path: CheckpointPath
+    info: CheckpointInfo
+    expires_at: float | None
+    """as it stands now; `info` has what it was saved with"""
+    public: bool
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RunListing:
+    """A run's checkpoints, oldest first."""
+
+    entries: list[CheckpointEntry]
+    damaged: list[CheckpointPath]
+    """whose description cannot be read; they can still be deleted"""
+
+
+def list_run(home: Path, run_id: str) -> RunListing:
+    """The checkpoints that a run has now; expired ones are deleted on the way. Empty for an unknown run."""
+    remove_expired(home, run_id)
+    entries, damaged = [], []
+    for path in _paths(home, run_id):
+        folder = path.folder(home)
+        try:
+            info = info_in(folder, path)
+            size = sum(file.stat().st_size for file in folder.iterdir() if not file.is_symlink())
+        except (CheckpointError, OSError):
+            if folder.exists():  # else somebody deleted it while we looked
+                damaged.append(path)
+            continue
+        entries.append(CheckpointEntry(path, info, expires_at_in(folder), is_public(folder), size))
+    return RunListing(sorted(entries, key=lambda entry: (entry.info.created, str(entry.path))), damaged)
+
+
+def remove(home: Path, path: CheckpointPath) -> None:
+    """Delete a checkpoint, also a damaged one, and its archive. Raises CheckpointError when there is none."""
+    folder = path.folder(home)
+    recover(folder)
+    if not folder.is_dir():
+        raise missing(folder, path)
+    with writing(f"the deletion of checkpoint {path}"):
+        discard(folder)
+    path.archive(home).unlink(missing_ok=True)
+
+
+def remove_expired(home: Path, run_id: str) -> None:
+    """Delete a run's expired checkpoints. A damaged one is left for whoever asks for it."""
+    for path in _paths(home, run_id):
+        folder = path.folder(home)
+        # Deleting is a courtesy of whoever comes by; one that cannot be deleted stays refused as expired.
+        with suppress(OSError):
+            if _is_expired(folder) and discard(folder, _is_expired):
+                path.archive(home).unlink(missing_ok=True)
+    for _, folder in _kind_folders(home, run_id):
+        remove_stale(folder)
+
+
+def _is_expired(folder: Path) -> bool:
+    expires_at = expires_at_in(folder)
+    return expires_at is not None and expires_at <= time.time()
+
+
+def _paths(home: Path, run_id: str) -> list[CheckpointPath]:
+    return [
+        CheckpointPath(run_id, kind, name) for kind, folder in _kind_folders(home, run_id) for name in names_in(folder)
+    ]
+
+
+def _kind_folders(home: Path, run_id: str) -> list[tuple[CheckpointKind, Path]]:
+    """Those that exist. One that is reached through a symbolic link is not ours to list or clean."""
+    run = runs_folder(home) / check_name(run_id, "run id")
+    real = [] if run.is_symlink() else names_in(run)
+    return [(kind, run / kind) for kind in KINDS if kind in real]
+
+
+def set_ttl(home: Path, path: CheckpointPath, ttl_seconds: float | None) -> None:
+    """Let a checkpoint expire `ttl_seconds` from now; None: never."""
+    change(home, path, EXPIRY_FILE, {"expires_at": expiry(ttl_seconds, time.time())})
+
+
+def set_public(home: Path, path: CheckpointPath, public: bool) -> None:
+    change(home, path, PUBLIC_FILE, {"public": public})
+
+
+def copy(home: Path, source: CheckpointPath, run_id: str, ttl_seconds: float | None) -> CheckpointPath:
+    """Copy a checkpoint's files into another run, with a ttl of its own. Returns the copy's path."""
+    now = time.time()
+    info = read_info(home, source)
+    copied = replace(info, created=now, expires_at=expiry(ttl_seconds, now))
+    target = CheckpointPath(run_id, source.kind, source.name)
+    with writing(f"checkpoint {target}"), staging_folder(target.folder(home)) as staging:
+        for file in _files(home, source):
+            if file.name not in (EXPIRY_FILE, PUBLIC_FILE, INFO_FILE):
+                shutil.copyfile(file, staging / file.name)
+        write_json(staging / INFO_FILE, copied.to_json())
+        _check_unchanged(home, source, info)
+    return target
+
+
+def archive(home: Path, path: CheckpointPath) -> Path:
+    """Write the checkpoint's files into a .tar.gz, without a folder around them. Returns its path."""
+    info = read_info(home, path)
+    target = path.archive(home)
+    with writing(f"the archive of checkpoint {path}"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Weights hardly compress: the fastest level loses nothing.
+        with staging_file(target) as staging, tarfile.open(staging, "w:gz", compresslevel=1) as tar:
+            for file in _files(home, path):
+                tar.add(file, arcname=file.name, recursive=False)
+            _check_unchanged(home, path, info)
+    return target
+
+
+def _files(home: Path, path: CheckpointPath) -> list[Path]:
+    """The files to copy. Raises CheckpointError for anything that is not a plain file: it could lead out of the home."""
+    files = sorted(file for file in path.folder(home).iterdir() if not file.name.startswith("."))
+    for file in files:
+        if file.is_symlink() or not file.is_file():
+            raise CheckpointError(
+                f"checkpoint {path}: {file.name} is not a plain file; remove it or put the file itself there"
+            )
+    return files
+
+
+def _check_unchanged(home: Path, path: CheckpointPath, before: CheckpointInfo) -> None:
+    """Raise CheckpointError when it was overwritten in between: the files would be of two checkpoints."""
+    if read_info(home, path).created != before.created:
+        raise CheckpointError(f"checkpoint {path} was overwritten while it was read; try again")

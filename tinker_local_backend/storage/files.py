@@ -1,0 +1,154 @@
+"""Files and folders that are whole or absent: temporary names, fsync, rename; and what is said when the disk refuses.
+
+Everything unfinished has a name that starts with a dot, which no checkpoint, run or model may have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from tinker_local_backend.errors import CheckpointError
+
+SWAP_SECONDS = 1.0
+"""The two renames of an overwrite take microseconds; one that has stood half-done this long belongs to a killed process."""
+
+STALE_SECONDS = 24 * 3600.0
+"""Unfinished folders older than this were left by a killed process."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """The disk refused (full, read-only, ...): nothing was left behind, and what was there before is intact."""
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Turn the system's errors into CheckpointWriteError. The caller removes what it had begun."""
+    try:
+        yield
+    except Exception as error:
+        # The libraries in Rust report the system's errors in their own ways: safetensors has a class, tokenizers none.
+        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):
+            raise
+        raise CheckpointWriteError(
+            f"{what} could not be written: {error}. Nothing was left behind and nothing was replaced; make room there "
+            "(or correct the permissions), or choose another disk (TINKER_LOCAL_HOME for checkpoints)"
+        ) from error
+
+
+@contextmanager
+def staging_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, which takes its place when the block ends, replacing what is there.
+
+    When the block or the replacement fails, or is interrupted, the new folder is removed and `target` is as it was.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield staging
+        for file in staging.iterdir():
+            sync(file)
+        sync(staging)
+        staging.chmod(0o755)  # mkdtemp makes it private, but other programs (a vLLM server) read adapters too
+        _put_in_place(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _put_in_place(staging: Path, target: Path) -> None:
+    retired = None
+    if target.exists():
+        retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent)) / "x"
+        os.replace(target, retired)
+    try:
+        os.replace(staging, target)
+    except BaseException:
+        if retired is not None:
+            os.replace(retired, target)
+        raise
+    finally:
+        if retired is not None:
+            shutil.rmtree(retired.parent, ignore_errors=True)
+    sync(target.parent)
+
+
+def recover(target: Path) -> None:
+    """Undo an overwrite of `target` that a killed process left between its two renames."""
+    prefix = f".{target.name}.old."
+    for old in target.parent.glob(".*.old.*/x"):
+        if not old.parent.name.startswith(prefix) or "." in old.parent.name.removeprefix(prefix):
+            continue
+        with suppress(OSError):  # another process finished or recovered it first
+            while not target.exists() and time.time() < old.parent.stat().st_mtime + SWAP_SECONDS:
+                time.sleep(SWAP_SECONDS / 20)
+            if not target.exists():
+                os.replace(old, target)
+                old.parent.rmdir()
+
+
+def discard(folder: Path, condition: Callable[[Path], bool] = lambda _: True) -> bool:
+    """Delete a folder if `condition` holds for it. Returns whether it did.
+
+    It disappears as a whole before its files go, so that nobody sees half of it; a rename needs no room on a full disk. The
+    condition is asked once it is out of the way, when nobody can replace the folder any more.
+    """
+    grave = folder.parent / f".{folder.name}.deleted.{uuid.uuid4().hex}"
+    os.replace(folder, grave)
+    if not condition(grave):
+        os.replace(grave, folder)
+        return False
+    shutil.rmtree(grave, ignore_errors=True)
+    sync(folder.parent)
+    return True
+
+
+def remove_stale(parent: Path) -> None:
+    """Delete what killed processes left unfinished in `parent`, but never the only copy of something."""
+    for folder in parent.glob(".*"):
+        with suppress(OSError):
+            name, _, unfinished = folder.name[1:].rpartition(".old.")
+            if unfinished:
+                recover(parent / name)
+            if time.time() > folder.stat().st_mtime + STALE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_json(file: Path, value: object) -> None:
+    """Within a staging folder, which is synced as a whole."""
+    file.write_text(json.dumps(value, indent=2) + "\n")
+
+
+@contextmanager
+def staging_file(target: Path) -> Iterator[Path]:
+    """The path of a new file that takes the place of `target` when the block ends, and is removed when the block fails."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(descriptor)
+    staging = Path(name)
+    try:
+        yield staging
+        sync(staging)
+        staging.chmod(0o644)
+        os.replace(staging, target)
+        sync(target.parent)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's list of names is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,133 @@
+"""What a checkpoint says about itself.
+
+checkpoint.json is written once, with the checkpoint. What may change later, the expiry and the public flag, are small files
+of their own beside it, each replaced whole: two processes that change different things, or change one thing while the
+checkpoint is overwritten, cannot lose or mix anything, and nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinker_local_backend.engine.lora import LoraSpec
+from tinker_local_backend.errors import CheckpointError, RequestError
+from tinker_local_backend.storage.files import recover, staging_file, writing
+from tinker_local_backend.storage.paths import CheckpointPath
+
+INFO_FILE, EXPIRY_FILE, PUBLIC_FILE = "checkpoint.json", "expires_at.json", "public.json"
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """Enough to make a client from the checkpoint alone. Times in seconds since the epoch."""
+
+    base_model: str
+    spec: LoraSpec
+    created: float
+    expires_at: float | None
+    user_metadata: dict[str, str]
+    optimizer_steps: int | None
+
+    def to_json(self) -> dict[str, object]:
+        return {**vars(self), "spec": vars(self.spec)}
+
+    @classmethod
+    def from_json(cls, value: dict) -> CheckpointInfo:
+        """Raises ValueError, TypeError or KeyError for anything that `to_json` does not write."""
+        info = cls(**{**value, "spec": LoraSpec(**value["spec"])})
+        if not (isinstance(info.base_model, str) and isinstance(info.created, int | float)):
+            raise ValueError("base_model must be a string and created a number")
+        if not isinstance(info.expires_at, int | float | None):
+            raise ValueError(f"expires_at must be a number or null, not {info.expires_at!r}")
+        check_user_metadata(info.user_metadata)
+        return info
+
+
+def check_user_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """A copy. Raises RequestError unless it maps strings to strings."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise RequestError(f"user_metadata must map strings to strings, got {metadata!r}")
+    for key, value in metadata.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise RequestError(f"user_metadata must map strings to strings, got {key!r}: {value!r}")
+    return dict(metadata)
+
+
+def expiry(ttl_seconds: float | None, now: float) -> float | None:
+    """When something saved now expires. Raises RequestError unless the ttl is positive or None."""
+    if ttl_seconds is None:
+        return None
+    if isinstance(ttl_seconds, bool) or not isinstance(ttl_seconds, int | float) or not 0 < ttl_seconds < float("inf"):
+        raise RequestError(f"ttl_seconds must be positive or None, got {ttl_seconds}")
+    return now + ttl_seconds
+
+
+def read_info(home: Path, path: CheckpointPath) -> CheckpointInfo:
+    """Raises CheckpointError when the checkpoint is absent, expired or damaged."""
+    folder = path.folder(home)
+    if not folder.exists():
+        recover(folder)
+    info = info_in(folder, path)
+    expires_at = expires_at_in(folder)
+    if expires_at is not None and expires_at <= time.time():
+        raise CheckpointError(
+            f"checkpoint {path} has expired (it was saved with a ttl); go on from another one, such as `final`"
+        )
+    return info
+
+
+def info_in(folder: Path, path: CheckpointPath) -> CheckpointInfo:
+    """The description in a checkpoint's folder, expired or not. Raises CheckpointError when it is absent or damaged."""
+    try:
+        return CheckpointInfo.from_json(_read(folder / INFO_FILE))
+    except (FileNotFoundError, NotADirectoryError):
+        raise missing(folder, path) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {path}: {INFO_FILE} is damaged ({error})") from error
+
+
+def missing(folder: Path, path: CheckpointPath) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} does not exist under {folder.parents[3]} (set TINKER_LOCAL_HOME?)")
+
+
+def expires_at_in(folder: Path) -> float | None:
+    """When the checkpoint in this folder expires. A file that cannot be read expires nothing: better kept than lost."""
+    for name in (EXPIRY_FILE, INFO_FILE):
+        try:
+            expires_at = _read(folder / name)["expires_at"]
+            return None if expires_at is None else float(expires_at)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+    return None
+
+
+def is_public(folder: Path) -> bool:
+    """Whether it was published, which on one's own machine is a mark and nothing more."""
+    try:
+        return _read(folder / PUBLIC_FILE)["public"] is True
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def change(home: Path, path: CheckpointPath, name: str, value: object) -> None:
+    """Replace EXPIRY_FILE or PUBLIC_FILE. Raises CheckpointError when there is no such checkpoint."""
+    read_info(home, path)
+    with writing(f"{name} of checkpoint {path}"), staging_file(path.folder(home) / name) as file:
+        file.write_text(json.dumps(value) + "\n")
+
+
+def _read(file: Path) -> dict:
+    if file.is_symlink():
+        raise ValueError(f"{file.name} is a symbolic link")
+    value = json.loads(file.read_text())
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found {type(value).__name__}")
+    return value
