@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom
+from tinker_local_backend.engine.datums import freeze_data
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture
@@ -85,6 +86,15 @@ class TrainingClient:
     def model_id(self) -> str:
         return self._run.run_id
 
+    def _train(self, operation: Callable[[], T]) -> EngineFuture[T]:
+        """Submit an operation that needs the memory of the samplers' prefix cache."""
+
+        def run() -> T:
+            self._run.engine.forget_prefixes()
+            return operation()
+
+        return self._submit(run)
+
     def _submit(self, operation: Callable[[], T]) -> EngineFuture[T]:
         return self._run.engine.submit(self._run.run_id, operation)
 
@@ -117,8 +127,8 @@ class TrainingClient:
 
         It runs on the engine's thread and receives every loss_fn_inputs field of the data.
         """
-        run, datums = self._run, list(data)
-        return self._submit(lambda: forward_backward_custom(run.model, run.state, datums, loss_fn))
+        run, datums = self._run, freeze_data(data)
+        return self._train(lambda: forward_backward_custom(run.model, run.state, datums, loss_fn))
 
     def _pass(
         self,
@@ -127,8 +137,8 @@ class TrainingClient:
         loss_fn_config: Mapping[str, float | str] | None,
         backward: bool,
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        run, datums = self._run, list(data)
-        return self._submit(
+        run, datums = self._run, freeze_data(data)
+        return self._train(
             lambda: trainer.forward_backward(run.model, run.state, datums, loss_fn, loss_fn_config, backward)
         )
 
@@ -139,7 +149,7 @@ class TrainingClient:
         params = optim_params if optim_params is not None else adam_params
         if not isinstance(params, tinker.AdamParams):
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
-        return self._submit(lambda: trainer.optim_step(self._run.state, params))
+        return self._train(lambda: trainer.optim_step(self._run.state, params))
 
     def save_state(
         self,

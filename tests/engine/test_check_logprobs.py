@@ -23,9 +23,9 @@ def test_it_fails_when_the_temperature_is_left_out_of_the_logprobs(
 ) -> None:
     """The classic mistake: samples are drawn at T, logprobs are reported at 1."""
 
-    def broken(logits: torch.Tensor, *rest) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, _ = sampler.next_tokens(logits, *rest)
-        return tokens, logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+    def broken(logits: torch.Tensor, *rest) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, _, tempered = sampler.next_tokens(logits, *rest)
+        return tokens, logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0], tempered
 
     monkeypatch.setattr(generation, "next_tokens", broken)
     with pytest.raises(SystemExit) as exit_info:

@@ -10,12 +10,10 @@ from tests.engine.helpers import (
     cross_entropy_datum,
     drop_gradients,
     gradients,
-    params,
     policy_datum,
-    prompt,
     weights,
 )
-from tinker_local_backend import RequestError, SamplingClient, TrainingClient
+from tinker_local_backend import RequestError, TrainingClient
 
 
 def importance_sampling(
@@ -57,14 +55,3 @@ def test_a_custom_loss_that_cannot_be_differentiated_is_named(training: Training
     assert training._run.state.gradients is None
     for name, matrix in weights(training).items():
         np.testing.assert_array_equal(matrix, before[name])
-
-
-def test_what_only_the_hosted_service_offers_is_refused(sampler: SamplingClient) -> None:
-    asked = prompt([1, 2]), 1, params(1)
-    with pytest.raises(RequestError, match="topk_prompt_logprobs=5 is not offered by the local engine"):
-        sampler.sample(*asked, topk_prompt_logprobs=5)
-    with pytest.raises(RequestError, match="prompt_logprobs_last_n=1 is not offered by the local engine"):
-        sampler.sample(*asked, prompt_logprobs_last_n=1)
-    targets = tinker.TensorData(data=[1], dtype="int64", shape=[1, 1])
-    with pytest.raises(RequestError, match=r"target_prompt_logprobs=.* is not offered by the local engine"):
-        sampler.sample(*asked, target_prompt_logprobs=targets)

@@ -25,13 +25,13 @@ def small(tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch) -> I
 def largest_slab(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """The most (rows x length) tokens that any cache has held since."""
     sizes = [0]
-    reserve = KVCache.reserve
+    resize = KVCache.resize
 
-    def recorded(self: KVCache, rows: int, length: int, live_rows: int) -> None:
-        reserve(self, rows, length, live_rows)
+    def recorded(self: KVCache, rows: int, length: int) -> None:
+        resize(self, rows, length)
         sizes.append(self.rows * self.length)
 
-    monkeypatch.setattr(KVCache, "reserve", recorded)
+    monkeypatch.setattr(KVCache, "resize", recorded)
     return lambda: max(sizes)
 
 

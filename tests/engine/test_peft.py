@@ -40,7 +40,7 @@ def test_peft_computes_the_same_logprobs(
 
     state, base_model = client._run.state, client._run.model
     with torch.no_grad():
-        hidden = base_model.hidden_states(tokens[0], torch.arange(20), PackedPlan([0, 20]), state.adapter)
+        hidden = base_model.hidden_states(tokens[0], torch.arange(20), PackedPlan.whole([20]), state.adapter)
         ours = base_model.logits(hidden, state.adapter)
     np.testing.assert_allclose(ours.numpy(), logits.numpy(), rtol=1e-5, atol=1e-5)
 

@@ -287,6 +287,9 @@ def test_what_a_killed_save_left_is_cleared_away_in_time(client: TrainingClient,
         (parent / name).mkdir()
         (parent / name / "adapter_model.safetensors").write_bytes(b"half")
         os.utime(parent / name, (time.time() - age, time.time() - age))
+    only_copy = parent / ".z.old.abc" / "x"
+    shutil.copytree(parent / "x", only_copy)
+    os.utime(only_copy.parent, (0, 0))
     client.save_state("y").result()
-    assert sorted(p.name for p in parent.iterdir()) == [".x.young", "x", "y"]
+    assert sorted(p.name for p in parent.iterdir()) == [".x.young", "x", "y", "z"]
     shutil.rmtree(parent / ".x.young")

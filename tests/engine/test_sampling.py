@@ -8,7 +8,7 @@ import torch
 from tests.engine.helpers import datum, make_training_client, params, prompt, random_tokens
 from tests.engine.reference import Reference
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.sampler import next_tokens
+from tinker_local_backend.engine.sampler import RowParams, next_tokens
 
 PROMPTS = [random_tokens(n, n) for n in (1, 9, 30, 4)]
 
@@ -84,12 +84,9 @@ def test_no_token_outside_the_nucleus(
 )
 def test_every_token_of_the_nucleus_can_be_drawn(top_k: int, top_p: float, expected: set[int]) -> None:
     """Also the last one, which takes the mass over top_p."""
-    tokens, _ = next_tokens(
+    tokens, _, _ = next_tokens(
         torch.log(torch.tensor([[0.4, 0.25, 0.2, 0.1, 0.05]])).expand(200, -1),
-        torch.ones(200),
-        torch.full((200,), top_k),
-        torch.full((200,), top_p),
-        np.arange(200, dtype=np.uint64),
+        RowParams([1.0] * 200, [top_k] * 200, [top_p] * 200, range(200), torch.device("cpu")),
         np.zeros(200, dtype=np.uint64),
     )
     assert set(tokens.tolist()) == expected
@@ -98,12 +95,9 @@ def test_every_token_of_the_nucleus_can_be_drawn(top_k: int, top_p: float, expec
 def test_top_p_is_a_share_of_what_top_k_left() -> None:
     logits = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]]))
     # Of the top two, 2/3 and 1/3, the first alone reaches 0.6; of all five it would take two.
-    tokens, logprobs = next_tokens(
+    tokens, logprobs, _ = next_tokens(
         logits.expand(200, -1),
-        torch.ones(200),
-        torch.full((200,), 2),
-        torch.full((200,), 0.6),
-        np.arange(200, dtype=np.uint64),
+        RowParams([1.0] * 200, [2] * 200, [0.6] * 200, range(200), torch.device("cpu")),
         np.zeros(200, dtype=np.uint64),
     )
     assert set(tokens.tolist()) == {0}

@@ -126,6 +126,8 @@ BROKEN = {
     "empty row pointers": {"sparse_crow_indices": []},
     "a row pointer that is text": {"sparse_crow_indices": [0, 1, 1, "3", 3, 3, 4]},
     "a column that is missing": {"sparse_col_indices": [0, None, 5, 7]},
+    "ragged row pointers": {"sparse_crow_indices": [[0, 1, 1], [3]]},
+    "a column beyond every integer": {"sparse_col_indices": [0, 3, 5, 2**70]},
     "no columns": {"sparse_col_indices": None},
     "no row pointers": {"sparse_crow_indices": None, "shape": None},
     "no shape": {"shape": None},
