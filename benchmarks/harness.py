@@ -18,6 +18,9 @@ import torch
 from benchmarks.config import ComparisonConfig
 from benchmarks.machine import CpuClock, wait_until_quiet
 
+CLOCK_NOISE_SECONDS = 0.05
+"""CPU time of other programs below which the counters, which tick every 10 ms, say nothing."""
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -160,7 +163,9 @@ def time_once(contender: Contender, number: int, max_foreign_cores: float) -> Re
     _synchronize()
     end = CpuClock.now()
     own, foreign = end.usage_since(start)
-    return Repetition(number, end.wall - start.wall, tokens, own, foreign, foreign > max_foreign_cores)
+    seconds = end.wall - start.wall
+    disturbed = foreign > max_foreign_cores and foreign * seconds > CLOCK_NOISE_SECONDS
+    return Repetition(number, seconds, tokens, own, foreign, disturbed)
 
 
 def _synchronize() -> None:

@@ -87,7 +87,7 @@ def _waiting_table(config: Config) -> Table:
     for count in (1, config.waiting):
         job = Job("waiting", str(model), shape.vocab, config.rank, config.device, config.threads, count)
         job = replace(job, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS)
-        peak = _measure(job, config.kv_budget)
+        peak = measure_in_child(job, config.kv_budget)
         rows.append([f"growth at the peak, {count:,} requests", _mib(peak.growth)])
     bytes_per_token = shape.kv_bytes_per_token(2 if config.dtype == "bfloat16" else 4)
     demand = config.waiting * (PROMPT_TOKENS + NEW_TOKENS)
@@ -108,11 +108,11 @@ def slope(lengths: Sequence[int], values: Sequence[float]) -> float:
 def _measure_training(config: Config, vocab: int, tokens: int) -> Peak:
     shape: Shape = with_vocabulary(SHAPES[config.shape], vocab)
     model = ensure_model(f"{config.shape}-v{vocab}", shape, config.models_dir)
-    return _measure(Job("training", str(model), vocab, config.rank, config.device, config.threads, tokens))
+    return measure_in_child(Job("training", str(model), vocab, config.rank, config.device, config.threads, tokens))
 
 
-def _measure(job: Job, kv_budget: int | None = None) -> Peak:
-    """In a child process, with the environment of this one."""
+def measure_in_child(job: Job, kv_budget: int | None = None) -> Peak:
+    """Run the job in a fresh process with the environment of this one. Raises BenchmarkError when that fails."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
     if kv_budget is not None:
         environ["TINKER_LOCAL_KV_CACHE_TOKENS"] = str(kv_budget)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -115,7 +116,7 @@ class TrainingClient:
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Loss, logprobs, and gradients that accumulate until optim_step.
 
-        Losses are sums over tokens and datums: cross_entropy, importance_sampling, ppo (see engine/losses.py).
+        Losses are sums over tokens and datums: cross_entropy, importance_sampling, ppo, cispo, dro, gspo (engine/losses.py).
         `loss_fn_config["temperature"]` scores on the tempered distribution that was sampled.
         """
         return self._pass(data, loss_fn, loss_fn_config, backward=True)
@@ -137,10 +138,8 @@ class TrainingClient:
         loss_fn_config: Mapping[str, float | str] | None,
         backward: bool,
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        run, datums = self._run, freeze_data(data)
-        return self._train(
-            lambda: trainer.forward_backward(run.model, run.state, datums, loss_fn, loss_fn_config, backward)
-        )
+        run, datums, config = self._run, freeze_data(data), copy(loss_fn_config)
+        return self._train(lambda: trainer.forward_backward(run.model, run.state, datums, loss_fn, config, backward))
 
     def optim_step(
         self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, rl_step, sampling, training
+from benchmarks import memory, memory_child, rl_step, sampling, training
 from benchmarks.errors import BenchmarkError
+from benchmarks.memory_child import Job, Peak
+from benchmarks.models import SHAPES, ensure_model
 from benchmarks.report import NOT_MEASURED, Report
 
 
@@ -44,13 +46,27 @@ def test_rl_step(quick_comparison: dict) -> None:
     assert statuses(report, "DPO") == {"ours, DPO": "measured"}
 
 
-def test_memory_in_a_process_per_point(quick: dict) -> None:
+def test_memory(quick: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The jobs run here instead of in processes of their own, which would each take seconds to start."""
+
+    def measure_here(job: Job, kv_budget: int | None = None) -> Peak:
+        if kv_budget is not None:
+            monkeypatch.setenv("TINKER_LOCAL_KV_CACHE_TOKENS", str(kv_budget))
+        return memory_child.run(job)
+
+    monkeypatch.setattr(memory, "measure_in_child", measure_here)
     keys = {"tokens": (64, 128), "vocabularies": (512,), "long_tokens": 128, "waiting": 4, "kv_budget": 512}
     report = memory.run(memory.Config(**quick, **keys))
     growth, long, waiting = report.tables
     assert [row[0] for row in growth.rows] == ["64 tokens", "128 tokens", "slope"]
     assert float(long.rows[0][3].split()[0]) > 0
     assert waiting.rows[2] == ["KV budget, 512 tokens", "0.5 MiB"]
+
+
+def test_a_child_process_answers(models_dir: str) -> None:
+    model = ensure_model("tiny", SHAPES["tiny"], models_dir)
+    peak = memory.measure_in_child(Job("waiting", str(model), 512, 4, "cpu", 1, count=1, prompt_tokens=5, new_tokens=3))
+    assert peak.total > max(peak.growth, 2**20)
 
 
 def test_a_slope_needs_two_points(quick: dict) -> None:

@@ -39,6 +39,12 @@ class TrainState:
     gradients: list[torch.Tensor] | None = None
 
     def accumulate(self, gradients: list[torch.Tensor]) -> None:
+        """Add the gradients of a call. Raises RequestError, with nothing added, when one is not finite."""
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            raise RequestError(
+                "the gradient of this call is not finite: check advantages, weights and sampled logprobs (a probability "
+                "ratio overflowed) and the learning rate; it was not kept"
+            )
         if self.gradients is None:
             self.gradients = gradients
             return
