@@ -71,11 +71,11 @@ def run(config: Config) -> Report:
                 [[f"{kl:.1e}", f"{largest:.1e}"]],
             )
         )
-        report.tables.append(_decode_traffic(config, with_lora))
+        report.tables.append(decode_traffic(config, with_lora))
     return report
 
 
-def _decode_traffic(config: Config, sampler: SamplingClient) -> Table:
+def decode_traffic(config: Config, sampler: SamplingClient) -> Table:
     """How much of the device's memory bandwidth decoding uses: the bytes that it must read, over the time that it took."""
     title = "Decoding: bytes that must be read (weights and KV cache) per second, as a share of a measured copy"
     columns = ["rows", "seconds", "GB/s", "copy GB/s", "share"]

@@ -72,16 +72,17 @@ class SamplingClient:
             RequestError: a field is out of range; the message names it.
         """
         self._engine.check_open()
+        tokens = prompt_tokens(prompt, self._model)
         request = sampling_request(
             self._model,
             self._adapter,
-            prompt,
+            tokens,
             num_samples,
             sampling_params,
             self._kv_budget,
             prompt_scoring(
                 self._model,
-                prompt.length,
+                len(tokens),
                 include_prompt_logprobs,
                 topk_prompt_logprobs,
                 target_prompt_logprobs,

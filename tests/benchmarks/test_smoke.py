@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, memory_child, rl_step, sampling, training
+from benchmarks import memory, memory_child, rates, rl_step, sampling, training
+from benchmarks.config import environment
 from benchmarks.errors import BenchmarkError
 from benchmarks.memory_child import Job, Peak
 from benchmarks.models import SHAPES, ensure_model
+from benchmarks.ours import LocalEngine
 from benchmarks.report import NOT_MEASURED, Report
 
 
@@ -30,6 +32,18 @@ def test_sampling(quick_comparison: dict) -> None:
     kl, largest = map(float, report.tables[1].rows[0])
     assert abs(kl) < 1e-4 and largest < 1e-3
     assert report.tables[2].rows == [[rows, *[NOT_MEASURED] * 4] for rows in ("64", "256")]
+
+
+def test_decode_traffic_of_a_device(quick_comparison: dict, models_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on CUDA only, with the engine on the CPU and a copy of 1 GB/s."""
+    monkeypatch.setattr(rates, "copy_bandwidth", lambda device: 1e9)
+    config = sampling.Config(**quick_comparison, device="cuda", decode_rows=(2, 3))
+    with environment(sampling.Config(**quick_comparison)):
+        model = ensure_model("tiny", SHAPES["tiny"], models_dir)
+        with LocalEngine(model, rank=4) as engine:
+            table = sampling.decode_traffic(config, engine.base_sampler())
+    assert [row[0] for row in table.rows] == ["2", "3"]
+    assert all(row[3] == "1" and row[4].endswith("%") for row in table.rows)
 
 
 def test_training(quick_comparison: dict) -> None:

@@ -25,7 +25,7 @@ from tinker_local_backend.engine.prefix_cache import PrefixCache
 from tinker_local_backend.engine.prompt_scores import score_prompt
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.sampler import RowParams, next_tokens
-from tinker_local_backend.engine.tickets import SampledSequence, Ticket
+from tinker_local_backend.engine.tickets import SampledSequence, Ticket, diverged
 from tinker_local_backend.errors import RequestError
 
 
@@ -222,7 +222,8 @@ class Generator:
             self._prefixes.hold(group.row, request.adapter, request.prompt)
             last_rows.extend([int(packed.rows[i][-1])] * group.count)
             for ticket, count in group.entries:
-                ticket.cached_tokens = max(ticket.cached_tokens, group.cached)
+                if not ticket.sequences:  # later portions find what its own first one prefilled
+                    ticket.cached_tokens = group.cached
                 self._running.extend(self._start(ticket, count))
         if last_rows:
             self._emit(hidden_TH[torch.tensor(last_rows, device=device)], first_new)
@@ -278,15 +279,18 @@ class Generator:
             if ticket.wants_scores:
                 assert ticket.seed is not None
                 hidden = hidden_TH[torch.from_numpy(rows).to(hidden_TH.device)]
-                ticket.prompt = score_prompt(
-                    self._model,
-                    hidden,
-                    request.prompt,
-                    request.adapter,
-                    request.scoring,
-                    request.temperature,
-                    ticket.seed,
-                )
+                try:
+                    ticket.prompt = score_prompt(
+                        self._model,
+                        hidden,
+                        request.prompt,
+                        request.adapter,
+                        request.scoring,
+                        request.temperature,
+                        ticket.seed,
+                    )
+                except RequestError as error:
+                    ticket.finish(error)
             if request.num_samples == 0:
                 ticket.succeed()
 
@@ -338,12 +342,7 @@ class Generator:
         for i, (row, token, logprob) in enumerate(zip(rows, tokens_R.tolist(), logprobs_R.tolist(), strict=True)):
             if not math.isfinite(logprob):
                 row.broken = True
-                row.ticket.finish(
-                    RequestError(
-                        f"the model gave no valid distribution after {row.length} tokens (logits with NaN or infinity): "
-                        "the adapter's weights have diverged; lower the learning rate or go back to an earlier checkpoint"
-                    )
-                )
+                row.ticket.finish(diverged(f"after {row.length} tokens"))
                 continue
             sequence, request = row.sequence, row.ticket.request
             sequence.tokens.append(token)
@@ -377,13 +376,13 @@ class Generator:
         self._batch = None
         last = len(self._running) - 1
         ended = self._running[index]
+        if ended.broken:
+            self._prefixes.clear(index)  # before the swap, which leaves the end of a longer row where it is
         if index != last:
             self._prefixes.swap(index, last, ended.length, self._running[last].length)
             self._running[index] = self._running[last]
         self._running.pop()
-        if ended.broken:
-            self._prefixes.clear(last)
-        else:
+        if not ended.broken:
             self._prefixes.hold(last, ended.ticket.request.adapter, ended.held)
 
 

@@ -11,7 +11,7 @@ from tinker_local_backend.engine.noise import derive_seed
 from tinker_local_backend.engine.requests import PromptScoring
 from tinker_local_backend.engine.sampler import draw
 from tinker_local_backend.engine.scoring import chunk_rows
-from tinker_local_backend.engine.tickets import PromptScores
+from tinker_local_backend.engine.tickets import PromptScores, diverged
 
 ALTERNATIVES_STREAM = 0xA17E
 """Keeps the draws at prompt positions apart from those of the completions, which use the same request seed."""
@@ -26,7 +26,10 @@ def score_prompt(
     temperature: float,
     seed: int,
 ) -> PromptScores:
-    """Scores of a prompt of N tokens from its N hidden states, at temperature 1; draws are at `temperature`."""
+    """Scores of a prompt of N tokens from its N hidden states, at temperature 1; draws are at `temperature`.
+
+    Raises RequestError if the model gives NaN.
+    """
     length = len(prompt)
     scores = PromptScores()
     if scoring.logprobs:
@@ -43,6 +46,8 @@ def score_prompt(
         end = min(start + chunk_rows(model), length - 1)  # hidden state i predicts token i + 1
         logits = model.logits(hidden_NH[start:end], adapter)
         logprobs = torch.log_softmax(logits, dim=-1)
+        if torch.isnan(logprobs[:, 0]).any():
+            raise diverged(f"at prompt positions {start + 1}..{end}")
         skipped = max(0, first_scored - 1 - start)
         scored, window = logprobs[skipped:], slice(start + skipped + 1, end + 1)
         if scores.logprobs is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
@@ -95,17 +96,16 @@ def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str) -> None
 def sampling_request(
     model: BaseModel,
     adapter: Adapter | None,
-    prompt: tinker.ModelInput,
+    tokens: tuple[int, ...],
     num_samples: int,
     params: tinker.SamplingParams,
     kv_budget_tokens: int,
     scoring: PromptScoring | None = None,
     topk_logprobs: int = 0,
 ) -> SamplingRequest:
-    """Check every field of a sample call. Raises RequestError naming field, value and mend."""
-    tokens = prompt_tokens(prompt, model)
-    if num_samples < 1:
-        raise RequestError(f"num_samples must be at least 1, got {num_samples}")
+    """Check every field of a sample call on these `prompt_tokens`. Raises RequestError naming field, value and mend."""
+    if not isinstance(num_samples, Integral) or num_samples < 1:
+        raise RequestError(f"num_samples must be at least 1, got {num_samples} (an integer is needed)")
     room = model.context_length - len(tokens)
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if max_tokens < 1:
@@ -132,7 +132,7 @@ def sampling_request(
         num_samples=num_samples,
         max_tokens=max_tokens,
         temperature=params.temperature,
-        top_k=params.top_k,
+        top_k=min(params.top_k, model.vocab_size),
         top_p=params.top_p,
         stop=stop_rule(params.stop, model),
         seed=params.seed,
@@ -151,13 +151,15 @@ def prompt_scoring(
     last_n: int | None,
 ) -> PromptScoring:
     """Check what a request asks about its prompt. Raises RequestError naming field, value and mend."""
+    topk = _count(topk, "topk_prompt_logprobs", model)
     if last_n is not None and not (logprobs or topk):
         raise RequestError("prompt_logprobs_last_n limits prompt logprobs; set include_prompt_logprobs too")
-    if last_n is not None and not 1 <= last_n <= max(1, prompt_length - 1):
-        raise RequestError(f"prompt_logprobs_last_n must be in 1..{prompt_length - 1} for this prompt, got {last_n}")
+    longest = max(1, prompt_length - 1)
+    if last_n is not None and not (isinstance(last_n, Integral) and 1 <= last_n <= longest):
+        raise RequestError(f"prompt_logprobs_last_n must be an integer in 1..{longest} for this prompt, got {last_n}")
     return PromptScoring(
         logprobs=logprobs,
-        topk=_count(topk, "topk_prompt_logprobs", model),
+        topk=topk,
         targets=None if targets is None else _target_ids(targets, prompt_length, model),
         alternatives=_count(alternatives, "prompt_alt_tokens_k", model),
         last_n=last_n,
@@ -165,8 +167,10 @@ def prompt_scoring(
 
 
 def _count(value: int, name: str, model: BaseModel) -> int:
-    if not 0 <= value <= model.vocab_size:
-        raise RequestError(f"{name} must be between 0 and the vocabulary's size {model.vocab_size}, got {value}")
+    if not (isinstance(value, Integral) and 0 <= value <= model.vocab_size):
+        raise RequestError(
+            f"{name} must be an integer between 0 and the vocabulary's size {model.vocab_size}, got {value}"
+        )
     return value
 
 
@@ -174,8 +178,8 @@ def _target_ids(targets: tinker.TensorData, prompt_length: int, model: BaseModel
     if targets.dtype != "int64":
         raise RequestError(f"target_prompt_logprobs is {targets.dtype}; it must be int64")
     try:
-        ids = targets.to_numpy(pad_value=-1)
-    except (RuntimeError, ValueError) as error:
+        ids = targets.to_numpy(pad_value=-1).copy()  # the caller may write into its array while the request waits
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise RequestError(f"target_prompt_logprobs is not a consistent tensor: {error}") from None
     if ids.ndim != 2 or len(ids) != prompt_length - 1:
         raise RequestError(

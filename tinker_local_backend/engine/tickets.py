@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.errors import RequestError
 
 TopK = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 """(ids, logprobs) of the most likely tokens, most likely first."""
@@ -90,3 +91,11 @@ class Ticket:
         self.done += 1
         if self.done == self.request.num_samples:
             self.succeed()
+
+
+def diverged(where: str) -> RequestError:
+    """What a request gets for which the model gives NaN."""
+    return RequestError(
+        f"the model gave no valid distribution {where} (logits with NaN or infinity): the adapter's weights have diverged; "
+        "lower the learning rate or go back to an earlier checkpoint"
+    )
