@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import chz
+import torch
 
 from benchmarks.errors import BenchmarkError
 
@@ -66,8 +67,6 @@ class ComparisonConfig(CommonConfig):
 @contextmanager
 def environment(config: CommonConfig) -> Iterator[None]:
     """The environment variables that the keys stand for, until the block ends; also torch's thread count."""
-    import torch
-
     if config.device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError("device=cuda: torch sees no CUDA device here; use device=cpu")
     values = {**_OFFLINE, "TINKER_LOCAL_DEVICE": config.device, "TINKER_LOCAL_DTYPE": config.dtype}

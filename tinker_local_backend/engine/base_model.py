@@ -7,7 +7,7 @@ state of sequences or training; those are generation.py and trainer.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from tinker_local_backend.engine.attention import ATTENTION_NAME, DecodePlan, PackedPlan
+from tinker_local_backend.engine.attention import ATTENTION_NAME, DecodePlan, PackedPlan, Segment
 from tinker_local_backend.engine.kv_cache import KVCache
 from tinker_local_backend.engine.lora import (
     Adapter,
@@ -38,7 +38,10 @@ _REFUSED_CONFIG = {
     "num_local_experts": "mixture-of-experts layers",
     "num_experts": "mixture-of-experts layers",
     "n_routed_experts": "mixture-of-experts layers",
+    "is_encoder_decoder": "an encoder",
 }
+
+_INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
 
 
 def default_device() -> torch.device:
@@ -104,8 +107,15 @@ class BaseModel:
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     name, dtype=self.dtype, attn_implementation=ATTENTION_NAME
                 )
-        except OSError as error:
+        except ModelLoadError:
+            raise
+        except (OSError, ValueError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+        except KeyError as error:  # an architecture with attention of its own looks ours up in vain
+            raise ModelLoadError(
+                f"model {name!r} ({self.config.model_type}) cannot be loaded with the local engine's attention "
+                f"({error}); {_INSTEAD}"
+            ) from error
         self._model: nn.Module = model.to(self.device).eval().requires_grad_(False)
         self._routing = AdapterRouting()
         self.linears = install_lora(self._model, self._routing)
@@ -115,22 +125,26 @@ class BaseModel:
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
-        self.context_length: int = self._check_packing()
+        self.context_length: int = self._check_passes()
 
     def _refuse_unsupported(self) -> None:
         for key, what in _REFUSED_CONFIG.items():
-            if getattr(self.config, key, None) not in (None, 0, 1, 1.0):
+            value = getattr(self.config, key, None)
+            if value is True or value not in (None, 0, 1):
                 raise ModelLoadError(
                     f"model {self.name!r} ({self.config.model_type}) has {what} (config.{key}), which the local engine "
-                    "does not support; use a dense Llama- or Qwen-like model, or backend=tinker"
+                    f"does not support; {_INSTEAD}"
                 )
         if not isinstance(getattr(self.config, "max_position_embeddings", None), int):
-            raise ModelLoadError(f"model {self.name!r} ({self.config.model_type}) states no max_position_embeddings")
+            raise ModelLoadError(
+                f"model {self.name!r} ({self.config.model_type}) states no max_position_embeddings, as models without "
+                f"rotary positions do, which the local engine does not support; {_INSTEAD}"
+            )
         kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if kinds:
             raise ModelLoadError(
                 f"model {self.name!r} ({self.config.model_type}) has layers of type {', '.join(sorted(kinds))}, which the local "
-                "engine does not support; use a model with attention in every layer, or backend=tinker"
+                f"engine does not support; {_INSTEAD}"
             )
 
     def _wrap_layers(self) -> None:
@@ -139,7 +153,7 @@ class BaseModel:
         stacks = [m for m in self._body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
             raise ModelLoadError(
-                f"model {self.name!r} ({self.config.model_type}) has no list of {count} decoder layers"
+                f"model {self.name!r} ({self.config.model_type}) has no list of {count} decoder layers; {_INSTEAD}"
             )
         for layer in stacks[0]:
             layer.forward = partial(self._run_layer, layer.forward)
@@ -159,26 +173,55 @@ class BaseModel:
             self._recompute = before
 
     @torch.inference_mode()
-    def _check_packing(self) -> int:
-        """Two sequences packed must give what each gives alone; a layer that mixes neighbours (convolution, state) fails here.
+    def _check_passes(self) -> int:
+        """Packed and one token at a time, two sequences must get the logits that transformers' own attention gives each alone.
+
+        What the engine cannot do fails here: layers that mix neighbours (convolution, state), attention that is not causal or
+        has more to it than queries, keys and values (sinks, position biases), logits changed behind the head.
 
         Returns the context length: the positions that the model knows, or less where a layer's sliding window does not reach
-        the attention function.
+        the attention function or where longer sequences change the positions of shorter ones.
         """
         sequences = [torch.arange(n, device=self.device) % self.vocab_size for n in (5, 3)]
-        positions = [torch.arange(len(tokens), device=self.device) for tokens in sequences]
-        plans = [PackedPlan.whole([len(tokens)]) for tokens in sequences]
-        alone = [self.hidden_states(*inputs, None) for inputs in zip(sequences, positions, plans, strict=True)]
         together = PackedPlan.whole([len(tokens) for tokens in sequences])
-        packed = self.hidden_states(torch.cat(sequences), torch.cat(positions), together, None)
-        expected = torch.cat(alone).float()
-        error = float((packed.float() - expected).norm() / expected.norm().clamp(min=1e-12))
-        if not error <= (1e-3 if self.dtype == torch.float32 else 5e-2):
+        expected = [self._own_logits(tokens) for tokens in sequences]
+        try:
+            packed = self._pass_logits(torch.cat(sequences), [0, 1, 2, 3, 4, 0, 1, 2], together)
+            cache = self.new_cache(budget_tokens=5)
+            cache.resize(1, 5)
+            self._pass_logits(sequences[0][:4], range(4), PackedPlan([Segment(0, 4, row=0)], cache))
+            lengths = torch.tensor([4], device=self.device)
+            decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, 1, lengths, 4))
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, IndexError, RuntimeError, TypeError) as error:
             raise ModelLoadError(
-                f"model {self.name!r} ({self.config.model_type}) does not keep packed sequences apart (relative error "
-                f"{error:.1e}): it has layers that the local engine does not support"
+                f"model {self.name!r} ({self.config.model_type}) does not run in the local engine ({error}); {_INSTEAD}"
+            ) from error
+        wanted = torch.cat([*expected, expected[0][4:]])
+        error = float((torch.cat([packed, decoded]) - wanted).norm() / wanted.norm().clamp(min=1e-12))
+        if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
+            raise ModelLoadError(
+                f"model {self.name!r} ({self.config.model_type}) has other logits in the local engine than in transformers "
+                f"(relative error {error:.1e}): it has layers that the engine does not support; {_INSTEAD}"
             )
         return self._context_length(together.windows)
+
+    def _pass_logits(
+        self, tokens_T: torch.Tensor, positions: Sequence[int], plan: PackedPlan | DecodePlan
+    ) -> torch.Tensor:
+        positions_T = torch.tensor(positions, device=self.device)
+        return self.logits(self.hidden_states(tokens_T, positions_T, plan, None), None)
+
+    def _own_logits(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        """Logits (T, vocabulary) in float32 of one sequence as transformers computes them, without any of our parts."""
+        model: Any = self._model
+        model.set_attn_implementation("eager")
+        try:
+            output = model(input_ids=tokens_T[None], use_cache=False)
+        finally:
+            model.set_attn_implementation(ATTENTION_NAME)
+        return output.logits[0].float()
 
     def _context_length(self, windows: dict[int, int | None]) -> int:
         limits = [self.config.max_position_embeddings]
@@ -188,6 +231,9 @@ class BaseModel:
             honoured = all(windows.get(i) == window for i, kind in enumerate(kinds) if kind == "sliding_attention")
             if not honoured:
                 limits.append(window)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":  # turns to other frequencies for the whole pass beyond this length
+            limits.append(rope["original_max_position_embeddings"])
         return min(limits)
 
     @property

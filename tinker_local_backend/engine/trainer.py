@@ -154,6 +154,9 @@ def each_micro_batch(
     force = False
     while waiting:
         indices, groups = waiting.pop()
+        if len(indices) > 1 and sum(group.tokens for group in groups) > budget.tokens:  # an earlier pass was too large
+            waiting.extend(reversed(divide(examples, indices, budget.tokens, at_least=1)))
+            continue
         batch = make_micro_batch(model, examples, indices, groups)
         try:
             result = run(batch, force or budget.must_recompute(batch.tokens))
@@ -169,7 +172,7 @@ def each_micro_batch(
             smaller = -(-batch.tokens // 2)
             logger.warning("out of memory with %d tokens in one pass; going on with at most %d", batch.tokens, smaller)
             budget.tokens = min(budget.tokens, smaller)
-            waiting.extend(reversed(divide(examples, indices, smaller, at_least=2)))
+            waiting.extend(reversed(divide(examples, indices, budget.tokens, at_least=2)))
         elif not (force or budget.must_recompute(batch.tokens)):
             logger.warning("out of memory with one datum of %d tokens; recomputing layers from now on", batch.tokens)
             force = True

@@ -1,0 +1,112 @@
+"""Requests straight to a Generator, without clients or threads: the test itself turns the crank."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tinker_local_backend.engine.attention import DecodePlan
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.requests import SamplingRequest, StopRule
+from tinker_local_backend.engine.tickets import SamplingResult, Ticket
+
+
+def request(
+    tokens: Sequence[int],
+    adapter: Adapter | None = None,
+    samples: int = 1,
+    max_tokens: int = 8,
+    seed: int = 0,
+    **fields: Any,
+) -> SamplingRequest:
+    """Without a stop, unless one is given."""
+    return SamplingRequest(tuple(tokens), adapter, samples, max_tokens, seed=seed, **{"stop": StopRule(), **fields})
+
+
+def frozen_adapter(model: BaseModel, rank: int, seed: int) -> Adapter:
+    """A snapshot that changes every logit."""
+    adapter = model.new_adapter(LoraSpec(rank), seed)
+    generator = torch.Generator().manual_seed(seed + 100)
+    with torch.no_grad():
+        for name, matrix in sorted(adapter.b.items()):
+            matrix.copy_(torch.randn(matrix.shape, generator=generator) * (0.02 if "lm_head" in name else 0.05))
+    return adapter.snapshot(model.dtype)
+
+
+@dataclass(eq=False)
+class Submitted:
+    """What becomes of a request."""
+
+    outcomes: list[SamplingResult | BaseException] = field(default_factory=list)
+    cancelled: bool = False
+
+    @property
+    def result(self) -> SamplingResult:
+        (outcome,) = self.outcomes
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+class Direct:
+    """A generator of its own on a model that others use too."""
+
+    def __init__(self, model: BaseModel, budget: int = 8192):
+        self.generator = Generator(model, budget, itertools.count(1000).__next__)
+
+    def submit(self, *requests: SamplingRequest) -> list[Submitted]:
+        submitted = []
+        for one in requests:
+            slip = Submitted()
+            self.generator.add(Ticket(one, slip.outcomes.append, lambda slip=slip: slip.cancelled))
+            submitted.append(slip)
+        return submitted
+
+    def finish(self) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(10_000):
+            if not self.generator.busy:
+                return
+            self.generator.step()
+        raise AssertionError("the generator never comes to an end")
+
+    def run(self, *requests: SamplingRequest) -> list[SamplingResult]:
+        """All at once, to the end."""
+        submitted = self.submit(*requests)
+        self.finish()
+        return [slip.result for slip in submitted]
+
+
+def alone(model: BaseModel, one: SamplingRequest) -> SamplingResult:
+    """What a request gives in a generator that has never seen another."""
+    return Direct(model).run(one)[0]
+
+
+def assert_same_samples(found: SamplingResult, expected: SamplingResult, atol: float = 1e-5) -> None:
+    """The same tokens, and logprobs up to rounding."""
+    assert [s.tokens for s in found.sequences] == [s.tokens for s in expected.sequences]
+    for left, right in zip(found.sequences, expected.sequences, strict=True):
+        np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=atol)
+
+
+@contextmanager
+def prefilled_tokens() -> Iterator[list[int]]:
+    """The number of tokens of each prefill pass within."""
+    passes: list[int] = []
+    hidden_states = BaseModel.hidden_states
+
+    def counted(self: BaseModel, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: Any, adapters: Any):
+        if not isinstance(plan, DecodePlan):
+            passes.append(len(tokens_T))
+        return hidden_states(self, tokens_T, positions_T, plan, adapters)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseModel, "hidden_states", counted)
+        yield passes
