@@ -163,7 +163,7 @@ def test_an_inconsistent_sparse_tensor_is_refused(training: TrainingClient) -> N
         training.forward_backward([bad], "cross_entropy").result()
 
 
-@pytest.mark.parametrize("loss_fn", ["mse", "", "PPO", "gspo"])
+@pytest.mark.parametrize("loss_fn", ["mse", "", "PPO", "stable_reinforce"])
 def test_an_unknown_loss_is_refused(training: TrainingClient, loss_fn: str) -> None:
     with pytest.raises(
         RequestError, match=f"loss_fn '{loss_fn}' is unknown .* cross_entropy, importance_sampling, ppo"

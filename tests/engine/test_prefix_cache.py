@@ -163,7 +163,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestAnySequenceOfOperations = PrefixCacheMachine.TestCase
-TestAnySequenceOfOperations.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestAnySequenceOfOperations.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
+)
 
 HEADER = HEADERS[2]
 

@@ -186,7 +186,10 @@ def test_a_long_random_history(model: BaseModel, adapters: list[Adapter | None],
         requests = []
         for _ in range(rng.randint(1, 6)):
             start = rng.choice(known)
-            tokens = [*start[: rng.randint(len(start) // 2, len(start))], *random_tokens(rng.randint(1, 6), rng.randint(0, 5))]
+            tokens = [
+                *start[: rng.randint(len(start) // 2, len(start))],
+                *random_tokens(rng.randint(1, 6), rng.randint(0, 5)),
+            ]
             adapter = rng.choice(adapters)
             samples, most = rng.randint(1, 3), rng.randint(1, 9)
             requests.append(request(tokens, adapter, samples, most, rng.randint(0, 99), top_k=rng.choice([-1, 20])))
@@ -247,18 +250,17 @@ def test_turns_of_policy_and_judge_each_go_on_from_their_own(
         assert hits == (0 if first else seen + 5)
 
 
-def test_after_training_nothing_is_reused_and_the_memory_is_given_back(
-    service: ServiceClient, tied_model: str
-) -> None:
+def test_after_training_nothing_is_reused_and_the_memory_is_given_back(service: ServiceClient, tied_model: str) -> None:
     client = make_training_client(service, tied_model)
     snapshot = client.save_weights_and_get_sampling_client().result()
     cache = snapshot._engine._generators[tied_model]._cache
 
     def hits() -> int:
         response = snapshot.sample(prompt(HEADER), 1, params(3, seed=1, stop=[])).result()
-        assert response.sequences[0].tokens == alone(
-            snapshot._model, request(HEADER, snapshot._adapter, max_tokens=3, seed=1)
-        ).sequences[0].tokens
+        assert (
+            response.sequences[0].tokens
+            == alone(snapshot._model, request(HEADER, snapshot._adapter, max_tokens=3, seed=1)).sequences[0].tokens
+        )
         assert cache.rows > 0
         return response.prompt_cache_hit_tokens
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,18 @@ def _quiet_loading() -> Iterator[None]:
     finally:
         if was_enabled:
             transformers_logging.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """logits = soft_cap(hidden @ weight.T + bias + scale * (hidden @ a.T) @ b.T); a (rank, H) and b (V, rank) are float32."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    softcap: float | None = None
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scale: float = 1.0
 
 
 class BaseModel:
@@ -283,10 +296,18 @@ class BaseModel:
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def head_parameters(self, adapter: Adapter | None) -> list[torch.Tensor]:
-        """The matrices of an adapter that the logits depend on directly: those of the head, if it has any."""
-        if adapter is None:
-            return []
+    def head_weights(self, adapter: Adapter | None) -> HeadWeights:
+        """What the logits are computed from, for code that does without the module."""
+        weight, bias = self._head.weight, getattr(self._head, "bias", None)
+        assert isinstance(weight, torch.Tensor)
+        name = self._head_names[0] if self._head_names else ""
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if adapter is None or name not in adapter.a:
+            return HeadWeights(weight, bias, softcap=cap)
+        return HeadWeights(weight, bias, cap, adapter.a[name].detach(), adapter.b[name].detach(), adapter.spec.scale)
+
+    def head_matrices(self, adapter: Adapter) -> list[torch.Tensor]:
+        """A and B of the head, as `adapter.parameters()` has them; empty when it has none."""
         return [table[name] for name in self._head_names for table in (adapter.a, adapter.b) if name in table]
 
     def activation_bytes_per_token(self) -> int:

@@ -18,6 +18,14 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.datums import Example, check_datum
 from tinker_local_backend.engine.losses import LOSSES
 from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
+from tinker_local_backend.engine.micro_batch import (
+    MicroBatch,
+    divide,
+    least_micro_batches,
+    make_micro_batch,
+    split_positions,
+)
+from tinker_local_backend.engine.scoring import Scorer
 from tinker_local_backend.errors import RequestError
 
 CustomLossFn = Callable[[list[tinker.Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
@@ -39,9 +47,9 @@ def forward_backward_custom(
     loss = LOSSES["cross_entropy"]
     examples = [check_datum(datum, i, "cross_entropy", loss, model) for i, datum in enumerate(plain)]
     budget = ActivationBudget(model)
-    parts = trainer.divide(examples, range(len(examples)), budget.tokens, trainer.least_micro_batches())
+    parts = divide(examples, range(len(examples)), budget.tokens, least_micro_batches())
     if len(parts) == 1:
-        batch = trainer.make_micro_batch(model, examples, *parts[0])
+        batch = make_micro_batch(model, examples, *parts[0])
         try:
             return _one_pass(model, state, datums, examples, batch, budget, loss_fn)
         except Exception as error:
@@ -56,20 +64,22 @@ def _one_pass(
     state: trainer.TrainState,
     datums: list[tinker.Datum],
     examples: Sequence[Example],
-    batch: trainer.MicroBatch,
+    batch: MicroBatch,
     budget: ActivationBudget,
     loss_fn: CustomLossFn,
 ) -> tinker.ForwardBackwardOutput:
     gradients = [torch.zeros_like(parameter) for parameter in state.adapter.parameters()]
     recompute = budget.must_recompute(batch.tokens)
     with torch.enable_grad(), model.routed(state.adapter), model.recompute(recompute):
-        logprobs = trainer.batch_logprobs(model, state.adapter, batch, temperature=1.0)
-        arrays = list(trainer.split_positions(logprobs.detach(), batch, examples))
+        hidden = trainer.batch_hidden(model, state.adapter, batch)
+        scorer = Scorer(model, state.adapter)
+        logprobs = batch.of_positions(scorer.logprobs(hidden.detach(), batch.score_targets))
+        arrays = list(split_positions(logprobs, batch, examples))
         loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)
         width = logprobs.shape[1]
         weights = torch.cat([_columns(slope, width) for slope in slopes]).to(logprobs)
-        surrogate = (weights * logprobs).sum()
-        trainer.add_gradients(surrogate, state.adapter, gradients)
+        gradient = scorer.gradient(hidden.detach(), batch.score_targets, batch.of_scores(weights))
+        trainer.backpropagate(model, hidden, gradient, state.adapter, gradients)
     state.accumulate(gradients)
     return tinker.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord",
@@ -78,7 +88,7 @@ def _one_pass(
             "tokens:sum": float(sum(len(example.tokens) for example in examples)),
             "computed_tokens:sum": float(batch.tokens),
             "trained_tokens:sum": float(sum(int((slope != 0).sum()) for slope in slopes)),
-            "surrogate_loss:sum": float(surrogate.detach()),
+            "surrogate_loss:sum": float((weights * logprobs).sum()),
             **metrics,
             "loss:sum": float(loss),
         },

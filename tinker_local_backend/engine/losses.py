@@ -131,6 +131,8 @@ class LossFn:
     config: Config
     compute: Callable[[torch.Tensor, Inputs, Config], torch.Tensor]
     is_policy_loss: bool = False
+    is_elementwise: bool = True
+    """whether a position's loss depends on that position alone"""
     ratio: Callable[[torch.Tensor, Inputs], torch.Tensor] = probability_ratio
     clip_binds: Callable[[torch.Tensor, Inputs, Config], torch.Tensor] | None = None
 
@@ -163,6 +165,7 @@ LOSSES: dict[str, LossFn] = {
         {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
         gspo,
         is_policy_loss=True,
+        is_elementwise=False,
         ratio=sequence_ratio,
         clip_binds=minimum_is_clipped,
     ),

@@ -52,7 +52,7 @@ class PrefixCache:
         best, length = None, 0
         for contents in found[-CANDIDATES:]:
             common = shared_prefix(contents.tokens, tokens[:-1])  # hashes may collide: only equal tokens count
-            if common > length:
+            if contents.adapter is adapter and common > length:
                 best, length = contents, common
         if best is None or length < BLOCK:
             return None

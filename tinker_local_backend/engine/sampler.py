@@ -12,6 +12,9 @@ import torch
 
 from tinker_local_backend.engine.noise import uniforms
 
+LEAST_DIVISOR = 1e-30
+"""Logits over a smaller temperature would overflow; the choice has long been greedy."""
+
 
 class RowParams:
     """Sampling parameters of the rows of a batch, made once and used until the batch changes.
@@ -30,7 +33,7 @@ class RowParams:
         self.seeds_R = np.array(seeds, dtype=np.uint64)
         self.any_greedy = any(t == 0 for t in temperatures)
         self.any_limit = any(k > 0 for k in top_k) or any(p < 1 for p in top_p)
-        divisors = [t if t > 0 else 1.0 for t in temperatures]
+        divisors = [max(t, LEAST_DIVISOR) if t > 0 else 1.0 for t in temperatures]
         self.all_plain = all(t == 1 for t in divisors)
         self.divisors_R = torch.tensor(divisors, device=device)
         self.greedy_R = torch.tensor([t == 0 for t in temperatures], device=device)

@@ -1,43 +1,25 @@
-"""Logprobs of given tokens from hidden states, in chunks: the (tokens x vocabulary) matrix never exists as a whole."""
+"""Logprobs of given tokens from hidden states, and their gradient, through one buffer of logits.
+
+The (tokens x vocabulary) matrix never exists as a whole: logits of a few positions at a time are written into a buffer that
+is made once, turned into probabilities there and, where a gradient is wanted, into the gradient by the logits. Autograd
+would keep or recompute several such matrices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits held at a time: 4 M floats, 16 MB in float32."""
+CHUNK_ELEMENTS = 1 << 24
+"""Logits held at a time: 16 M floats, 64 MB in float32."""
 
-
-def target_logprobs(
-    model: BaseModel,
-    hidden_TH: torch.Tensor,
-    targets_TK: torch.Tensor,
-    adapter: Adapter | None,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """Logprobs (T, K) float32 of K target ids per position under softmax(logits / temperature).
-
-    In the backward pass each chunk of logits is computed again, and only for positions whose gradient is not zero.
-    """
-    parameters = model.head_parameters(adapter)
-    result = _TargetLogprobs.apply(model, adapter, temperature, targets_TK, hidden_TH, *parameters)
-    assert isinstance(result, torch.Tensor)
-    return result
-
-
-def _score(
-    model: BaseModel, adapter: Adapter | None, temperature: float, hidden: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    logits = model.logits(hidden, adapter)
-    if temperature != 1.0:
-        logits = logits / temperature
-    return logits.gather(1, targets) - logits.logsumexp(dim=-1, keepdim=True)
+SlopeFn = Callable[[int, int, torch.Tensor], torch.Tensor]
+"""(start, end, logprobs (end - start, K)) -> dL/d logprobs of those rows."""
 
 
 def chunk_rows(model: BaseModel) -> int:
@@ -45,42 +27,127 @@ def chunk_rows(model: BaseModel) -> int:
     return max(1, CHUNK_ELEMENTS // model.vocab_size)
 
 
-class _TargetLogprobs(torch.autograd.Function):
-    """Scores in chunks without keeping logits; the gradient comes from autograd over one recomputed chunk at a time."""
+@dataclass
+class ScoreGradient:
+    """Gradient by the hidden states (S, H), and by the adapter's A and B of the head (empty when it has none)."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        model: BaseModel,
-        adapter: Adapter | None,
-        temperature: float,
-        targets: torch.Tensor,
+    hidden: torch.Tensor
+    head: list[torch.Tensor]
+
+
+class Scorer:
+    """Scores target ids under softmax(logits / temperature) of one adapter.
+
+    Every method takes hidden (S, H), targets (S, K) int64 and gives logprobs (S, K) float32. Nothing here is recorded by
+    autograd.
+    """
+
+    def __init__(self, model: BaseModel, adapter: Adapter | None, temperature: float = 1.0):
+        self._rows = chunk_rows(model)
+        self._vocabulary = model.vocab_size
+        self._head = model.head_weights(adapter)
+        self._temperature = temperature
+        self._buffer: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Logprobs alone."""
+        parts = [self._score(hidden[s:e], targets[s:e])[0] for s, e in self._chunks(len(hidden))]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def logprobs_and_gradient(
+        self, hidden: torch.Tensor, targets: torch.Tensor, slope_fn: SlopeFn
+    ) -> tuple[torch.Tensor, ScoreGradient]:
+        """Both in one go, for a loss of which every row's slope depends on that row alone."""
+        parts, gradient = [], self._zeros(hidden)
+        for start, end in self._chunks(len(hidden)):
+            part, total, cap_slope = self._score(hidden[start:end], targets[start:end])
+            parts.append(part)
+            slopes = slope_fn(start, end, part)
+            if bool(slopes.any()):
+                gradient.hidden[start:end] = self._backward(
+                    hidden[start:end], targets[start:end], slopes, total, cap_slope, gradient.head
+                )
+        return torch.cat(parts), gradient
+
+    @torch.no_grad()
+    def gradient(self, hidden: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor) -> ScoreGradient:
+        """The gradient for known dL/d logprobs (S, K). Scores again the rows where that is not zero."""
+        gradient = self._zeros(hidden)
+        for index in slopes.ne(0).any(dim=1).nonzero()[:, 0].split(self._rows):
+            if len(index):
+                part, wanted = hidden[index], targets[index]
+                _, total, cap_slope = self._score(part, wanted)
+                gradient.hidden[index] = self._backward(part, wanted, slopes[index], total, cap_slope, gradient.head)
+        return gradient
+
+    def _chunks(self, count: int) -> list[tuple[int, int]]:
+        return [(start, min(start + self._rows, count)) for start in range(0, count, self._rows)]
+
+    def _zeros(self, hidden: torch.Tensor) -> ScoreGradient:
+        head = self._head
+        return ScoreGradient(torch.zeros_like(hidden), [torch.zeros_like(m) for m in (head.a, head.b) if m is not None])
+
+    def _logits(self, rows: int, device: torch.device) -> torch.Tensor:
+        if self._buffer is None or len(self._buffer) < rows:
+            self._buffer = torch.empty(rows, self._vocabulary, dtype=torch.float32, device=device)
+        return self._buffer[:rows]
+
+    def _score(
+        self, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Logprobs (C, K); leaves exp(logits - max) in the buffer and returns its row sums (C, 1).
+
+        The third result is the derivative of a soft cap by its input, if the model has one.
+        """
+        head = self._head
+        logits = self._logits(len(hidden), hidden.device)
+        if hidden.dtype == torch.float32:
+            torch.mm(hidden, head.weight.t(), out=logits)
+        else:
+            logits.copy_(hidden @ head.weight.t())
+        if head.a is not None and head.b is not None:
+            inner = hidden.float() @ head.a.t()
+            logits.addmm_(inner, head.b.t(), alpha=head.scale)
+        if head.bias is not None:
+            logits += head.bias
+        cap_slope = None
+        if head.softcap is not None:
+            logits.div_(head.softcap).tanh_()
+            cap_slope = 1 - logits.square()
+            logits.mul_(head.softcap)
+        if self._temperature != 1.0:
+            logits.div_(self._temperature)
+        wanted = logits.gather(1, targets)
+        largest = logits.amax(dim=-1, keepdim=True)
+        total = logits.sub_(largest).exp_().sum(dim=-1, keepdim=True)
+        return wanted - largest - total.log(), total, cap_slope
+
+    def _backward(
+        self,
         hidden: torch.Tensor,
-        *parameters: torch.Tensor,
+        targets: torch.Tensor,
+        slopes: torch.Tensor,
+        total: torch.Tensor,
+        cap_slope: torch.Tensor | None,
+        head_gradients: list[torch.Tensor],
     ) -> torch.Tensor:
-        ctx.model, ctx.adapter, ctx.temperature, ctx.parameters = model, adapter, temperature, parameters
-        ctx.save_for_backward(targets, hidden)
-        rows = chunk_rows(model)
-        chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-        return torch.cat([_score(model, adapter, temperature, h, t) for h, t in chunks])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
-        targets, hidden = ctx.saved_tensors
-        needs_hidden = ctx.needs_input_grad[4]
-        # The same tensors that forward used, so that adapter.a and adapter.b lead to them.
-        parameters: Sequence[torch.Tensor] = ctx.parameters
-        hidden_grad = torch.zeros_like(hidden) if needs_hidden else None
-        totals = [torch.zeros_like(parameter) for parameter in parameters]
-        for index in grad.ne(0).any(dim=1).nonzero()[:, 0].split(chunk_rows(ctx.model)):
-            with torch.enable_grad():
-                part = hidden[index].requires_grad_(needs_hidden)
-                scores = _score(ctx.model, ctx.adapter, ctx.temperature, part, targets[index])
-            wanted = [*([part] if needs_hidden else []), *parameters]
-            parts = list(torch.autograd.grad(scores, wanted, grad[index]))
-            if hidden_grad is not None:
-                hidden_grad[index] = parts.pop(0)
-            for total, one in zip(totals, parts, strict=True):
-                total += one
-        return None, None, None, None, hidden_grad, *totals
+        """dL/d hidden of the rows just scored, from what `_score` left in the buffer."""
+        head = self._head
+        # d lp_k / d logits = onehot(target_k) - p, summed over k with the slopes as weights.
+        by_logits = self._logits(len(hidden), hidden.device)
+        by_logits.mul_(-slopes.sum(dim=1, keepdim=True) / total)
+        by_logits.scatter_add_(1, targets, slopes)
+        if self._temperature != 1.0:
+            by_logits.div_(self._temperature)
+        if cap_slope is not None:
+            by_logits.mul_(cap_slope)
+        by_hidden = by_logits.to(hidden.dtype) @ head.weight
+        if head.a is not None and head.b is not None:
+            by_inner = (by_logits @ head.b).mul_(head.scale)
+            by_a, by_b = head_gradients
+            by_a.addmm_(by_inner.t(), hidden.float())
+            by_b.addmm_(by_logits.t(), hidden.float() @ head.a.t(), alpha=head.scale)
+            by_hidden += (by_inner @ head.a).to(hidden.dtype)
+        return by_hidden

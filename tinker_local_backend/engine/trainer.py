@@ -6,28 +6,22 @@ leaves no trace. Losses are sums, so any split into micro-batches gives the same
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import tinker
 import torch
 
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.datums import Example, check_datum, loss_function
+from tinker_local_backend.engine.datums import check_datum, loss_function
 from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.losses import RatioStats
-from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
+from tinker_local_backend.engine.losses import Config, LossFn, RatioStats
+from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch, split_positions
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params
-from tinker_local_backend.engine.packing import Packed, PrefixGroup, micro_batches, pack
-from tinker_local_backend.engine.scoring import target_logprobs
-from tinker_local_backend.environment import env_int
+from tinker_local_backend.engine.scoring import ScoreGradient, Scorer
 from tinker_local_backend.errors import RequestError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -50,29 +44,6 @@ class TrainState:
             return
         for total, part in zip(self.gradients, gradients, strict=True):
             total += part
-
-
-@dataclass(eq=False)
-class MicroBatch:
-    """One pass over some examples: where each position of each example is scored, and the loss inputs of all positions.
-
-    A position of a shared prefix whose target is the same in several examples is scored once; `scored` says for every
-    position, example after example, which row of the scores is its own.
-    """
-
-    indices: list[int]
-    """of the examples, in the order of their positions"""
-    packed: Packed
-    tokens: int
-    """rows of the pass, prefixes counted once"""
-    score_rows: torch.Tensor
-    """(S,) int64: row of the pass for each score"""
-    score_targets: torch.Tensor
-    """(S, K) int64"""
-    scored: torch.Tensor
-    """(P,) int64: the score of each position"""
-    inputs: dict[str, torch.Tensor]
-    """(P, K) each; `sequence_index` says which example (0, 1, ... within the batch) a position belongs to"""
 
 
 def forward_backward(
@@ -103,11 +74,16 @@ def forward_backward(
     def run(batch: MicroBatch, recompute: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and elementwise loss of a micro-batch; its gradient is added to the others."""
         with torch.set_grad_enabled(backward), model.routed(state.adapter), model.recompute(recompute):
-            logprobs = batch_logprobs(model, state.adapter, batch, temperature)
-            elementwise = loss.compute(logprobs, batch.inputs, config)
+            hidden = batch_hidden(model, state.adapter, batch)
+            scorer = Scorer(model, state.adapter, temperature)
             if backward:
-                add_gradients(elementwise.sum(), state.adapter, gradients)
-        return logprobs.detach(), elementwise.detach()
+                scores, gradient = _scores_and_gradient(scorer, hidden.detach(), batch, loss, config)
+                backpropagate(model, hidden, gradient, state.adapter, gradients)
+            else:
+                scores = scorer.logprobs(hidden, batch.score_targets)
+        with torch.no_grad():
+            logprobs = batch.of_positions(scores)
+            return logprobs, loss.compute(logprobs, batch.inputs, config)
 
     for batch, (logprobs, elementwise) in each_micro_batch(model, examples, run):
         loss_sum += float(elementwise.double().sum())
@@ -137,153 +113,54 @@ def forward_backward(
     return tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics=metrics)
 
 
-def each_micro_batch(
-    model: BaseModel,
-    examples: Sequence[Example],
-    run: Callable[[MicroBatch, bool], tuple[torch.Tensor, torch.Tensor]],
-) -> Iterator[tuple[MicroBatch, tuple[torch.Tensor, torch.Tensor]]]:
-    """Divide examples into micro-batches that fit the memory and `run(batch, recompute)` each.
-
-    There are at least `least_micro_batches` of them, if there are as many examples. Whoever runs out of memory is tried again
-    in halves, and a single example with its layers recomputed in the backward pass; `run` must leave nothing behind when it
-    raises.
-    """
-    budget = ActivationBudget(model)
-    waiting = divide(examples, range(len(examples)), budget.tokens, least_micro_batches())
-    waiting.reverse()
-    force = False
-    while waiting:
-        indices, groups = waiting.pop()
-        if len(indices) > 1 and sum(group.tokens for group in groups) > budget.tokens:  # an earlier pass was too large
-            waiting.extend(reversed(divide(examples, indices, budget.tokens, at_least=1)))
-            continue
-        batch = make_micro_batch(model, examples, indices, groups)
-        try:
-            result = run(batch, force or budget.must_recompute(batch.tokens))
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            result = None
-        if result is not None:
-            yield batch, result
-            continue
-        budget.release()
-        if len(indices) > 1:
-            smaller = -(-batch.tokens // 2)
-            logger.warning("out of memory with %d tokens in one pass; going on with at most %d", batch.tokens, smaller)
-            budget.tokens = min(budget.tokens, smaller)
-            waiting.extend(reversed(divide(examples, indices, budget.tokens, at_least=2)))
-        elif not (force or budget.must_recompute(batch.tokens)):
-            logger.warning("out of memory with one datum of %d tokens; recomputing layers from now on", batch.tokens)
-            force = True
-            waiting.append((indices, groups))
-        else:
-            raise RequestError(
-                f"data[{indices[0]}] of {batch.tokens} tokens does not fit into memory, even with recomputation; "
-                "shorten it, use a smaller model, or free memory (a smaller TINKER_LOCAL_KV_CACHE_TOKENS)"
-            )
-
-
-def least_micro_batches() -> int:
-    """TINKER_LOCAL_GRAD_ACCUM_STEPS, or 1."""
-    return env_int("TINKER_LOCAL_GRAD_ACCUM_STEPS", minimum=1) or 1
-
-
-def divide(
-    examples: Sequence[Example], indices: Sequence[int], token_budget: int, at_least: int
-) -> list[tuple[list[int], list[PrefixGroup]]]:
-    """Micro-batches as (indices of examples, groups over those), see packing.micro_batches."""
-    parts = []
-    for groups in micro_batches([examples[i].tokens for i in indices], token_budget, at_least):
-        own = sorted(member for group in groups for member in group.members)
-        place = {member: i for i, member in enumerate(own)}
-        local = [PrefixGroup(tuple(place[m] for m in group.members), group.prefix, group.tokens) for group in groups]
-        parts.append(([indices[member] for member in own], local))
-    return parts
-
-
-def make_micro_batch(
-    model: BaseModel, examples: Sequence[Example], indices: list[int], groups: Sequence[PrefixGroup]
-) -> MicroBatch:
-    """Lay out these examples for one pass on the model's device."""
-    chosen = [examples[i] for i in indices]
-    packed = pack([example.tokens for example in chosen], groups)
-    width = max(_width(example.inputs["target_tokens"]) for example in chosen)
-    targets = [_widen(example.inputs["target_tokens"], width) for example in chosen]
-    rows: list[npt.NDArray[np.int64]] = []
-    kept: list[npt.NDArray[np.int64]] = []
-    scored: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(chosen)
-    count = 0
-    for group in groups:
-        leader = group.members[0]
-        for member in group.members:
-            new = np.ones(len(targets[member]), dtype=bool)
-            own = np.empty(len(new), dtype=np.int64)
-            if member != leader:
-                shared = min(group.prefix, len(new))
-                new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
-                own[:shared] = scored[leader][:shared]
-            own[new] = count + np.arange(new.sum())
-            count += int(new.sum())
-            rows.append(packed.rows[member][new])
-            kept.append(targets[member][new])
-            scored[member] = own
-    device = model.device
-    inputs = {
-        key: torch.from_numpy(np.concatenate([_widen(example.inputs[key], width) for example in chosen])).to(device)
-        for key in chosen[0].inputs
-        if key != "target_tokens"
-    }
-    sequence = np.repeat(np.arange(len(chosen)), [len(example.tokens) for example in chosen])
-    inputs["sequence_index"] = torch.from_numpy(sequence)[:, None].to(device)
-    return MicroBatch(
-        indices=indices,
-        packed=packed,
-        tokens=len(packed.tokens),
-        score_rows=torch.from_numpy(np.concatenate(rows)).to(device),
-        score_targets=torch.from_numpy(np.concatenate(kept)).to(device),
-        scored=torch.from_numpy(np.concatenate(scored)).to(device),
-        inputs=inputs,
-    )
-
-
-def _width(array: npt.NDArray) -> int:
-    return 1 if array.ndim == 1 else array.shape[1]
-
-
-def _widen(array: npt.NDArray, width: int) -> npt.NDArray:
-    """(N,) or (N, K) as (N, width): what is added has weight 0."""
-    matrix = array if array.ndim == 2 else array[:, None]
-    return np.pad(matrix, ((0, 0), (0, width - matrix.shape[1])))
-
-
-def batch_logprobs(model: BaseModel, adapter: Adapter, batch: MicroBatch, temperature: float) -> torch.Tensor:
-    """Logprobs (P, K) of all target tokens of a micro-batch, example after example."""
+def batch_hidden(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> torch.Tensor:
+    """Hidden states (S, H) of the positions that are scored, with the graph that leads to the adapter."""
     tokens_T = torch.tensor(batch.packed.tokens, device=model.device)
     positions_T = torch.tensor(batch.packed.positions, device=model.device)
     hidden_TH = model.hidden_states(tokens_T, positions_T, PackedPlan(batch.packed.segments), adapter)
-    scores_SK = target_logprobs(model, hidden_TH[batch.score_rows], batch.score_targets, adapter, temperature)
-    return scores_SK[batch.scored]
+    return hidden_TH if batch.score_rows is None else hidden_TH[batch.score_rows]
 
 
-def add_gradients(loss: torch.Tensor, adapter: Adapter, gradients: list[torch.Tensor]) -> None:
-    """Differentiate by the adapter's matrices and add to `gradients`."""
-    # A loss may be constant in the parameters (all weights zero): the gradient is zero, not an error.
-    parts = torch.autograd.grad(loss, adapter.parameters(), allow_unused=True)
+def _scores_and_gradient(
+    scorer: Scorer, hidden: torch.Tensor, batch: MicroBatch, loss: LossFn, config: Config
+) -> tuple[torch.Tensor, ScoreGradient]:
+    if not loss.is_elementwise:
+        scores = scorer.logprobs(hidden, batch.score_targets)
+        slopes = _slopes(loss, batch.of_positions(scores), batch.inputs, config)
+        return scores, scorer.gradient(hidden, batch.score_targets, batch.of_scores(slopes))
+    # Positions in the order of their scores, so that those of a range of scores are neighbours.
+    by_score, order = batch.scored.sort(stable=True)
+
+    def slope_fn(start: int, end: int, part: torch.Tensor) -> torch.Tensor:
+        first, last = torch.searchsorted(by_score, torch.tensor([start, end], device=by_score.device)).tolist()
+        own, index = order[first:last], by_score[first:last] - start
+        slopes = _slopes(loss, part[index], {key: value[own] for key, value in batch.inputs.items()}, config)
+        return torch.zeros_like(part).index_add_(0, index, slopes)
+
+    return scorer.logprobs_and_gradient(hidden, batch.score_targets, slope_fn)
+
+
+def _slopes(loss: LossFn, logprobs: torch.Tensor, inputs: Mapping[str, torch.Tensor], config: Config) -> torch.Tensor:
+    """dL/d logprobs, of the same shape."""
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        return torch.autograd.grad(loss.compute(leaf, inputs, config).sum(), leaf)[0]
+
+
+def backpropagate(
+    model: BaseModel, hidden: torch.Tensor, gradient: ScoreGradient, adapter: Adapter, gradients: list[torch.Tensor]
+) -> None:
+    """Carry a gradient by the scored hidden states to the adapter's matrices and add it to `gradients`."""
+    parameters = adapter.parameters()
+    parts: list[torch.Tensor | None] = [None] * len(parameters)
+    if hidden.requires_grad and bool(gradient.hidden.any()):
+        parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
     for total, part in zip(gradients, parts, strict=True):
         if part is not None:
             total += part
-
-
-def split_positions(values: torch.Tensor, batch: MicroBatch, examples: Sequence[Example]) -> Iterator[npt.NDArray]:
-    """Per-position values (P, K) as one array per example, each of the shape of its targets."""
-    array = values.cpu().numpy()
-    start = 0
-    for i in batch.indices:
-        targets = examples[i].inputs["target_tokens"]
-        end = start + len(targets)
-        yield array[start:end, : _width(targets)].reshape(targets.shape).copy()
-        start = end
+    place = {id(parameter): i for i, parameter in enumerate(parameters)}
+    for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
+        gradients[place[id(matrix)]] += part
 
 
 def optim_step(state: TrainState, params: tinker.AdamParams) -> tinker.types.OptimStepResponse:

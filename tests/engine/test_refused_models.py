@@ -1,0 +1,145 @@
+"""A model that the engine would compute wrongly is refused when it is loaded, with the reason and a way out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    BertConfig,
+    CohereConfig,
+    DiffLlamaConfig,
+    FalconConfig,
+    FalconH1Config,
+    Gemma3TextConfig,
+    GPTNeoConfig,
+    GraniteConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    T5Config,
+)
+
+from tests.engine.conftest import SHAPE, write_model
+from tests.engine.helpers import params, prompt, random_tokens
+from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
+from tinker_local_backend.engine import base_model
+from tinker_local_backend.engine.base_model import BaseModel
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
+
+BY_CONFIG: dict[str, tuple[PretrainedConfig, str]] = {
+    "mixtral": (MixtralConfig(**SHAPE), r"\(mixtral\) has mixture-of-experts layers \(config\.num_local_experts\)"),
+    "qwen3-moe": (Qwen3MoeConfig(**SHAPE), r"\(qwen3_moe\) has mixture-of-experts layers"),
+    "cohere": (CohereConfig(**SHAPE), r"\(cohere\) has scaled logits \(config\.logit_scale\)"),
+    "granite": (
+        GraniteConfig(**SHAPE, logits_scaling=8.0),
+        r"\(granite\) has scaled logits \(config\.logits_scaling\)",
+    ),
+    "t5": (T5Config(vocab_size=1536, d_model=32), r"\(t5\) has an encoder \(config\.is_encoder_decoder\)"),
+    "mamba": (MambaConfig(vocab_size=1536, hidden_size=32), r"\(mamba\) states no max_position_embeddings"),
+    "convolution": (
+        Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+        r"\(lfm2\) has layers of type conv,",
+    ),
+    "hybrid": (FalconH1Config(**SHAPE), r"\(falcon_h1\) has layers of type hybrid,"),
+}
+"""refused before any weight is read"""
+
+SMALL: dict[str, Any] = {"vocab_size": 1536, "hidden_size": 32, "num_attention_heads": 4}
+
+BY_TRYING: dict[str, tuple[PretrainedConfig, str]] = {
+    "bidirectional gemma": (
+        Gemma3TextConfig(**SHAPE, use_bidirectional_attention=True),
+        r"\(gemma3_text\) has other logits in the local engine than in transformers",
+    ),
+    "bert": (
+        BertConfig(**SMALL, num_hidden_layers=2, intermediate_size=48, initializer_range=0.2),
+        r"\(bert\) has other logits",
+    ),
+    "two attentions a layer": (DiffLlamaConfig(**SHAPE), r"\(diffllama\) has other logits"),
+    "alibi": (
+        FalconConfig(**SMALL, num_hidden_layers=2, alibi=True),
+        r"\(falcon\) cannot be loaded with the local engine's attention",
+    ),
+    "attention of its own": (
+        GPTNeoConfig(vocab_size=1536, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
+        r"\(gpt_neo\) cannot be loaded with the local engine's attention",
+    ),
+}
+"""refused because the logits are not those of transformers"""
+
+
+@pytest.mark.parametrize("kind", list(BY_CONFIG))
+def test_what_the_config_says_is_refused_before_loading(kind: str, tmp_path: Path) -> None:
+    config, message = BY_CONFIG[kind]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=f"^model '.*' {message}") as refusal:
+        BaseModel(str(tmp_path))
+    assert str(tmp_path) in str(refusal.value)
+    assert "use a dense Llama- or Qwen-like model, or backend=tinker" in str(refusal.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_decoder.*")
+@pytest.mark.parametrize("kind", list(BY_TRYING))
+def test_what_the_config_does_not_say_is_found_by_trying(kind: str, tmp_path: Path) -> None:
+    config, message = BY_TRYING[kind]
+    path = write_model(config, tmp_path, 0)
+    with pytest.raises(ModelLoadError, match=f"^model '.*' {message}") as refusal:
+        BaseModel(path)
+    assert "use a dense Llama- or Qwen-like model, or backend=tinker" in str(refusal.value)
+
+
+def test_logits_that_are_changed_behind_the_head_are_found_by_trying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(GraniteConfig(**SHAPE, logits_scaling=8.0), tmp_path, 0)
+    monkeypatch.setattr(base_model, "_REFUSED_CONFIG", {})
+    with pytest.raises(ModelLoadError, match=r"\(granite\) has other logits"):
+        BaseModel(path)
+
+
+def test_a_scale_of_one_and_scales_inside_the_model_are_no_reason(tmp_path: Path) -> None:
+    path = write_model(GraniteConfig(**SHAPE, logits_scaling=1.0, embedding_multiplier=12.0), tmp_path, 0)
+    assert BaseModel(path).context_length == SHAPE["max_position_embeddings"]
+
+
+def test_an_unknown_architecture_is_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    with pytest.raises(ModelLoadError, match=r"cannot be loaded: .*nonesuch"):
+        BaseModel(str(tmp_path))
+
+
+def test_where_long_sequences_turn_the_positions_of_short_ones_the_context_ends(tmp_path: Path) -> None:
+    """longrope has two sets of frequencies and takes one for a whole pass, by its longest sequence."""
+    path = write_model(Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64), tmp_path, 0)
+    assert BaseModel(path).context_length == 64
+
+
+def test_a_sliding_window_that_the_attention_never_hears_of_ends_the_context(tmp_path: Path) -> None:
+    config = LlamaConfig(**SHAPE)
+    config.sliding_window = 16  # Llama's attention ignores it
+    assert BaseModel(write_model(config, tmp_path, 0)).context_length == 16
+
+
+def test_the_refusal_reaches_the_caller_and_the_service_goes_on(
+    service: ServiceClient, tied_model: str, tmp_path: Path
+) -> None:
+    BY_CONFIG["cohere"][0].save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="scaled logits"):
+        service.create_sampling_client(base_model=str(tmp_path)).result()
+    with pytest.raises(ModelLoadError, match="scaled logits"):
+        service.create_lora_training_client(str(tmp_path), 4).result()
+    sampler = service.create_sampling_client(base_model=tied_model).result()
+    with pytest.raises(RequestError, match="256"):
+        sampler.sample(prompt(random_tokens(250, 0)), 1, params(50)).result()
+    assert sampler.sample(prompt(random_tokens(5, 0)), 1, params(2)).result().sequences
