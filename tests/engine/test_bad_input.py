@@ -82,7 +82,7 @@ def two_steps(
     client: TrainingClient, bad: Call | None = None
 ) -> tuple[list[tinker.APIFuture], tinker.APIFuture | None]:
     """Two accumulated passes and a step, twice; a bad operation in the middle of the first."""
-    futures = [client.forward_backward([cross_entropy_datum(6, 1)], "cross_entropy")]
+    futures: list[tinker.APIFuture] = [client.forward_backward([cross_entropy_datum(6, 1)], "cross_entropy")]
     failing = bad(client) if bad else None
     futures += [client.forward_backward([GOOD], "ppo"), client.optim_step(STEP)]
     futures += [client.forward_backward([cross_entropy_datum(4, 2)], "cross_entropy"), client.optim_step(STEP)]

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -256,6 +257,7 @@ def test_bad_clients_are_refused(service: ServiceClient, tied_model: str) -> Non
             service.create_lora_training_client(path)
         with pytest.raises(ModelLoadError, match=r"no config\.json there"):
             service.create_sampling_client(base_model=path)
-    for arguments in ({}, {"model_path": "tinker://r/weights/x", "base_model": tied_model}):
+    both: dict[str, Any] = {"model_path": "tinker://r/weights/x", "base_model": tied_model}
+    for arguments in ({}, both):
         with pytest.raises(RequestError, match=r"either model_path .* or base_model"):
             service.create_sampling_client(**arguments)

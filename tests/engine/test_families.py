@@ -151,11 +151,13 @@ def test_sampled_logprobs_are_those_of_the_reference_while_the_window_slides(fam
             assert len(sequence.tokens) == longest
             expected = family.reference.completion_logprobs(tokens, sequence.tokens, adapter, scale)
             np.testing.assert_allclose(np.array(sequence.logprobs), expected, rtol=0, atol=3e-5)
-    # The next turn of a conversation goes on from the keys that the first one left in the cache.
-    turn = [*long, *responses[0].sequences[0].tokens, *random_tokens(5, 4)]
-    (sequence,) = sampler.sample(prompt(turn), 1, params(WINDOW, stop=[])).result().sequences
-    expected = family.reference.completion_logprobs(turn, sequence.tokens, adapter, scale)
-    np.testing.assert_allclose(np.array(sequence.logprobs), expected, rtol=0, atol=3e-5)
+    # The next turns of two conversations go on from the keys that the first ones left in the cache.
+    turns = [[*requests[i][0], *responses[i].sequences[0].tokens, *random_tokens(5, 4)] for i in (0, 2)]
+    responses = at_once(lambda: [sampler.sample(prompt(turn), 1, params(WINDOW, stop=[])) for turn in turns])
+    for turn, response in zip(turns, responses, strict=True):
+        (sequence,) = response.sequences
+        expected = family.reference.completion_logprobs(turn, sequence.tokens, adapter, scale)
+        np.testing.assert_allclose(np.array(sequence.logprobs), expected, rtol=0, atol=3e-5)
 
 
 def test_gradients_are_those_of_the_reference(family: Family) -> None:

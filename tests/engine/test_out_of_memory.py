@@ -26,9 +26,10 @@ from tinker_local_backend import RequestError, TrainingClient
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import LoraSpec
+from tinker_local_backend.engine.micro_batch import MicroBatch
 from tinker_local_backend.engine.optimizer import AdamW
 
-TRAINER_LOG = "tinker_local_backend.engine.trainer"
+LOG = "tinker_local_backend"
 LENGTHS = (40, 21, 33, 8, 9, 50, 17, 26)
 
 
@@ -96,12 +97,12 @@ def test_a_pass_that_is_too_large_is_halved_until_it_fits(
 ) -> None:
     data = [policy_datum(n, n, training) for n in LENGTHS]
     memory = Memory(60, fails=fails)
-    with caplog.at_level(logging.WARNING, TRAINER_LOG):
+    with caplog.at_level(logging.WARNING, LOG):
         with_and_without(training, data, ppo, memory)
     total = sum(LENGTHS)
     assert memory.passes[0] == total
     assert sum(tokens for tokens in memory.passes if tokens <= 60) == total
-    notes = [record.getMessage() for record in caplog.records if record.name == TRAINER_LOG]
+    notes = [record.getMessage() for record in caplog.records if record.name.startswith(LOG)]
     assert notes[0] == f"out of memory with {total} tokens in one pass; going on with at most {-(-total // 2)}"
     assert len(notes) == sum(tokens > 60 for tokens in memory.passes)
 
@@ -122,7 +123,7 @@ def test_one_datum_that_is_too_large_gets_its_layers_recomputed(
 ) -> None:
     data = [policy_datum(n, n, training) for n in (30, 90, 20)]
     memory = Memory(60, recomputed=100)
-    with caplog.at_level(logging.WARNING, TRAINER_LOG):
+    with caplog.at_level(logging.WARNING, LOG):
         with_and_without(training, data, ppo, memory)
     assert sorted(memory.passes)[-3:] == [90, 90, 140]
     assert "out of memory with one datum of 90 tokens; recomputing layers from now on" in caplog.text
@@ -147,6 +148,24 @@ def test_a_datum_that_never_fits_is_named_and_leaves_no_trace(training: Training
     old = weights(training)
     training.optim_step(STEP).result()
     assert any(not np.array_equal(matrix, old[name]) for name, matrix in weights(training).items())
+
+
+def test_a_pass_that_fails_at_its_very_end_is_not_counted_twice(
+    training: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [policy_datum(n, n, training) for n in LENGTHS]
+    memory = Memory(10_000)
+    original, calls = MicroBatch.of_positions, []
+
+    def of_positions(self: MicroBatch, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(memory.installed)
+        if calls.count(True) == 1:
+            raise torch.OutOfMemoryError("no memory left")
+        return original(self, scores)
+
+    monkeypatch.setattr(MicroBatch, "of_positions", of_positions)
+    with_and_without(training, data, ppo, memory)
+    assert len(memory.passes) == 3 and memory.passes[0] == sum(memory.passes[1:])
 
 
 def test_other_errors_are_not_retried(training: TrainingClient, monkeypatch: pytest.MonkeyPatch) -> None:

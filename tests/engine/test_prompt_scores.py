@@ -18,8 +18,8 @@ TOKENS = random_tokens(N, 3)
 ATOL = 1e-4
 
 
-def sample(client: SamplingClient, tokens: list[int] = TOKENS, temperature: float = 1.0, **fields: Any):
-    """One request for one token."""
+def sample(client: SamplingClient, tokens: list[int] = TOKENS, temperature: float = 1.0, **fields: Any) -> Any:
+    """One request for one token. What comes with it depends on the fields."""
     return client.sample(prompt(tokens), 1, params(1, temperature, seed=5, stop=[]), **fields).result()
 
 
@@ -173,8 +173,8 @@ def test_alternatives_of_temperature_zero_are_the_likeliest(sampler: SamplingCli
 def test_alternatives_depend_on_the_seed_and_on_nothing_else(
     sampler: SamplingClient, base_sampler: SamplingClient
 ) -> None:
-    def ask(seed: int, k: int = 4, client: SamplingClient = sampler, **fields: Any):
-        return client.sample(prompt(TOKENS), 2, params(2, seed=seed, stop=[]), prompt_alt_tokens_k=k, **fields)
+    def ask(seed: int, k: int = 4, client: SamplingClient = sampler) -> tinker.APIFuture[Any]:
+        return client.sample(prompt(TOKENS), 2, params(2, seed=seed, stop=[]), prompt_alt_tokens_k=k)
 
     first = ask(1).result()
     draws = first.prompt_alt_tokens.tokens.to_numpy()
@@ -326,6 +326,6 @@ def test_scores_of_weights_that_have_diverged_are_an_error_and_others_go_on(
         client._run.state.adapter.b["lm_head"].fill_(math.nan)
     snapshot = client.save_weights_and_get_sampling_client().result()
     broken, scored = snapshot.compute_logprobs(prompt(TOKENS)), base_sampler.compute_logprobs(prompt(TOKENS))
-    with pytest.raises(RequestError, match="at prompt positions 1..29 .*weights have diverged"):
+    with pytest.raises(RequestError, match=r"at prompt positions 1\.\.29 .*weights have diverged"):
         broken.result()
     assert all(x is not None for x in scored.result()[1:])
