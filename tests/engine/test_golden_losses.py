@@ -89,7 +89,7 @@ class Split:
     def forced(self):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TINKER_LOCAL_GRAD_ACCUM_STEPS", str(self.steps))
-            patch.setattr("tinker_local_backend.engine.memory.MAX_TOKENS", self.pass_tokens)
+            patch.setattr("tinker_local_backend.engine.memory.MAX_TOKENS_CPU", self.pass_tokens)
             patch.setattr("tinker_local_backend.engine.scoring.CHUNK_ELEMENTS", self.chunk_rows * VOCABULARY)
             if self.recompute:
                 patch.setattr("tinker_local_backend.engine.memory.DEFAULT_ACTIVATION_BYTES_CPU", 1)

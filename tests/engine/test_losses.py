@@ -219,7 +219,7 @@ def test_a_call_longer_than_a_micro_batch_equals_its_parts(
     loss = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
     expected = gradients(training)
     drop_gradients(training)
-    monkeypatch.setattr("tinker_local_backend.engine.memory.MAX_TOKENS", 32)
+    monkeypatch.setattr("tinker_local_backend.engine.memory.MAX_TOKENS_CPU", 32)
     monkeypatch.setattr("tinker_local_backend.engine.scoring.CHUNK_ELEMENTS", 7 * VOCABULARY)
     small = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
     assert small == pytest.approx(loss, rel=1e-5)

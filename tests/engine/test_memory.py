@@ -50,7 +50,7 @@ def test_the_budget_comes_from_the_environment(training: TrainingClient, monkeyp
     assert budget.tokens == (1 << 20) // per_token
     assert not budget.must_recompute(budget.tokens) and budget.must_recompute(budget.tokens + 1)
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1000000")
-    assert ActivationBudget(model).tokens == memory.MAX_TOKENS
+    assert ActivationBudget(model).tokens == memory.MAX_TOKENS_CPU
     monkeypatch.delenv("TINKER_LOCAL_ACTIVATION_MB")
     budget = ActivationBudget(model)
     assert not budget.must_recompute(memory.DEFAULT_ACTIVATION_BYTES_CPU // per_token)

@@ -27,8 +27,8 @@ SOFTCAP_QUERIES = 256
 class Segment:
     """Tokens start:end of the pass: a stretch of one sequence that attends to itself and to what comes before it.
 
-    `before` tokens precede it: at `prefix`, an earlier stretch start:end of the same pass (which several segments may share),
-    or else in `row` of the KV cache. With a row, the segment's own keys are stored there, behind those.
+    `before` tokens precede it: at `prefix`, start:end of an earlier segment of the same pass (which several may share), or
+    else in `row` of the KV cache. With a row, the segment's own keys are stored there, behind those.
     """
 
     start: int
@@ -113,16 +113,17 @@ def _packed(
 ) -> torch.Tensor:
     plan.windows[layer] = window
     outputs = []
-    for segment in plan.segments:
-        own = slice(segment.start, segment.end)
-        q, k, v = query[:, :, own], key[:, :, own], value[:, :, own]
+    # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros, once per segment.
+    parts = [tensor.split([s.end - s.start for s in plan.segments], dim=2) for tensor in (query, key, value)]
+    index = {segment.start: i for i, segment in enumerate(plan.segments)}
+    for segment, q, k, v in zip(plan.segments, *parts, strict=True):
         if plan.cache is not None and segment.row is not None:
             plan.cache.write(layer, segment.row, segment.before, k[0], v[0])
             if segment.before and segment.prefix is None:
                 k, v = plan.cache.read(layer, segment.row, segment.before + k.shape[2])
         if segment.prefix is not None:
-            before = slice(*segment.prefix)
-            k, v = torch.cat([key[:, :, before], k], dim=2), torch.cat([value[:, :, before], v], dim=2)
+            before = index[segment.prefix[0]]
+            k, v = torch.cat([parts[1][before], k], dim=2), torch.cat([parts[2][before], v], dim=2)
         outputs.append(_attend(q, k, v, scaling, softcap, window))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 

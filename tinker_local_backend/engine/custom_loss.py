@@ -78,6 +78,7 @@ def _one_pass(
         loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)
         width = logprobs.shape[1]
         weights = torch.cat([_columns(slope, width) for slope in slopes]).to(logprobs)
+        surrogate = float((weights * logprobs).sum())
         gradient = scorer.gradient(hidden.detach(), batch.score_targets, batch.of_scores(weights))
         trainer.backpropagate(model, hidden, gradient, state.adapter, gradients)
     state.accumulate(gradients)
@@ -88,7 +89,7 @@ def _one_pass(
             "tokens:sum": float(sum(len(example.tokens) for example in examples)),
             "computed_tokens:sum": float(batch.tokens),
             "trained_tokens:sum": float(sum(int((slope != 0).sum()) for slope in slopes)),
-            "surrogate_loss:sum": float((weights * logprobs).sum()),
+            "surrogate_loss:sum": surrogate,
             **metrics,
             "loss:sum": float(loss),
         },

@@ -11,8 +11,9 @@ from tinker_local_backend.environment import env_int
 
 DEFAULT_ACTIVATION_BYTES_CPU = 1 << 30
 SHARE_OF_FREE_CUDA_MEMORY = 0.5
-MAX_TOKENS = 16384
-"""Beyond this a larger pass is no faster."""
+MAX_TOKENS_CPU, MAX_TOKENS_CUDA = 2048, 16384
+"""Beyond this a larger pass is no faster; on a CPU it is slower, because what one operation writes has left the caches before
+the next one reads it."""
 
 
 class ActivationBudget:
@@ -29,7 +30,8 @@ class ActivationBudget:
         if megabytes is None and self._device.type == "cuda":
             available = int(torch.cuda.mem_get_info(self._device)[0] * SHARE_OF_FREE_CUDA_MEMORY)
         self._fitting = available // model.activation_bytes_per_token()
-        self.tokens = max(1, min(MAX_TOKENS, self._fitting))
+        most = MAX_TOKENS_CUDA if self._device.type == "cuda" else MAX_TOKENS_CPU
+        self.tokens = max(1, min(most, self._fitting))
 
     def must_recompute(self, tokens: int) -> bool:
         """Whether a pass of this many tokens (a single long sequence) keeps too much unless layers are recomputed."""

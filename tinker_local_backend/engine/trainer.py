@@ -78,12 +78,14 @@ def forward_backward(
             scorer = Scorer(model, state.adapter, temperature)
             if backward:
                 scores, gradient = _scores_and_gradient(scorer, hidden.detach(), batch, loss, config)
-                backpropagate(model, hidden, gradient, state.adapter, gradients)
             else:
-                scores = scorer.logprobs(hidden, batch.score_targets)
-        with torch.no_grad():
-            logprobs = batch.of_positions(scores)
-            return logprobs, loss.compute(logprobs, batch.inputs, config)
+                scores, gradient = scorer.logprobs(hidden, batch.score_targets), None
+            with torch.no_grad():
+                logprobs = batch.of_positions(scores)
+                elementwise = loss.compute(logprobs, batch.inputs, config)
+            if gradient is not None:  # last, because nothing may fail once gradients have been added
+                backpropagate(model, hidden, gradient, state.adapter, gradients)
+        return logprobs, elementwise
 
     for batch, (logprobs, elementwise) in each_micro_batch(model, examples, run):
         loss_sum += float(elementwise.double().sum())
