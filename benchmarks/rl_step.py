@@ -17,7 +17,8 @@ from benchmarks.harness import Contender, measure
 from benchmarks.models import SHAPES, ensure_model
 from benchmarks.ours import DpoLoop, GrpoLoop, LocalEngine
 from benchmarks.peers import trl
-from benchmarks.peers.registry import Peer, Setup, build, needs, select
+from benchmarks.peers.registry import Peer, build, needs, select
+from benchmarks.peers.setup import Setup
 from benchmarks.report import Report, finish
 from benchmarks.workload import MAX_NEW_TOKENS, PAIRS, Workload, make_workload, preference_pairs
 

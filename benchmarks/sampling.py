@@ -16,7 +16,8 @@ from benchmarks.harness import Contender, measure
 from benchmarks.models import SHAPES, ensure_model
 from benchmarks.ours import LocalEngine, count_tokens, sample_workload, sampling_against_training
 from benchmarks.peers import huggingface, vllm
-from benchmarks.peers.registry import Peer, Setup, build, needs, select
+from benchmarks.peers.registry import Peer, build, needs, select
+from benchmarks.peers.setup import Setup
 from benchmarks.report import NOT_MEASURED, Report, Table, finish, number
 from benchmarks.workload import MAX_NEW_TOKENS, make_workload, random_tokens
 from tinker_local_backend import SamplingClient

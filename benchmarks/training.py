@@ -13,7 +13,8 @@ from benchmarks.harness import Contender, Measurement, measure
 from benchmarks.models import SHAPES, ensure_model
 from benchmarks.ours import LocalEngine, completion_datum, train_step
 from benchmarks.peers import plain_torch, trl
-from benchmarks.peers.registry import Peer, Setup, build, needs, select
+from benchmarks.peers.registry import Peer, build, needs, select
+from benchmarks.peers.setup import Setup
 from benchmarks.report import Report, Table, finish, number
 from benchmarks.workload import MAX_NEW_TOKENS, Workload, make_workload, training_sequences
 

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from benchmarks.harness import Contender
 from benchmarks.models import PAD_ID
-from benchmarks.peers.registry import Setup
+from benchmarks.peers.setup import Setup
 
 _PAGE_TOKENS = 64
 

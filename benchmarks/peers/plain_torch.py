@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from benchmarks.harness import Contender
 from benchmarks.ours import LEARNING_RATE
 from benchmarks.peers.huggingface import load_model, sharing_weights
-from benchmarks.peers.registry import Setup
+from benchmarks.peers.setup import Setup
 from benchmarks.workload import TrainingSequence, training_sequences
 
 PACK_TOKENS = 2048

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from benchmarks.config import ComparisonConfig
 from benchmarks.errors import BenchmarkError
 from benchmarks.harness import Contender, Measurement, absent, describe
-from benchmarks.models import Shape
-from benchmarks.workload import Workload
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a peer is built from. What must be closed at the end is entered into `stack`; a peer may add to `versions`."""
-
-    config: ComparisonConfig
-    shape: Shape
-    model: Path
-    adapter: Path | None
-    """PEFT folder; None in benchmarks that train a new one"""
-    workload: Workload
-    stack: ExitStack
-    vllm_python: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
+from benchmarks.peers.process import isolated
+from benchmarks.peers.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -68,7 +51,7 @@ def build(setup: Setup, peers: Mapping[str, Peer]) -> tuple[list[Contender], lis
             missing.append(absent(name, reason))
             continue
         try:
-            contenders += peer.build(setup)
+            contenders += isolated(peer.build, setup)
         except Exception as error:
             missing.append(absent(name, f"failed to start: {describe(error)}"))
     return contenders, missing

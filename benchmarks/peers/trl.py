@@ -19,7 +19,7 @@ from benchmarks.harness import Contender
 from benchmarks.models import words
 from benchmarks.ours import DPO_BETA, LEARNING_RATE
 from benchmarks.peers.huggingface import load_model
-from benchmarks.peers.registry import Setup
+from benchmarks.peers.setup import Setup
 from benchmarks.workload import PAIRS, even_fraction, preference_pairs, training_sequences
 
 MICRO_BATCH = 16

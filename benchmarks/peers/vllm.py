@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from benchmarks.config import ComparisonConfig
 from benchmarks.harness import Contender
-from benchmarks.peers.registry import Setup
+from benchmarks.peers.setup import Setup
 
 _CHILD = Path(__file__).with_name("vllm_child.py")
 

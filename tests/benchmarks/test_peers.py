@@ -10,11 +10,14 @@ import torch
 
 from benchmarks.config import ComparisonConfig
 from benchmarks.errors import BenchmarkError
+from benchmarks.harness import Contender
 from benchmarks.models import SHAPES, ensure_model
 from benchmarks.ours import LocalEngine, completion_datum
 from benchmarks.peers import plain_torch, vllm
 from benchmarks.peers.huggingface import load_model
-from benchmarks.peers.registry import Peer, Setup, build, needs, select
+from benchmarks.peers.process import isolated
+from benchmarks.peers.registry import Peer, build, needs, select
+from benchmarks.peers.setup import Setup
 from benchmarks.peers.trl import SteppedTrainer
 from benchmarks.workload import make_workload, training_sequences
 
@@ -67,11 +70,31 @@ def setup(tmp_path: Path, stack: ExitStack, **keys: Any) -> Setup:
     return Setup(ComparisonConfig(threads=1, rank=4), shape, model, None, make_workload(shape.vocab, 6), stack, **keys)
 
 
+def broken(setup: Setup) -> list[Contender]:
+    raise ZeroDivisionError("division by zero")
+
+
+def counting(setup: Setup) -> list[Contender]:
+    setup.versions["counter"] = "1"
+    return [Contender("rounds", lambda n: 10 * n), Contender("fails", lambda n: n // 0)]
+
+
+def test_a_peer_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        there = setup(tmp_path, stack)
+        rounds, fails = isolated(counting, there)
+        assert there.versions == {"counter": "1"}
+        assert (rounds.name, rounds.run(3), rounds.run(5)) == ("rounds", 30, 50)
+        with pytest.raises(BenchmarkError, match="ZeroDivisionError"):
+            fails.run(1)
+        assert rounds.run(1) == 10
+
+
 def test_every_peer_that_cannot_run_has_a_row(tmp_path: Path) -> None:
     peers = {
         "absent": Peer(lambda setup: [], needs("no_such_package")),
         "vllm": Peer(vllm.build, vllm.missing),
-        "broken": Peer(lambda setup: 1 / 0, lambda setup: None),  # pyright: ignore
+        "broken": Peer(broken, lambda setup: None),
     }
     with ExitStack() as stack:
         contenders, missing = build(setup(tmp_path, stack), peers)
@@ -79,7 +102,7 @@ def test_every_peer_that_cannot_run_has_a_row(tmp_path: Path) -> None:
     assert [row.name for row in missing] == ["absent", "vllm", "broken"]
     assert missing[0].status == "not installed (pip install no_such_package)"
     assert missing[1].status.startswith("not installed") and "vllm_python=" in missing[1].status
-    assert missing[2].status.startswith("failed to start: ZeroDivisionError")
+    assert missing[2].status.startswith("failed to start: BenchmarkError: ZeroDivisionError")
 
 
 def test_unknown_peers_are_refused() -> None:

@@ -168,6 +168,13 @@ class BaseModel:
             raise ModelLoadError(
                 f"model {self.name!r} ({self.config.model_type}) has no list of {count} decoder layers; {_INSTEAD}"
             )
+        self._beyond_lora = sorted(  # LoraLinear has replaced the others
+            {
+                path.rpartition(".")[2]
+                for path, module in stacks[0].named_modules()
+                if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+            }
+        )
         for layer in stacks[0]:
             layer.forward = partial(self._run_layer, layer.forward)
 
@@ -261,6 +268,13 @@ class BaseModel:
         return frozenset(ids if isinstance(ids, list) else [ids])
 
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
+        """A fresh adapter. Raises ModelLoadError for a model of which it would cover only some linears."""
+        if self._beyond_lora:
+            raise ModelLoadError(
+                f"model {self.name!r} ({self.config.model_type}) has linears that LoRA here does not know "
+                f"({', '.join(self._beyond_lora)}): an adapter would leave them out. It can be sampled from, not trained; "
+                f"{_INSTEAD}"
+            )
         return new_adapter(spec, self.linears, seed, self.device)
 
     def new_cache(self, budget_tokens: int) -> KVCache:

@@ -35,8 +35,12 @@ class LoraSpec:
     alpha: float = LORA_ALPHA
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise RequestError(f"rank must be at least 1, got {self.rank}")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise RequestError(
+                f"rank must be at least 1, got {self.rank!r}"
+                if isinstance(self.rank, int)
+                else f"rank must be an integer, got {self.rank!r}"
+            )
         if not self.target_modules:
             raise RequestError("train_attn, train_mlp and train_unembed are all False: nothing would train; set one")
 

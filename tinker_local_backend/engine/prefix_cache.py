@@ -131,10 +131,11 @@ class PrefixCache:
         source, length = reuse
         found = self._contents[source]
         assert found is not None
-        if source > row:
+        whole = length == len(found.tokens)
+        if source > row and (whole or source < end):
             displaced = self._contents[row]
             self.swap(row, source, len(displaced.tokens) if displaced else 0, len(found.tokens))
-        elif source < row:
+        elif source != row:  # in use, or worth keeping for its longer tail (it was used last, so nothing displaces it)
             self._save(row, end)
             self._cache.copy_row(source, row, length)
         self.hold(row, found.adapter, found.tokens[:length])
@@ -155,8 +156,8 @@ class PrefixCache:
             self.move(row, least, len(contents.tokens))
 
     def forget(self, running: int) -> None:
-        """Drop what the free rows hold; with nothing running, give the memory back."""
-        for row in range(running, len(self._contents)):
+        """Make nothing findable any more; with nothing running, give the memory back."""
+        for row in range(len(self._contents)):
             self.drop(row)
         if running == 0:
             self._contents = []
