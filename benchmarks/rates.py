@@ -55,7 +55,10 @@ def training_flops(shape: Shape, rank: int, sequences: Sequence[TrainingSequence
 def decode_bytes(
     shape: Shape, rank: int, rows: int, prompt_length: int, new_tokens: int, bytes_per_number: int
 ) -> float:
-    """Bytes that decoding must read at least: at each step all weights once (float32 adapters too), and every row's KV cache."""
-    weights = (shape.body_parameters + shape.head_parameters) * bytes_per_number + 4 * shape.adapter_parameters(rank)
-    positions = sum(prompt_length + i for i in range(new_tokens))
-    return weights * new_tokens + rows * positions * shape.kv_bytes_per_token(bytes_per_number)
+    """Bytes that decoding must read at least: at each step all weights and adapters once, and every row's KV cache.
+
+    The first token comes from the prefill, so there is a step less than tokens.
+    """
+    weights = (shape.body_parameters + shape.head_parameters + shape.adapter_parameters(rank)) * bytes_per_number
+    positions = sum(prompt_length + i for i in range(1, new_tokens))
+    return weights * (new_tokens - 1) + rows * positions * shape.kv_bytes_per_token(bytes_per_number)

@@ -54,8 +54,8 @@ def run(config: Config) -> Report:
         engine.make_adapter_nonzero(workload)
         with_lora, base = engine.adapter_sampler(), engine.base_sampler()
         ours = [
-            Contender("ours, LoRA", lambda seed: count_tokens(sample_workload(with_lora, workload, seed)), True),
-            Contender("ours, base", lambda seed: count_tokens(sample_workload(base, workload, seed)), True),
+            Contender("ours, LoRA", lambda n: count_tokens(sample_workload(with_lora, workload.in_round(n), n)), True),
+            Contender("ours, base", lambda n: count_tokens(sample_workload(base, workload.in_round(n), n)), True),
         ]
         setup = Setup(config, shape, model, engine.save_adapter(), workload, stack, config.vllm_python)
         contenders, missing = build(setup, peers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.models import EOS_ID, FIRST_WORD_ID
 
@@ -33,6 +33,12 @@ class Workload:
     @property
     def rows(self) -> int:
         return len(self.prompts_P) * self.group_size
+
+    def in_round(self, number: int) -> Workload:
+        """The same with other prompts of the same lengths, so that nobody's prefix cache knows them from the round before."""
+        rng = random.Random(number)
+        ordinary = _ordinary(self.vocab, self.stops)
+        return replace(self, prompts_P=[[rng.choice(ordinary) for _ in prompt] for prompt in self.prompts_P])
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,13 @@ def make_workload(vocab: int, max_new_tokens: int = MAX_NEW_TOKENS, seed: int = 
     rng = random.Random(seed)
     count = max(1, round(vocab * STOP_PROBABILITY))
     stops = [EOS_ID, *sorted(rng.sample(range(FIRST_WORD_ID, vocab), count - 1))]
-    ordinary = sorted(set(range(FIRST_WORD_ID, vocab)) - set(stops))
+    ordinary = _ordinary(vocab, stops)
     prompts = [[rng.choice(ordinary) for _ in range(length)] for length in PROMPT_LENGTHS]
     return Workload(prompts, stops, vocab, max_new_tokens)
+
+
+def _ordinary(vocab: int, stops: Sequence[int]) -> list[int]:
+    return sorted(set(range(FIRST_WORD_ID, vocab)) - set(stops))
 
 
 def training_sequences(workload: Workload, shared_prompts: bool = True, seed: int = 0) -> list[TrainingSequence]:

@@ -19,3 +19,7 @@ class CheckpointError(LocalBackendError, RuntimeError):
 
 class EngineClosedError(LocalBackendError, RuntimeError):
     """The service client that owned this engine was closed before the request ran."""
+
+
+class SamplingError(LocalBackendError, RuntimeError):
+    """A sampling pass failed for a reason that is not the request's, such as memory."""

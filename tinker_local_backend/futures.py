@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import tinker
 
 from tinker_local_backend.engine.gate import LoopGate
+from tinker_local_backend.errors import RequestError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -23,10 +25,16 @@ class EngineLink:
 
     gate: LoopGate | None
     gates: Callable[[], Mapping[int, LoopGate]]
+    worker: threading.Thread | None = None
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
         """Around a blocking wait on any thread: neither a held request nor a loop that this wait blocks may stop the worker."""
+        if threading.current_thread() is self.worker:
+            raise RequestError(
+                "a custom loss runs on the engine's thread and cannot wait for the engine: get what it needs (reference "
+                "logprobs, say) before forward_backward_custom, and let the function close over it"
+            )
         loop = running_loop()
         own = self.gates().get(id(loop)) if loop is not None else None
         if self.gate is not None and self.gate is not own and not self.gate.loop.is_running():
@@ -38,7 +46,8 @@ class EngineLink:
 class EngineFuture(tinker.APIFuture[T], Generic[T]):
     """The result of an operation that the engine's worker will run or has run.
 
-    `cancellable` (sampling): who stops waiting, by a timeout or by being cancelled, also cancels the request. A training
+    `cancellable` (sampling): an awaiting task that stops waiting, by a timeout or by being cancelled, also cancels the
+    request; `result(timeout)` does not. A training
     operation is never taken back that way: those that follow it were submitted in the belief that it runs.
     """
 

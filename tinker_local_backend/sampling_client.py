@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -16,7 +17,6 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.requests import (
-    PromptScoring,
     SamplingRequest,
     prompt_scoring,
     prompt_tokens,
@@ -57,8 +57,12 @@ class SamplingClient:
         """Complete a prompt `num_samples` times.
 
         Logprobs are those of softmax(logits / temperature) before top-k and top-p; at temperature 0 the choice is greedy and
-        they are those of temperature 1. A seed gives the same tokens whatever else is sampled at the time; sample i of a
-        request draws from its own stream.
+        they are those of temperature 1. A seed gives the same random numbers whatever else is sampled at the time, and sample
+        i of a request draws from its own stream; so tokens are the same up to rounding of the logits, which depends on the
+        shape of the batch (in float32 this hardly ever shows; in bfloat16 it can flip a token).
+
+        Room in the KV cache is reserved for prompt + max_tokens of every sample: a max_tokens far above what is needed (None
+        means the whole context) leaves fewer sequences running at a time.
 
         Args:
             include_prompt_logprobs: logprob of every prompt token at temperature 1 (NaN for the first).
@@ -91,22 +95,20 @@ class SamplingClient:
             ),
             topk_sample_logprobs,
         )
+        layout = SparseLayout.of(target_prompt_logprobs)
         return MappedFuture(
-            self._engine.sample(self._model.name, request),
-            lambda result: self._response(result, request, target_prompt_logprobs),
+            self._engine.sample(self._model.name, request), lambda result: self._response(result, request, layout)
         )
 
     def _response(
-        self, result: SamplingResult, request: SamplingRequest, targets: tinker.TensorData | None
+        self, result: SamplingResult, request: SamplingRequest, layout: SparseLayout | None
     ) -> tinker.types.SampleResponse:
         scores = result.prompt
         return tinker.types.SampleResponse(
             sequences=[self._sequence(sequence, request.topk_logprobs) for sequence in result.sequences],
             prompt_logprobs_np=scores.logprobs,
             topk_prompt_logprobs_np=None if scores.topk is None else _topk(*scores.topk),
-            target_prompt_logprobs=None
-            if scores.targets is None or targets is None
-            else _like(targets, scores.targets),
+            target_prompt_logprobs=None if scores.targets is None else _tensor(scores.targets, layout),
             prompt_cache_hit_tokens=result.cached_tokens,
             prompt_alt_tokens=None if scores.alternatives is None else _alternatives(*scores.alternatives),
         )
@@ -149,18 +151,24 @@ class SamplingClient:
             prompt_logprobs_last_n,
         )
 
-    def compute_logprobs(self, prompt: tinker.ModelInput) -> EngineFuture[list[float | None]]:
-        """Logprob of each prompt token given those before it, at temperature 1; length N, the first is None."""
+    def compute_logprobs(
+        self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> EngineFuture[list[float | None]]:
+        """Logprob of each prompt token given those before it, at temperature 1; length N, the first is None.
+
+        With `prompt_logprobs_last_n` only the last n are computed, and all before them are None.
+        """
         self._engine.check_open()
         tokens = prompt_tokens(prompt, self._model)
-        request = SamplingRequest(
-            tokens, self._adapter, num_samples=0, max_tokens=0, scoring=PromptScoring(logprobs=True)
-        )
+        scoring = prompt_scoring(self._model, len(tokens), True, 0, None, 0, prompt_logprobs_last_n)
+        request = SamplingRequest(tokens, self._adapter, num_samples=0, max_tokens=0, scoring=scoring)
         return MappedFuture(self._engine.sample(self._model.name, request), _only_prompt_logprobs)
 
-    async def compute_logprobs_async(self, prompt: tinker.ModelInput) -> list[float | None]:
+    async def compute_logprobs_async(
+        self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
         """`await compute_logprobs(...)`, as older scripts spell it."""
-        return await self.compute_logprobs(prompt)
+        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._model.tokenizer
@@ -193,15 +201,30 @@ def _alternatives(ids: np.ndarray, logprobs: np.ndarray) -> PromptAltTokens:
     return PromptAltTokens(tokens=tinker.TensorData.from_numpy(ids), logprobs=tinker.TensorData.from_numpy(logprobs))
 
 
-def _like(targets: tinker.TensorData, scores: np.ndarray) -> tinker.TensorData:
+@dataclass(frozen=True)
+class SparseLayout:
+    """Which cells a sparse CSR tensor lists; the caller's own lists may change while the request waits."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: tinker.TensorData | None) -> SparseLayout | None:
+        """None for a dense tensor."""
+        if tensor is None or tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
+            return None
+        return cls(tuple(tensor.sparse_crow_indices), tuple(tensor.sparse_col_indices))
+
+
+def _tensor(scores: np.ndarray, layout: SparseLayout | None) -> tinker.TensorData:
     """Scores in the layout of the request: dense, or the listed cells of a sparse tensor."""
-    if targets.sparse_crow_indices is None or targets.sparse_col_indices is None:
+    if layout is None:
         return tinker.TensorData.from_numpy(scores)
-    rows = np.repeat(np.arange(len(scores)), np.diff(targets.sparse_crow_indices))
+    rows = np.repeat(np.arange(len(scores)), np.diff(layout.rows))
     return tinker.TensorData(
-        data=scores[rows, targets.sparse_col_indices],
+        data=scores[rows, list(layout.columns)],
         dtype="float32",
         shape=list(scores.shape),
-        sparse_crow_indices=targets.sparse_crow_indices,
-        sparse_col_indices=targets.sparse_col_indices,
+        sparse_crow_indices=list(layout.rows),
+        sparse_col_indices=list(layout.columns),
     )

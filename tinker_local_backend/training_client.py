@@ -122,13 +122,15 @@ class TrainingClient:
         return self._pass(data, loss_fn, loss_fn_config, backward=True)
 
     def forward_backward_custom(
-        self, data: list[tinker.Datum], loss_fn: CustomLossFn
+        self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Gradients of a loss of one's own: `loss_fn(data, logprobs)` returns (scalar tensor, metrics).
 
         It runs on the engine's thread and receives every loss_fn_inputs field of the data.
         """
         run, datums = self._run, freeze_data(data)
+        if loss_type_input not in (None, "logprobs"):
+            raise RequestError(f"loss_type_input={loss_type_input!r}: a custom loss always gets logprobs; leave it out")
         return self._train(lambda: forward_backward_custom(run.model, run.state, datums, loss_fn))
 
     def _pass(
@@ -283,9 +285,9 @@ class TrainingClient:
         return self.forward_backward(data, loss_fn, loss_fn_config)
 
     async def forward_backward_custom_async(
-        self, data: list[tinker.Datum], loss_fn: CustomLossFn
+        self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        return self.forward_backward_custom(data, loss_fn)
+        return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
 
     async def optim_step_async(
         self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None

@@ -51,7 +51,8 @@ def build_generate(setup: Setup) -> list[Contender]:
 
 @torch.inference_mode()
 def _generate(model: Any, setup: Setup, seed: int) -> int:
-    rows = [prompt for prompt in setup.workload.prompts_P for _ in range(setup.workload.group_size)]
+    workload = setup.workload.in_round(seed)
+    rows = [prompt for prompt in workload.prompts_P for _ in range(workload.group_size)]
     longest = max(map(len, rows))
     device = setup.config.device
     ids = torch.tensor([[PAD_ID] * (longest - len(row)) + row for row in rows], device=device)
@@ -79,7 +80,7 @@ def build_continuous(setup: Setup) -> list[Contender]:
 
 def _generate_batch(model: Any, setup: Setup, seed: int) -> int:
     generation: Any = importlib.import_module("transformers.generation")
-    workload = setup.workload
+    workload = setup.workload.in_round(seed)
     longest = max(map(len, workload.prompts_P)) + workload.max_new_tokens
     batching = generation.ContinuousBatchingConfig(
         return_logprobs=True,

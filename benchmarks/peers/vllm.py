@@ -17,6 +17,7 @@ from typing import IO, Any
 from benchmarks.config import ComparisonConfig
 from benchmarks.harness import Contender
 from benchmarks.peers.setup import Setup
+from benchmarks.workload import Workload
 
 _CHILD = Path(__file__).with_name("vllm_child.py")
 
@@ -37,8 +38,8 @@ def build(setup: Setup) -> list[Contender]:
     child = VllmProcess(setup)
     setup.versions["vllm"] = child.version
     return [
-        Contender("vLLM, LoRA", lambda round_number: child.run(lora=True)),
-        Contender("vLLM, base", lambda round_number: child.run(lora=False)),
+        Contender("vLLM, LoRA", lambda n: child.run(setup.workload.in_round(n), lora=True)),
+        Contender("vLLM, base", lambda n: child.run(setup.workload.in_round(n), lora=False)),
     ]
 
 
@@ -73,9 +74,9 @@ class VllmProcess:
         )
         self.version: str = ready["version"]
 
-    def run(self, lora: bool) -> int:
+    def run(self, workload: Workload, lora: bool) -> int:
         """One pass over the workload; returns the number of completion tokens."""
-        return self._ask({"lora": lora})["tokens"]
+        return self._ask({"lora": lora, "prompts": workload.prompts_P})["tokens"]
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout

@@ -1,8 +1,8 @@
 """Runs under vLLM's own Python, which has none of this project's packages. Reads and writes lines of JSON.
 
-The first line describes the work and is answered by {"version": ...}; every further line {"lora": bool} runs it
-once and is answered by {"tokens": int}. Ends with its input. Requests carry no seed: one of their own would cost vLLM a
-separate generator per row.
+The first line describes the work and is answered by {"version": ...}; every further line {"lora": bool, "prompts": [...]}
+runs it once, on prompts of the same lengths, and is answered by {"tokens": int}. Ends with its input. Requests carry no seed:
+one of their own would cost vLLM a separate generator per row.
 """
 
 import importlib
@@ -36,7 +36,6 @@ def main() -> None:
         logprobs_mode="processed_logprobs",
     )
     adapter = lora_request.LoRARequest("benchmark", 1, work["adapter"])
-    prompts = [{"prompt_token_ids": prompt} for prompt in work["prompts"]]
     answer({"version": vllm.__version__})
     for line in sys.stdin:
         command = json.loads(line)
@@ -51,6 +50,7 @@ def main() -> None:
             logprobs=0,  # that of the sampled token alone
             detokenize=False,
         )
+        prompts = [{"prompt_token_ids": prompt} for prompt in command["prompts"]]
         lora = adapter if command["lora"] else None
         outputs = engine.generate(prompts, params, lora_request=lora, use_tqdm=False)
         completions = [completion for output in outputs for completion in output.outputs]

@@ -79,7 +79,7 @@ def test_flops_and_bytes_of_a_case_done_by_hand() -> None:
     kv = 2 * 2 * 2 * 32 * 4
     weights = (body + 64 * 512) * 4 + adapter * 4
     assert decode_bytes(shape, 4, rows=5, prompt_length=10, new_tokens=3, bytes_per_number=4) == (
-        3 * weights + 5 * (10 + 11 + 12) * kv
+        2 * weights + 5 * (11 + 12) * kv
     )
 
 

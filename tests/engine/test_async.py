@@ -9,6 +9,8 @@ import tinker
 from tests.engine.helpers import STEP, cross_entropy_datum, params, prompt, random_tokens, weights
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.gate import LoopGate
+from tinker_local_backend.storage.info import read_info
+from tinker_local_backend.storage.paths import CheckpointPath
 
 SECONDS = 20
 """A wait this long means a deadlock."""
@@ -255,3 +257,15 @@ def test_a_loop_may_block_on_a_future_from_elsewhere(sampler: SamplingClient) ->
         return len(from_outside.result(SECONDS).sequences[0].tokens)
 
     assert run(main()) == 200
+
+
+def test_a_thread_does_not_overtake_what_its_loop_submitted_before(training: TrainingClient) -> None:
+    """optim_step is still held for the loop to come to rest when a thread asks for a checkpoint: it must be in it."""
+
+    async def main() -> int | None:
+        training.forward_backward([cross_entropy_datum(5, 1)], "cross_entropy")
+        training.optim_step(STEP)
+        saved = await asyncio.to_thread(lambda: training.save_state("ordered").result())
+        return read_info(training._run.home, CheckpointPath.parse(saved.path)).optimizer_steps
+
+    assert asyncio.run(main()) == 1

@@ -10,10 +10,12 @@ from tests.engine.helpers import (
     cross_entropy_datum,
     drop_gradients,
     gradients,
+    params,
     policy_datum,
+    prompt,
     weights,
 )
-from tinker_local_backend import RequestError, TrainingClient
+from tinker_local_backend import RequestError, SamplingClient, TrainingClient
 
 
 def importance_sampling(
@@ -55,3 +57,31 @@ def test_a_custom_loss_that_cannot_be_differentiated_is_named(training: Training
     assert training._run.state.gradients is None
     for name, matrix in weights(training).items():
         np.testing.assert_array_equal(matrix, before[name])
+
+
+@pytest.mark.parametrize("metrics", [None, {"x": "much"}, {"x": None}, 3])
+def test_metrics_that_are_no_numbers_are_refused_and_leave_no_gradient(training: TrainingClient, metrics) -> None:
+    with pytest.raises(RequestError, match="metric"):
+        training.forward_backward_custom(
+            [cross_entropy_datum(5, 1)], lambda data, lps: (lps[0].sum(), metrics)
+        ).result()
+    assert training._run.state.gradients is None
+
+
+def test_a_loss_that_waits_for_the_engine_fails_instead_of_hanging(
+    training: TrainingClient, sampler: SamplingClient
+) -> None:
+    def loss(data, logprobs):
+        reference = sampler.compute_logprobs(prompt([1, 2, 3])).result()
+        return logprobs[0].sum() * len(reference), {}
+
+    with pytest.raises(RequestError, match="cannot wait for the engine"):
+        training.forward_backward_custom([cross_entropy_datum(5, 1)], loss).result()
+    assert sampler.sample(prompt([1, 2]), 1, params(2)).result().sequences
+
+
+def test_the_deprecated_argument_of_the_sdk_is_known(training: TrainingClient) -> None:
+    data = [cross_entropy_datum(5, 1)]
+    training.forward_backward_custom(data, lambda d, lps: (lps[0].sum(), {}), loss_type_input="logprobs").result()
+    with pytest.raises(RequestError, match="loss_type_input='logits'"):
+        training.forward_backward_custom(data, lambda d, lps: (lps[0].sum(), {}), loss_type_input="logits")  # type: ignore[arg-type]

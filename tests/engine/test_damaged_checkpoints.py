@@ -148,3 +148,14 @@ def test_a_deleted_checkpoint_is_missing(service: ServiceClient, training: Train
     with pytest.raises(CheckpointError, match="does not exist"):
         service.create_training_client_from_state(path)
     training.save_state("good").result()
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.safetensors"])
+def test_a_flipped_bit_inside_the_numbers_is_noticed(
+    service: ServiceClient, training: TrainingClient, saved: tuple[str, Path], name: str
+) -> None:
+    path, where = saved
+    content = bytearray((where / name).read_bytes())
+    content[-5] ^= 1
+    (where / name).write_bytes(content)
+    refused(service, training, path, rf"{name} is damaged \(its sum differs")

@@ -223,3 +223,21 @@ def test_sequence_ids_are_distinct(sampler: SamplingClient, base_sampler: Sampli
     made = [s for client in (sampler, base_sampler) for _ in range(2) for s in sequences(client, PROMPTS[0], 3)]
     assert len({s.sequence_id for s in made}) == 12
     assert all(s.tokens_np is not None and s.tokens_np.dtype == np.int32 for s in made)
+
+
+@pytest.mark.parametrize("vocabulary", [1536, 512, 700, 151_936])
+def test_every_token_of_a_large_vocabulary_can_be_drawn(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draw that lies in the middle of a token's share gives that token, also in a long tail of small shares."""
+    probs = torch.full((vocabulary,), 0.5 / (vocabulary - 1), dtype=torch.float64)
+    probs[3] = 0.5
+    wanted = torch.tensor([0, 3, 4, vocabulary // 2, vocabulary - 2, vocabulary - 1])
+    middle = (probs.cumsum(0) - probs / 2)[wanted].numpy()
+    monkeypatch.setattr("tinker_local_backend.engine.sampler.uniforms", lambda seeds, positions: middle)
+    rows = len(wanted)
+    tokens, logprobs, _ = next_tokens(
+        probs.log().float().expand(rows, -1),
+        RowParams([1.0] * rows, [-1] * rows, [1.0] * rows, range(rows), torch.device("cpu")),
+        np.zeros(rows, dtype=np.uint64),
+    )
+    assert tokens.tolist() == wanted.tolist()
+    np.testing.assert_allclose(logprobs.numpy(), probs[wanted].log().numpy(), rtol=1e-5, atol=1e-5)

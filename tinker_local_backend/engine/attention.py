@@ -46,6 +46,17 @@ class PackedPlan:
     cache: KVCache | None = None
     windows: dict[int, int | None] = field(default_factory=dict)
     """filled by the pass: each layer's sliding window, as the attention function was told"""
+    _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    def visible(self, before: int, queries: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """Bool (queries, before + queries): which keys the queries behind `before` tokens see. Shared by all layers."""
+        key = (before, queries, window)
+        if key not in self._masks:
+            own = torch.arange(before, before + queries, device=device)[:, None]
+            keys = torch.arange(before + queries, device=device)[None, :]
+            mask = keys <= own
+            self._masks[key] = mask if window is None else mask & (keys > own - window)
+        return self._masks[key]
 
     @classmethod
     def whole(cls, lengths: Sequence[int]) -> PackedPlan:
@@ -124,33 +135,28 @@ def _packed(
         if segment.prefix is not None:
             before = index[segment.prefix[0]]
             k, v = torch.cat([parts[1][before], k], dim=2), torch.cat([parts[2][before], v], dim=2)
-        outputs.append(_attend(q, k, v, scaling, softcap, window))
+        outputs.append(_attend(q, k, v, scaling, softcap, window, plan))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    window: int | None,
+    plan: PackedPlan,
 ) -> torch.Tensor:
     """Causal attention of the last q.shape[2] positions of a sequence to all of it."""
-    before, total = k.shape[2] - q.shape[2], k.shape[2]
-    if softcap is not None:
-        parts = [
-            _soft_capped(part, k, v, _visible(before + start, part.shape[2], total, window, q.device), scaling, softcap)
-            for start, part in zip(range(0, q.shape[2], SOFTCAP_QUERIES), q.split(SOFTCAP_QUERIES, dim=2), strict=True)
-        ]
-        return torch.cat(parts, dim=2)
-    if before == 0 and (window is None or total <= window):
+    queries, total = q.shape[2], k.shape[2]
+    if softcap is None and queries == total and (window is None or total <= window):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-    mask = _visible(before, q.shape[2], total, window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
-
-
-def _visible(before: int, queries: int, total: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Bool (queries, total): which keys the queries at positions before .. before + queries - 1 see."""
-    own = torch.arange(before, before + queries, device=device)[:, None]
-    keys = torch.arange(total, device=device)[None, :]
-    visible = keys <= own
-    return visible if window is None else visible & (keys > own - window)
+    visible = plan.visible(total - queries, queries, window, q.device)
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True)
+    parts = zip(q.split(SOFTCAP_QUERIES, dim=2), visible.split(SOFTCAP_QUERIES), strict=True)
+    return torch.cat([_soft_capped(part, k, v, rows, scaling, softcap) for part, rows in parts], dim=2)
 
 
 def _soft_capped(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -304,11 +305,23 @@ class BaseModel:
         return output.last_hidden_state[0]
 
     def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Spans | None) -> torch.Tensor:
-        """Logits (N, vocabulary) in float32 of N hidden states, through the head and its adapters."""
-        with self.routed(adapters):
-            logits = self._head(hidden_N[None])[0].float()
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        """Logits (N, vocabulary) in float32 of N hidden states; not differentiable.
+
+        The head's adapters are applied in float32, as in scoring.py: sampled and trained logprobs come from one arithmetic.
+        """
+        base = self.head_weights(None)
+        logits = F.linear(hidden_N, base.weight).float()
+        for rows, adapter in adapters if isinstance(adapters, list) else one_for_all(adapters):
+            head = self.head_weights(adapter)
+            if head.a is not None and head.b is not None:
+                inner = hidden_N[rows].float() @ head.a.float().t()
+                if isinstance(rows, slice):
+                    logits[rows].addmm_(inner, head.b.float().t(), alpha=head.scale)
+                else:
+                    logits.index_add_(0, rows, inner @ head.b.float().t(), alpha=head.scale)
+        if base.bias is not None:
+            logits += base.bias
+        return logits if base.softcap is None else torch.tanh(logits / base.softcap) * base.softcap
 
     def head_weights(self, adapter: Adapter | None) -> HeadWeights:
         """What the logits are computed from, for code that does without the module."""

@@ -7,7 +7,7 @@ with weights -dC/dlp, whose gradient is that of C; this is what the SDK does acr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tinker
@@ -81,8 +81,7 @@ def _one_pass(
         surrogate = float((weights * logprobs).sum())
         gradient = scorer.gradient(hidden.detach(), batch.score_targets, batch.of_scores(weights))
         trainer.backpropagate(model, hidden, gradient, state.adapter, gradients)
-    state.accumulate(gradients)
-    return tinker.ForwardBackwardOutput(
+    output = tinker.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord",
         loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(array)} for array in arrays],
         metrics={
@@ -94,6 +93,8 @@ def _one_pass(
             "loss:sum": float(loss),
         },
     )
+    state.accumulate(gradients)  # last: a call that fails leaves nothing behind
+    return output
 
 
 def _two_passes(
@@ -120,7 +121,7 @@ def _differentiate(
     """The function's value, its metrics, and dC/dlp for each datum."""
     logprobs = [torch.from_numpy(array).clone().requires_grad_() for array in arrays]
     with torch.enable_grad():
-        loss, metrics = loss_fn(datums, logprobs)
+        loss, metrics = _checked(loss_fn(datums, logprobs))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise RequestError(
                 f"the custom loss must return (scalar tensor that depends on the logprobs, metrics), got {loss!r}"
@@ -134,6 +135,18 @@ def _differentiate(
             raise RequestError(f"the custom loss has a gradient with NaN or infinity at the logprobs of data[{i}]")
         slopes.append(array.grad)
     return loss.detach(), metrics, slopes
+
+
+def _checked(result: object) -> tuple[object, dict[str, float]]:
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        raise RequestError(f"the custom loss must return (scalar tensor, metrics as a dict), got {result!r}")
+    metrics = {}
+    for key, value in result[1].items():
+        try:
+            metrics[str(key)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise RequestError(f"the custom loss's metric {key!r} must be a number, got {value!r}") from None
+    return result[0], metrics
 
 
 def _columns(array: torch.Tensor, width: int) -> torch.Tensor:

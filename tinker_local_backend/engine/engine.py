@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 DEFAULT_KV_BYTES_CPU = 2 << 30
 KV_SHARE_OF_FREE_CUDA_MEMORY = 0.5
+SAMPLER_STEPS_PER_OPERATION = 8
+"""Tokens that running sequences go forward between two training operations while more of those wait."""
+
 CLOSE_SECONDS = 30.0
 """How long `close` waits for the operation that is running."""
 
@@ -178,10 +181,13 @@ class Engine:
         return gate
 
     def _link(self, gate: LoopGate[_Work] | None) -> EngineLink:
-        return EngineLink(gate, lambda: self._gates)
+        return EngineLink(gate, lambda: self._gates, self._worker)
 
     def _enter(self, gate: LoopGate[_Work] | None, work: _Work) -> None:
         if gate is None:
+            # What a loop still holds was submitted earlier, perhaps for the same client: order goes before batching.
+            for other in list(self._gates.values()):
+                other.flush()
             self._receive([work])
         else:
             gate.submit(work)
@@ -230,7 +236,7 @@ class Engine:
         available = DEFAULT_KV_BYTES_CPU
         if model.device.type == "cuda":
             available = int(torch.cuda.mem_get_info(model.device)[0] * KV_SHARE_OF_FREE_CUDA_MEMORY)
-        return max(model.context_length, available // model.kv_bytes_per_token())
+        return max(1, available // model.kv_bytes_per_token())
 
     def _work(self) -> None:
         error: BaseException
@@ -268,7 +274,7 @@ class Engine:
         return bool(self._queues) or any(generator.busy for generator in self._generators.values())
 
     def _turn(self) -> None:
-        """One operation of the client whose turn it is, and one step of each model's sampler."""
+        """One operation of the client whose turn it is, and some steps of each model's sampler."""
         if self._queues:
             client = next(iter(self._queues))
             queue = self._queues.pop(client)
@@ -276,9 +282,11 @@ class Engine:
             if queue:
                 self._queues[client] = queue  # to the back of the line
             operation.run()
-        for generator in self._generators.values():
-            if generator.busy:
-                generator.step()
+        # A count, not a time: what is in a batch must not depend on the clock.
+        for _ in range(SAMPLER_STEPS_PER_OPERATION if self._queues else 1):
+            for generator in self._generators.values():
+                if generator.busy:
+                    generator.step()
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []

@@ -7,6 +7,7 @@ of the cache still holds not at all.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from tinker_local_backend.engine.attention import DecodePlan, PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter, Spans, group_rows
+from tinker_local_backend.engine.memory import out_of_memory
 from tinker_local_backend.engine.noise import derive_seed
 from tinker_local_backend.engine.packing import Packed, pack, prefix_groups
 from tinker_local_backend.engine.prefix_cache import PrefixCache
@@ -26,7 +28,9 @@ from tinker_local_backend.engine.prompt_scores import score_prompt
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.sampler import RowParams, next_tokens
 from tinker_local_backend.engine.tickets import SampledSequence, Ticket, diverged
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import RequestError, SamplingError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -138,14 +142,35 @@ class Generator:
             elif self._running:
                 self._decode()
         except Exception as error:
-            # One pass serves many requests; when it fails (out of memory, say) none of its sequences can go on.
-            tickets = [ticket for group in admitted for ticket, _ in group.entries]
-            affected = {id(t): t for t in [*tickets, *(row.ticket for row in self._running)]}
+            # One pass serves many requests; when it fails none of its sequences can go on.
+            tickets = [*(row.ticket for row in self._running), *(t for group in admitted for t, _ in group.entries)]
+            affected = list({id(ticket): ticket for ticket in tickets}.values())
+            rows = max(len(self._running), sum(group.count for group in admitted))
             self._running.clear()
             self._batch = None
             self.forget()
-            for ticket in affected.values():
-                ticket.finish(error)
+            self._recover(affected, rows, error)
+
+    def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
+        """Out of memory: begin the requests again, fewer at a time. Anything else: each of them gets the error."""
+        retry = out_of_memory(error) and (rows > 1 or self._prefill_tokens > 1)
+        if not retry:
+            mend = " (use a smaller model or max_tokens, or lower TINKER_LOCAL_KV_CACHE_TOKENS)"
+            for ticket in affected:
+                # Without the traceback, whose frames would keep the failed pass's tensors alive.
+                cause = f"{type(error).__name__}: {error}{mend if out_of_memory(error) else ''}"
+                ticket.finish(SamplingError(f"a sampling pass failed: {cause}"))
+            return
+        self._max_running = max(1, rows // 2)
+        self._prefill_tokens = max(1, self._prefill_tokens // 2)
+        logger.warning("out of memory with %d sequences; going on with at most %d", rows, self._max_running)
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for ticket in reversed(affected):
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+            ticket.begin_again()
+            self._waiting.appendleft(ticket)
 
     def fail_all(self, error: BaseException) -> None:
         """Drop everything waiting and running, and tell its owners."""
@@ -271,7 +296,7 @@ class Generator:
             adapter = admitted[members[0]].request.adapter
             adapters.extend([adapter] * (len(packed.tokens) - len(adapters)))
         packed.rows = rows_of
-        return _Pass(packed, group_rows(adapters), copies)
+        return _Pass(packed, group_rows(adapters, self._model.device), copies)
 
     def _score(self, group: _Admitted, hidden_TH: torch.Tensor, rows: np.ndarray) -> None:
         for ticket, _ in group.entries:
@@ -328,7 +353,8 @@ class Generator:
             [row.seed for row in rows],
             self._model.device,
         )
-        return _Batch(params, group_rows([r.adapter for r in requests]), any(r.stop.texts for r in requests))
+        spans = group_rows([request.adapter for request in requests], self._model.device)
+        return _Batch(params, spans, any(request.stop.texts for request in requests))
 
     def _emit(self, hidden_RH: torch.Tensor, first_row: int) -> None:
         """Sample one token for each running row from `first_row` on, and let finished rows go."""

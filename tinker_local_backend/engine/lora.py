@@ -35,7 +35,7 @@ class LoraSpec:
     alpha: float = LORA_ALPHA
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise RequestError(
                 f"rank must be at least 1, got {self.rank!r}"
                 if isinstance(self.rank, int)
@@ -77,12 +77,15 @@ class Adapter:
             yield f"{name}.lora_B.weight", self.b[name]
 
     def snapshot(self, dtype: torch.dtype) -> Adapter:
-        """A frozen copy to sample from, in the model's dtype (the one in which training applies it too)."""
-        return Adapter(
-            self.spec,
-            {name: matrix.detach().to(dtype, copy=True) for name, matrix in self.a.items()},
-            {name: matrix.detach().to(dtype, copy=True) for name, matrix in self.b.items()},
-        )
+        """A frozen copy to sample from, in the dtypes in which training applies it: the model's, and float32 at the head."""
+
+        def frozen(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {
+                name: matrix.detach().to(torch.float32 if name.endswith(UNEMBED_MODULE) else dtype, copy=True)
+                for name, matrix in table.items()
+            }
+
+        return Adapter(self.spec, frozen(self.a), frozen(self.b))
 
 
 def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, device: torch.device) -> Adapter:
@@ -136,8 +139,8 @@ def one_for_all(adapter: Adapter | None) -> Spans:
     return [] if adapter is None else [(slice(None), adapter)]
 
 
-def group_rows(adapters: Sequence[Adapter | None]) -> Spans:
-    """Row i through adapters[i]; rows without one are left out."""
+def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Spans:
+    """Row i through adapters[i]; rows without one are left out. Index tensors live on `device`."""
     by_id: dict[int, tuple[Adapter, list[int]]] = {}
     for row, adapter in enumerate(adapters):
         if adapter is not None:
@@ -148,7 +151,7 @@ def group_rows(adapters: Sequence[Adapter | None]) -> Spans:
             whole = len(rows) == len(adapters)
             spans.append((slice(None) if whole else slice(rows[0], rows[-1] + 1), adapter))
         else:
-            spans.append((torch.tensor(rows), adapter))
+            spans.append((torch.tensor(rows, device=device), adapter))
     return spans
 
 
@@ -170,8 +173,6 @@ class LoraLinear(nn.Module):
             if a is None:
                 continue
             b, scale = adapter.b[self.name].to(x.dtype), adapter.spec.scale
-            if isinstance(rows, torch.Tensor):
-                rows = rows.to(x.device)
             inner = F.linear(x[0, rows], a.to(x.dtype))
             if torch.is_grad_enabled():
                 # Several adapters only ever meet in sampling, so here the rows are all rows.

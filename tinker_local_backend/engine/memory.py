@@ -28,7 +28,7 @@ class ActivationBudget:
         megabytes = env_int("TINKER_LOCAL_ACTIVATION_MB", minimum=1)
         available = DEFAULT_ACTIVATION_BYTES_CPU if megabytes is None else megabytes << 20
         if megabytes is None and self._device.type == "cuda":
-            available = int(torch.cuda.mem_get_info(self._device)[0] * SHARE_OF_FREE_CUDA_MEMORY)
+            available = int(free_cuda_memory(self._device) * SHARE_OF_FREE_CUDA_MEMORY)
         self._fitting = available // model.activation_bytes_per_token()
         most = MAX_TOKENS_CUDA if self._device.type == "cuda" else MAX_TOKENS_CPU
         self.tokens = max(1, min(most, self._fitting))
@@ -42,6 +42,12 @@ class ActivationBudget:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def free_cuda_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated: those that the driver has, and those that torch keeps from earlier use."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def out_of_memory(error: BaseException) -> bool:

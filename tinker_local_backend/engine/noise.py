@@ -20,11 +20,11 @@ def _finalize(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def uniforms(seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    """One number in [0, 1) per row, float32 with 23 random bits, so that u * total < total also after rounding."""
+def uniforms(seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per row, float64 with 52 random bits, so that u * total < total also after rounding."""
     with np.errstate(over="ignore"):  # wrap-around is the point
         bits = _finalize(_finalize(seeds_R) + (positions_R + np.uint64(1)) * _GOLDEN)
-    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def derive_seed(*parts: int) -> int:

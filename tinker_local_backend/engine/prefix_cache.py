@@ -17,6 +17,8 @@ from tinker_local_backend.engine.packing import shared_prefix
 BLOCK = 16
 """Prefixes are looked up in steps of so many tokens; a shorter common prefix is not worth a copy."""
 
+LENGTH_STEP = 64
+
 CANDIDATES = 4
 """Rows compared token by token where several agree in all their blocks."""
 
@@ -105,7 +107,10 @@ class PrefixCache:
 
     def make_room(self, rows: int, length: int) -> None:
         """Let the slab have `rows` rows of `length` tokens for running sequences, and room for what is held if possible."""
+        # Rounded up, so that conversations that grow a little do not move the whole slab each time.
+        rounded = -(-length // LENGTH_STEP) * LENGTH_STEP
         held = sum(contents is not None for contents in self._contents)
+        length = rounded if self._cache.rows_that_fit(rounded) >= rows + held else length
         length = max(length, self._cache.length if self._cache.rows_that_fit(self._cache.length) >= rows else 0)
         fitting = self._cache.rows_that_fit(length)
         wanted = max(rows, min(rows + held, fitting, 2 * rows), min(self._cache.rows, fitting))

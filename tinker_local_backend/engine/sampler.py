@@ -9,11 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional as F
 
 from tinker_local_backend.engine.noise import uniforms
 
 LEAST_DIVISOR = 1e-30
 """Logits over a smaller temperature would overflow; the choice has long been greedy."""
+
+
+BLOCK = 512
+"""Tokens whose masses are added up together when one is drawn."""
 
 
 class RowParams:
@@ -57,13 +62,17 @@ def next_tokens(
     tempered_RV = logits_RV if params.all_plain else logits_RV / params.divisors_R[:, None]
     probs_RV = torch.softmax(tempered_RV, dim=-1)
     if params.any_limit:
-        tokens_R = _invert(_truncate(probs_RV, params.top_k_R, params.top_p_R), params.seeds_R, positions_R)
+        limited_RV = _truncate(probs_RV, params.top_k_R, params.top_p_R)
+        tokens_R, _ = _invert(limited_RV, params.seeds_R, positions_R)
+        mass_R = probs_RV.sum(dim=-1, dtype=torch.float64)
     else:
-        tokens_R = _invert(probs_RV, params.seeds_R, positions_R)
+        tokens_R, mass_R = _invert(probs_RV, params.seeds_R, positions_R)
     if params.any_greedy:
         tokens_R = torch.where(params.greedy_R, logits_RV.argmax(dim=-1), tokens_R)
-    # A drawn token has a probability that float32 can represent, so its logarithm is exact enough (1e-6).
-    return tokens_R, probs_RV.gather(1, tokens_R[:, None])[:, 0].log(), tempered_RV
+    # torch's softmax adds up in float32, which is off by 1e-4 for 150,000 tokens; divided by their exact sum the
+    # probabilities are right, and the logarithm of one that was drawn is exact enough (1e-6).
+    probs_R = probs_RV.gather(1, tokens_R[:, None])[:, 0]
+    return tokens_R, (probs_R / mass_R).log().float(), tempered_RV
 
 
 def draw(
@@ -78,13 +87,28 @@ def draw(
 
 def _invert(
     probs_RV: torch.Tensor, seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]
-) -> torch.Tensor:
-    cumulative_RV = probs_RV.cumsum(dim=-1)
-    draws_R = torch.from_numpy(uniforms(seeds_R, positions_R)).to(probs_RV.device)
-    # right=True: the first index whose cumulative mass exceeds the draw, so a token of probability 0 is never chosen.
-    tokens_R = torch.searchsorted(cumulative_RV, draws_R[:, None] * cumulative_RV[:, -1:], right=True)[:, 0]
-    # Only a row of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
-    return tokens_R.clamp(max=probs_RV.shape[-1] - 1)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token whose cumulative mass exceeds a uniform share of the whole, and the whole (rows,) in float64.
+
+    Masses are added up in float64 (in float32 the rare half of a large vocabulary could never be drawn), in two stages: a
+    block of the vocabulary by the blocks' masses, then a token within it.
+    """
+    draws_R1 = torch.from_numpy(uniforms(seeds_R, positions_R))[:, None].to(probs_RV.device)
+    rows, vocabulary = probs_RV.shape
+    padding = -vocabulary % BLOCK
+    blocks_RNB = (F.pad(probs_RV, (0, padding)) if padding else probs_RV).view(rows, -1, BLOCK)
+    mass_RN = blocks_RNB.sum(dim=-1, dtype=torch.float64)
+    upto_RN = mass_RN.cumsum(dim=-1)
+    target_R1 = draws_R1 * upto_RN[:, -1:]
+    # right=True: the first index whose cumulative mass exceeds the target, so what has no mass is never chosen. Only a row
+    # of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
+    block_R1 = torch.searchsorted(upto_RN, target_R1, right=True).clamp(max=upto_RN.shape[1] - 1)
+    mass_R1 = mass_RN.gather(1, block_R1)
+    share_R1 = ((target_R1 - upto_RN.gather(1, block_R1) + mass_R1) / mass_R1).clamp(0.0, 1 - 2.0**-52)
+    index_R1B = block_R1[:, :, None].expand(-1, -1, BLOCK)
+    within_RB = blocks_RNB.gather(1, index_R1B)[:, 0].cumsum(dim=-1, dtype=torch.float64)
+    offset_R1 = torch.searchsorted(within_RB, share_R1 * within_RB[:, -1:], right=True).clamp(max=BLOCK - 1)
+    return (block_R1 * BLOCK + offset_R1)[:, 0].clamp(max=vocabulary - 1), upto_RN[:, -1]
 
 
 def _truncate(probs_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:

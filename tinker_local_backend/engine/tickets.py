@@ -76,6 +76,11 @@ class Ticket:
         """Whether the prompt is still to be scored."""
         return self.prompt is None and self.request.scoring.wanted
 
+    def begin_again(self) -> None:
+        """Forget what was sampled so far; the seed stays, so the same tokens come again."""
+        self.sequences, self.prompt = [], None
+        self.started = self.done = self.cached_tokens = 0
+
     def finish(self, outcome: SamplingResult | BaseException) -> None:
         """Report the outcome; only the first one counts."""
         if not self.finished:

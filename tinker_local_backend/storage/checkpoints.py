@@ -6,9 +6,11 @@ A folder holds adapter_config.json and adapter_model.safetensors (what PEFT, tra
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from tinker_local_backend.engine.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage.catalog import remove_expired
 from tinker_local_backend.storage.files import recover, staging_folder, write_json, writing
-from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, check_user_metadata, expiry
+from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, check_user_metadata, expiry, info_in
 from tinker_local_backend.storage.paths import CheckpointPath
 
 PEFT_PREFIX = "base_model.model."
@@ -66,7 +68,8 @@ def save(
         write_json(staging / CONFIG_FILE, peft_config(adapter, base_model))
         if optimizer is not None:
             save_file(optimizer.state_tensors(names), staging / OPTIMIZER_FILE)
-        write_json(staging / INFO_FILE, info.to_json())
+        sums = {name: _sha256(staging / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE) if (staging / name).exists()}
+        write_json(staging / INFO_FILE, replace(info, sha256=sums).to_json())
 
 
 def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
@@ -100,6 +103,7 @@ def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:
             raise CheckpointError(
                 f"checkpoint {path}: {name} has shape {tuple(found[name].shape)}, expected {tuple(matrix.shape)}"
             )
+    _check_unchanged(path.folder(home) / ADAPTER_FILE, path)
     with torch.no_grad():
         for name, matrix in expected.items():
             matrix.copy_(found[name])
@@ -116,6 +120,22 @@ def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer
         optimizer.load_state_tensors([name for name, _ in adapter.named_parameters()], _load_tensors(file, path))
     except ValueError as error:
         raise CheckpointError(f"checkpoint {path}: {error}") from error
+    _check_unchanged(file, path)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _check_unchanged(file: Path, path: CheckpointPath) -> None:
+    """Raise CheckpointError unless the file still has the sum that was written when it was saved."""
+    expected = info_in(file.parent, path).sha256.get(file.name)
+    if expected is not None and _sha256(file) != expected:
+        raise CheckpointError(
+            f"checkpoint {path}: {file.name} is damaged (its sum differs from the one in {INFO_FILE}); go on from another "
+            "checkpoint, or copy this one again from where it came"
+        )
 
 
 def _load_tensors(file: Path, path: CheckpointPath) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinker_local_backend.engine.lora import LoraSpec
@@ -31,6 +31,8 @@ class CheckpointInfo:
     expires_at: float | None
     user_metadata: dict[str, str]
     optimizer_steps: int | None
+    sha256: dict[str, str] = field(default_factory=dict)
+    """of each tensor file, so that damage inside the numbers is noticed when they are loaded"""
 
     def to_json(self) -> dict[str, object]:
         return {**vars(self), "spec": vars(self.spec)}

@@ -80,5 +80,8 @@ class CheckpointPath:
         return folder
 
     def archive(self, home: Path) -> Path:
-        """Where its archive is written."""
-        return home / "archives" / self.run_id / self.kind / f"{self.name}.tar.gz"
+        """Where its archive is written. Raises RequestError when a symbolic link below the home leads elsewhere."""
+        file = home / "archives" / self.run_id / self.kind / f"{self.name}.tar.gz"
+        if file.parent.resolve() != home.resolve() / file.parent.relative_to(home):
+            raise RequestError(f"archive of {self}: a symbolic link in {file.parent} leads elsewhere; remove the link")
+        return file
