@@ -126,7 +126,8 @@ class TrainingClient:
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Gradients of a loss of one's own: `loss_fn(data, logprobs)` returns (scalar tensor, metrics).
 
-        It runs on the engine's thread and receives every loss_fn_inputs field of the data.
+        It runs on the engine's thread and receives every loss_fn_inputs field of the data. What it needs from the engine
+        besides (reference logprobs, say) must be there before the call. It is called a second time if memory runs out.
         """
         run, datums = self._run, freeze_data(data)
         if loss_type_input not in (None, "logprobs"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from tinker_local_backend.engine.kv_cache import KVCache
@@ -77,6 +78,9 @@ class DecodePlan:
     lengths: torch.Tensor
     longest: int
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.index = torch.arange(self.rows, device=self.lengths.device)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """What is added to the scores, (rows, 1, 1, longest + 1): 0 where visible, -inf elsewhere. Shared by all layers."""
@@ -156,7 +160,20 @@ def _attend(
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True)
     parts = zip(q.split(SOFTCAP_QUERIES, dim=2), visible.split(SOFTCAP_QUERIES), strict=True)
-    return torch.cat([_soft_capped(part, k, v, rows, scaling, softcap) for part, rows in parts], dim=2)
+    outputs = [_soft_capped_chunk(part, k, v, rows, scaling, softcap) for part, rows in parts]
+    return torch.cat(outputs, dim=2)
+
+
+def _soft_capped_chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scaling: float, softcap: float
+) -> torch.Tensor:
+    """In training the scores are computed again in the backward pass: kept, they would grow with the square of the length."""
+    if not torch.is_grad_enabled():
+        return _soft_capped(q, k, v, visible, scaling, softcap)
+    arguments = (q, k, v, visible, scaling, softcap)
+    result = checkpoint(_soft_capped, *arguments, use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def _soft_capped(
@@ -182,7 +199,7 @@ def _decode(
 ) -> torch.Tensor:
     heads, rows, dim = query.shape[1:]
     kv_heads = key.shape[1]
-    keys, values = plan.cache.append(layer, plan.rows, plan.lengths, plan.longest, key[0], value[0])
+    keys, values = plan.cache.append(layer, plan.index, plan.lengths, plan.longest, key[0], value[0])
     # The heads that share a key head become query positions of it, so keys are never repeated in memory.
     grouped = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
     mask = plan.mask(window, query.dtype)

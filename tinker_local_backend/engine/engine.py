@@ -176,8 +176,10 @@ class Engine:
             return None
         gate = self._gates.get(id(loop))
         if gate is None or gate.loop is not loop:
-            self._gates = {key: gate for key, gate in self._gates.items() if not gate.loop.is_closed()}
-            gate = self._gates[id(loop)] = LoopGate(loop, self._receive)
+            gate = LoopGate(loop, self._receive)
+            with self._condition:  # several threads may run a loop each
+                open_gates = {key: other for key, other in self._gates.items() if not other.loop.is_closed()}
+                self._gates = {**open_gates, id(loop): gate}
         return gate
 
     def _link(self, gate: LoopGate[_Work] | None) -> EngineLink:

@@ -85,11 +85,20 @@ class KVCache:
             slab[:, second, :, :first_tokens] = saved
 
     def append(
-        self, layer: int, rows: int, lengths: torch.Tensor, longest: int, keys: torch.Tensor, values: torch.Tensor
+        self,
+        layer: int,
+        index: torch.Tensor,
+        lengths: torch.Tensor,
+        longest: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add one token per live row, (kv_heads, rows, head_dim) at lengths[i]; returns views of `longest` + 1 tokens."""
-        index = torch.arange(rows, device=lengths.device)
-        slab = self._slabs[layer]
-        slab[0][index, :, lengths] = keys.transpose(0, 1)
-        slab[1][index, :, lengths] = values.transpose(0, 1)
-        return slab[0, :rows, :, : longest + 1], slab[1, :rows, :, : longest + 1]
+        """Add one token per live row, (kv_heads, rows, head_dim) at lengths[i]; returns views of `longest` + 1 tokens.
+
+        index: arange(live rows).
+        """
+        all_keys, all_values = self._slabs[layer].unbind()
+        all_keys[index, :, lengths] = keys.transpose(0, 1)
+        all_values[index, :, lengths] = values.transpose(0, 1)
+        rows = len(index)
+        return all_keys[:rows, :, : longest + 1], all_values[:rows, :, : longest + 1]

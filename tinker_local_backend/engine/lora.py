@@ -172,8 +172,10 @@ class LoraLinear(nn.Module):
             a = adapter.a.get(self.name)
             if a is None:
                 continue
-            b, scale = adapter.b[self.name].to(x.dtype), adapter.spec.scale
-            inner = F.linear(x[0, rows], a.to(x.dtype))
+            b, scale = adapter.b[self.name], adapter.spec.scale
+            if a.dtype != x.dtype:
+                a, b = a.to(x.dtype), b.to(x.dtype)
+            inner = F.linear(x[0, rows], a)
             if torch.is_grad_enabled():
                 # Several adapters only ever meet in sampling, so here the rows are all rows.
                 y = torch.addmm(y[0], inner, b.t(), alpha=scale)[None]

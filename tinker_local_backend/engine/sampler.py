@@ -18,7 +18,10 @@ LEAST_DIVISOR = 1e-30
 
 
 BLOCK = 512
-"""Tokens whose masses are added up together when one is drawn."""
+"""Tokens whose masses are added up together when one is drawn from a large vocabulary."""
+
+ONE_STAGE = 2048
+"""Largest vocabulary that is searched as a whole."""
 
 
 class RowParams:
@@ -90,18 +93,23 @@ def _invert(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first token whose cumulative mass exceeds a uniform share of the whole, and the whole (rows,) in float64.
 
-    Masses are added up in float64 (in float32 the rare half of a large vocabulary could never be drawn), in two stages: a
-    block of the vocabulary by the blocks' masses, then a token within it.
+    Masses are added up in float64 (in float32 the rare half of a large vocabulary could never be drawn); for a large one in
+    two stages, a block of it by the blocks' masses, then a token within that.
     """
+    # right=True: the first index whose cumulative mass exceeds the target, so what has no mass is never chosen. Only a row
+    # of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
     draws_R1 = torch.from_numpy(uniforms(seeds_R, positions_R))[:, None].to(probs_RV.device)
     rows, vocabulary = probs_RV.shape
+    if vocabulary <= ONE_STAGE:
+        upto_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
+        mass_R1 = upto_RV[:, -1:]
+        tokens_R1 = torch.searchsorted(upto_RV, draws_R1 * mass_R1, right=True)
+        return tokens_R1[:, 0].clamp(max=vocabulary - 1), mass_R1[:, 0]
     padding = -vocabulary % BLOCK
     blocks_RNB = (F.pad(probs_RV, (0, padding)) if padding else probs_RV).view(rows, -1, BLOCK)
     mass_RN = blocks_RNB.sum(dim=-1, dtype=torch.float64)
     upto_RN = mass_RN.cumsum(dim=-1)
     target_R1 = draws_R1 * upto_RN[:, -1:]
-    # right=True: the first index whose cumulative mass exceeds the target, so what has no mass is never chosen. Only a row
-    # of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
     block_R1 = torch.searchsorted(upto_RN, target_R1, right=True).clamp(max=upto_RN.shape[1] - 1)
     mass_R1 = mass_RN.gather(1, block_R1)
     share_R1 = ((target_R1 - upto_RN.gather(1, block_R1) + mass_R1) / mass_R1).clamp(0.0, 1 - 2.0**-52)
