@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from tinker_local_backend.engine.attention import DecodePlan, PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter, Spans, group_rows
-from tinker_local_backend.engine.memory import out_of_memory
+from tinker_local_backend.engine.memory import most_tokens, out_of_memory
 from tinker_local_backend.engine.noise import derive_seed
 from tinker_local_backend.engine.packing import Packed, pack, prefix_groups
 from tinker_local_backend.engine.prefix_cache import PrefixCache
@@ -92,7 +92,7 @@ class Generator:
 
     Args:
         kv_budget_tokens: bound on (sequences x longest) tokens of KV cache; requests beyond it wait.
-        prefill_tokens: prompts are prefilled in passes of at most this many tokens.
+        prefill_tokens: prompts are prefilled in passes of at most this many tokens; None: what is fastest on the device.
         random_seed: draws a seed for a request that names none.
     """
 
@@ -101,7 +101,7 @@ class Generator:
         model: BaseModel,
         kv_budget_tokens: int,
         random_seed: Callable[[], int],
-        prefill_tokens: int = 8192,
+        prefill_tokens: int | None = None,
         max_running: int = 512,
     ):
         self._model = model
@@ -109,7 +109,7 @@ class Generator:
         self._cache = model.new_cache(kv_budget_tokens)
         self._prefixes = PrefixCache(self._cache)
         self._random_seed = random_seed
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens = prefill_tokens or most_tokens(model.device)
         self._max_running = max_running
         self._waiting: deque[Ticket] = deque()
         self._running: list[_Running] = []

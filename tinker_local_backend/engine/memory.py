@@ -30,8 +30,7 @@ class ActivationBudget:
         if megabytes is None and self._device.type == "cuda":
             available = int(free_cuda_memory(self._device) * SHARE_OF_FREE_CUDA_MEMORY)
         self._fitting = available // model.activation_bytes_per_token()
-        most = MAX_TOKENS_CUDA if self._device.type == "cuda" else MAX_TOKENS_CPU
-        self.tokens = max(1, min(most, self._fitting))
+        self.tokens = max(1, min(most_tokens(self._device), self._fitting))
 
     def must_recompute(self, tokens: int) -> bool:
         """Whether a pass of this many tokens (a single long sequence) keeps too much unless layers are recomputed."""
@@ -42,6 +41,11 @@ class ActivationBudget:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def most_tokens(device: torch.device) -> int:
+    """Tokens of one pass beyond which it is no faster."""
+    return MAX_TOKENS_CUDA if device.type == "cuda" else MAX_TOKENS_CPU
 
 
 def free_cuda_memory(device: torch.device) -> int:

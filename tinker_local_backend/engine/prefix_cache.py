@@ -113,7 +113,9 @@ class PrefixCache:
         length = rounded if self._cache.rows_that_fit(rounded) >= rows + held else length
         length = max(length, self._cache.length if self._cache.rows_that_fit(self._cache.length) >= rows else 0)
         fitting = self._cache.rows_that_fit(length)
-        wanted = max(rows, min(rows + held, fitting, 2 * rows), min(self._cache.rows, fitting))
+        # More than is asked for, if the budget has it: every growth moves all rows and leaves holes in the heap.
+        generous = max(min(rows + held, 2 * rows), 2 * self._cache.rows if rows > self._cache.rows else 0)
+        wanted = max(rows, min(generous, fitting), min(self._cache.rows, fitting))
         if wanted == self._cache.rows and length == self._cache.length:
             return
         for row in range(wanted, len(self._contents)):
