@@ -9,6 +9,7 @@ from tests.engine.direct import Direct, request
 from tests.engine.helpers import random_tokens
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.engine.requests import PromptScoring
 from tinker_local_backend.errors import SamplingError
 
 PROMPTS = [random_tokens(5 + 3 * i, i) for i in range(6)]
@@ -79,3 +80,22 @@ def test_the_default_budget_is_bytes_whatever_the_context(model: BaseModel, monk
     monkeypatch.setattr("tinker_local_backend.engine.engine.DEFAULT_KV_BYTES_CPU", 10 * model.kv_bytes_per_token())
     assert model.context_length > 10
     assert Engine._default_kv_tokens(model) == 10
+
+
+def test_prompts_that_do_not_fit_together_leave_the_number_of_sequences_alone(
+    model: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only scored, they hold no rows: shorter passes are the mend."""
+    forward = model.hidden_states
+
+    def limited(tokens_T: torch.Tensor, *rest) -> torch.Tensor:
+        if len(tokens_T) > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory (a test)")
+        return forward(tokens_T, *rest)
+
+    monkeypatch.setattr(model, "hidden_states", limited)
+    direct = Direct(model)
+    most = direct.generator._max_running
+    scored = direct.run(*(request(t, samples=0, scoring=PromptScoring(logprobs=True)) for t in PROMPTS))
+    assert all(result.prompt.logprobs is not None for result in scored)
+    assert direct.generator._max_running == most

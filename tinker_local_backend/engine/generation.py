@@ -161,9 +161,15 @@ class Generator:
                 cause = f"{type(error).__name__}: {error}{mend if out_of_memory(error) else ''}"
                 ticket.finish(SamplingError(f"a sampling pass failed: {cause}"))
             return
-        self._max_running = max(1, rows // 2)
+        if rows > 1:  # with fewer, the prompts alone were too much
+            self._max_running = rows // 2
         self._prefill_tokens = max(1, self._prefill_tokens // 2)
-        logger.warning("out of memory with %d sequences; going on with at most %d", rows, self._max_running)
+        logger.warning(
+            "out of memory with %d sequences; going on with at most %d, and %d prompt tokens in a pass",
+            rows,
+            self._max_running,
+            self._prefill_tokens,
+        )
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         for ticket in reversed(affected):

@@ -16,7 +16,6 @@ from tinker_local_backend.engine.noise import uniforms
 LEAST_DIVISOR = 1e-30
 """Logits over a smaller temperature would overflow; the choice has long been greedy."""
 
-
 BLOCK = 512
 """Tokens whose masses are added up together when one is drawn from a large vocabulary."""
 
@@ -72,7 +71,7 @@ def next_tokens(
         tokens_R, mass_R = _invert(probs_RV, params.seeds_R, positions_R)
     if params.any_greedy:
         tokens_R = torch.where(params.greedy_R, logits_RV.argmax(dim=-1), tokens_R)
-    # torch's softmax adds up in float32, which is off by 1e-4 for 150,000 tokens; divided by their exact sum the
+    # torch's softmax (not its log_softmax) is off by up to 1e-4 for 150,000 tokens; divided by their exact sum the
     # probabilities are right, and the logarithm of one that was drawn is exact enough (1e-6).
     probs_R = probs_RV.gather(1, tokens_R[:, None])[:, 0]
     return tokens_R, (probs_R / mass_R).log().float(), tempered_RV
