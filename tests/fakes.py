@@ -20,9 +20,11 @@ from tinker.types import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
+from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 
-from tinker_cookbook.clients import SamplingClient, ServiceClient, TrainingClient
+from tinker_cookbook.clients import CustomLossFn, SamplingClient, ServiceClient, TrainingClient
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs, derive_seed
+from tinker_local_backend import CheckpointError
 
 T = TypeVar("T")
 
@@ -51,6 +53,19 @@ def fake_logprob(token: int) -> float:
     return -0.125 * (token % 64 + 1)
 
 
+def fake_prompt_logprobs(prompt: Sequence[int]) -> np.ndarray:
+    """float32 (N,): NaN, then what each token's `fake_logprob` is."""
+    return np.array([np.nan, *(fake_logprob(token) for token in prompt[1:])], dtype=np.float32)
+
+
+def fake_topk(prompt: Sequence[int], k: int) -> TopkLogprobs:
+    """The likeliest tokens at position i are prompt[i], prompt[i] + 1, ...; each half as likely as the one before."""
+    tokens = np.array(prompt)[:, None] + np.arange(k)
+    logprobs = np.tile(-np.log(2.0) * (np.arange(k) + 1), (len(prompt), 1))
+    tokens[0], logprobs[0] = 0, MASK_LOGPROB
+    return TopkLogprobs(tokens.astype(np.int32), logprobs.astype(np.float32))
+
+
 class Pending(Generic[T]):
     """An awaitable that notes when it is awaited, and takes a turn of the event loop to answer."""
 
@@ -72,7 +87,12 @@ class FakeSamplingClient:
     sampled: list[SampleCall]
 
     def sample(
-        self, prompt: tinker.ModelInput, num_samples: int, sampling_params: tinker.SamplingParams
+        self,
+        prompt: tinker.ModelInput,
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
     ) -> Awaitable[SampleResponse]:
         call = SampleCall(prompt.to_ints(), sampling_params, self.weights)
         self.sampled.append(call)
@@ -86,7 +106,12 @@ class FakeSamplingClient:
             )
             for i, tokens in enumerate(replies)
         ]
-        return Pending("sample", SampleResponse(sequences=sequences), self.calls)
+        response = SampleResponse(
+            sequences=sequences,
+            prompt_logprobs_np=fake_prompt_logprobs(call.prompt) if include_prompt_logprobs else None,
+            topk_prompt_logprobs_np=fake_topk(call.prompt, topk_prompt_logprobs) if topk_prompt_logprobs else None,
+        )
+        return Pending("sample", response, self.calls)
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> Awaitable[list[float | None]]:
         logprobs: list[float | None] = [None, *(fake_logprob(token) for token in prompt.to_ints()[1:])]
@@ -123,6 +148,17 @@ class FakeTrainingClient:
     ) -> Awaitable[tinker.ForwardBackwardOutput]:
         self.passes.append(Pass(list(data), loss_fn, None if loss_fn_config is None else dict(loss_fn_config)))
         return Pending("forward_backward", self._output(data), self.service.calls)
+
+    def forward_backward_custom(
+        self, data: list[tinker.Datum], loss_fn: CustomLossFn
+    ) -> Awaitable[tinker.ForwardBackwardOutput]:
+        self.passes.append(Pass(list(data), "custom", None))
+        output = self._output(data)
+        logprobs = [outputs["logprobs"].to_torch().clone().requires_grad_() for outputs in output.loss_fn_outputs]
+        loss, metrics = loss_fn(data, logprobs)
+        loss.backward()
+        output.metrics = {**metrics, "loss:sum": float(loss.detach())}
+        return Pending("forward_backward_custom", output, self.service.calls)
 
     def _output(self, data: list[tinker.Datum]) -> tinker.ForwardBackwardOutput:
         outputs = []
@@ -164,6 +200,18 @@ class FakeTrainingClient:
         raise NotImplementedError("the fake has no tokenizer")
 
 
+@dataclass(frozen=True)
+class FakeRestClient:
+    service: FakeServiceClient
+
+    def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> Awaitable[None]:
+        del self.service.saved[tinker_path]
+        return Pending("delete", None, self.service.calls)
+
+    def get_training_run_by_tinker_path_async(self, tinker_path: str) -> Awaitable[tinker.types.TrainingRun]:
+        raise NotImplementedError("the fake keeps no training runs")
+
+
 @dataclass
 class FakeServiceClient:
     reply: Reply = seeded_reply
@@ -184,15 +232,29 @@ class FakeServiceClient:
         return Pending("create", trainer, self.calls)
 
     def create_lora_training_client(
-        self, base_model: str, rank: int = 32, seed: int | None = None
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        *,
+        user_metadata: dict[str, str] | None = None,
     ) -> Awaitable[FakeTrainingClient]:
         return self._new_trainer(0, "lora", base_model, rank, seed)
 
-    def create_training_client_from_state(self, path: str) -> Awaitable[FakeTrainingClient]:
+    def create_training_client_from_state(
+        self, path: str, *, user_metadata: dict[str, str] | None = None
+    ) -> Awaitable[FakeTrainingClient]:
         return self._new_trainer(self.saved[path], "state", path)
 
-    def create_training_client_from_state_with_optimizer(self, path: str) -> Awaitable[FakeTrainingClient]:
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, *, user_metadata: dict[str, str] | None = None
+    ) -> Awaitable[FakeTrainingClient]:
+        if path not in self.saved:
+            raise CheckpointError(f"{path} does not exist")
         return self._new_trainer(self.saved[path], "state with optimizer", path)
+
+    def create_rest_client(self) -> FakeRestClient:
+        return FakeRestClient(self)
 
     def create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None

@@ -193,8 +193,10 @@ class TestInterrupt:
         )
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
         with subprocess.Popen(
-            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-        ) as process:
+            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+            # Tests that a script runs in the background inherit an ignored SIGINT; a terminal's user has the default.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as process:  # fmt: skip
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)

@@ -90,3 +90,11 @@ def is_engine_error(error: BaseException) -> bool:
 
     local = sys.modules.get("tinker_local_backend")
     return isinstance(error, tinker.TinkerError) or (local is not None and isinstance(error, local.LocalBackendError))
+
+
+def is_checkpoint_error(error: BaseException) -> bool:
+    """Whether an engine says with this that a checkpoint is gone or cannot be read."""
+    import tinker
+
+    local = sys.modules.get("tinker_local_backend")
+    return isinstance(error, tinker.NotFoundError) or (local is not None and isinstance(error, local.CheckpointError))

@@ -5,18 +5,26 @@ Every method returns an awaitable at once, so that forward_backward and optim_st
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import tinker
 from tinker.types import OptimStepResponse, SampleResponse, SaveWeightsForSamplerResponse, SaveWeightsResponse
+
+CustomLossFn: TypeAlias = Callable[[list[tinker.Datum], list[Any]], tuple[Any, dict[str, float]]]
+"""(data, logprobs of each datum's targets as float32 tensors) -> (scalar tensor, metrics)"""
 
 
 class SamplingClient(Protocol):
     """A frozen snapshot that can be sampled from and asked for logprobs."""
 
     def sample(
-        self, prompt: tinker.ModelInput, num_samples: int, sampling_params: tinker.SamplingParams
+        self,
+        prompt: tinker.ModelInput,
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
     ) -> Awaitable[SampleResponse]: ...
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> Awaitable[list[float | None]]: ...
@@ -35,6 +43,10 @@ class TrainingClient(Protocol):
         self, data: list[tinker.Datum], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
 
+    def forward_backward_custom(
+        self, data: list[tinker.Datum], loss_fn: CustomLossFn
+    ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
+
     def optim_step(self, optim_params: tinker.AdamParams) -> Awaitable[OptimStepResponse]: ...
 
     def save_state(self, name: str, ttl_seconds: int | None = None) -> Awaitable[SaveWeightsResponse]: ...
@@ -48,16 +60,35 @@ class TrainingClient(Protocol):
     def get_tokenizer(self) -> Any: ...
 
 
+class RestClient(Protocol):
+    """Asks about saved weights, and deletes them."""
+
+    def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> Awaitable[None]: ...
+
+    def get_training_run_by_tinker_path_async(self, tinker_path: str) -> Awaitable[tinker.types.TrainingRun]: ...
+
+
 class ServiceClient(Protocol):
     """Makes the other two."""
 
     def create_lora_training_client(
-        self, base_model: str, rank: int = 32, seed: int | None = None
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        *,
+        user_metadata: dict[str, str] | None = None,
     ) -> Awaitable[TrainingClient]: ...
 
-    def create_training_client_from_state(self, path: str) -> Awaitable[TrainingClient]: ...
+    def create_training_client_from_state(
+        self, path: str, *, user_metadata: dict[str, str] | None = None
+    ) -> Awaitable[TrainingClient]: ...
 
-    def create_training_client_from_state_with_optimizer(self, path: str) -> Awaitable[TrainingClient]: ...
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, *, user_metadata: dict[str, str] | None = None
+    ) -> Awaitable[TrainingClient]: ...
+
+    def create_rest_client(self) -> RestClient: ...
 
     def create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None

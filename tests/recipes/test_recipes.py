@@ -158,6 +158,8 @@ def test_ctrl_c_leaves_whole_files_and_says_how_to_resume(tmp_path: Path) -> Non
     process = subprocess.Popen(
         [sys.executable, "-m", "recipes.rl_basic", *argv],
         cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        # Tests that a script runs in the background inherit an ignored SIGINT; a terminal's user has the default.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60

@@ -79,11 +79,13 @@ def open_run(
     recipe_name: str,
     wandb_project: str | None = None,
     wandb_name: str | None = None,
+    trackio_project: str | None = None,
+    tensorboard: bool = False,
 ) -> Run:
     """Make or reopen the folder of a run and return it with its loggers. Use it in a `with` statement.
 
     Raises:
-        ConfigurationError: `log_path` is a file, or W&B is asked for and not installed.
+        ConfigurationError: `log_path` is a file, or a logger is asked for whose package is not installed.
         DataFormatError: the folder has a damaged `run_metadata.json`.
         DataValidationError: the config has a value that JSON cannot hold.
     """
@@ -94,7 +96,10 @@ def open_run(
     log_path.mkdir(parents=True, exist_ok=True)
     resumed = (log_path / METADATA_BASE_NAME).exists()
     entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name)
-    run = Run(log_path, ml_log.setup_logging(log_path, wandb_project, wandb_name, config), resumed)
+    more: dict[str, Any] = {"trackio_project": trackio_project} if trackio_project else {}
+    more |= {"tensorboard": True} if tensorboard else {}
+    loggers = ml_log.setup_logging(log_path, wandb_project, wandb_name, config, **more)
+    run = Run(log_path, loggers, resumed)
     _last_log_path = log_path
     for key, (before, after) in entry.get("changed", {}).items():
         logger.warning("resumed with another %s: %r, was %r at the first start", key, after, before)

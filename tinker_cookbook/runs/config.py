@@ -1,0 +1,49 @@
+"""The settings that every training loop has, declared once: what is trained, where its files go, how often it is saved."""
+
+import chz
+
+
+@chz.chz(typecheck=True)
+class RunConfig:
+    """What a run is, whatever it trains on. The config of each loop inherits these fields."""
+
+    log_path: str = chz.field(doc="folder of the run")
+    model_name: str = chz.field(doc="base model: a directory or a hub id")
+    recipe_name: str = chz.field(doc="name of the recipe, for metadata")
+    backend: str | None = chz.field(default=None, doc="local or tinker; None: TINKER_BACKEND, else local")
+    base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
+    renderer_name: str | None = chz.field(
+        default=None, doc="the renderer that made the data, recorded with each checkpoint so that sampling can find it"
+    )
+    load_checkpoint_path: str | None = chz.field(default=None, doc="start from these weights (tinker://...)")
+    lora_rank: int = chz.field(
+        default=32, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
+    )
+    seed: int = chz.field(default=0, doc="seed of everything random")
+    max_steps: int | None = chz.field(default=None, doc="stop after this many batches")
+    eval_every: int = chz.field(
+        default=20, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
+    save_every: int = chz.field(
+        default=20, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
+    )
+    save_every_tokens: int = chz.field(
+        default=0, doc="save when this many more tokens were trained; 0: not by tokens", validator=chz.validators.ge(0)
+    )
+    save_every_seconds: float = chz.field(
+        default=0.0, doc="save when this many seconds have passed; 0: not by time", validator=chz.validators.ge(0)
+    )
+    ttl_seconds: int | None = chz.field(default=604800, doc="life of periodic checkpoints; None keeps them")
+    rolling_save_every: int = chz.field(
+        default=0,
+        doc="save the training state after every n-th batch, replacing the last such save; 0: never",
+        validator=chz.validators.ge(0),
+    )
+    rolling_ttl_seconds: int = chz.field(
+        default=7200, doc="life of a rolling checkpoint that nothing replaced", validator=chz.validators.gt(0)
+    )
+    async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
+    wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project (extra: wandb)")
+    wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
+    trackio_project: str | None = chz.field(default=None, doc="log to this trackio project (extra: trackio)")
+    tensorboard: bool = chz.field(default=False, doc="write TensorBoard events too (extra: tensorboard)")

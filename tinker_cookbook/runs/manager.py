@@ -1,0 +1,164 @@
+"""When a run is saved, and what is thrown away again: periodic, rolling and final checkpoints.
+
+A checkpoint's cursor names the next batch, so the loop calls `maybe_save` when a batch is done *and its metrics are on disk*:
+whatever instant a run is killed at, the metrics reach at least as far as its last checkpoint, and what they have beyond it is
+dropped on resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinker_cookbook.checkpoint_utils import Kind, PendingCheckpoint, submit_checkpoint
+from tinker_cookbook.clients import ServiceClient, TrainingClient
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.checkpoints import CheckpointRecord
+
+logger = logging.getLogger(__name__)
+
+FINAL_NAME = "final"
+ROLLING_KEY = "rolling"
+TOKENS_KEY = "elapsed_tokens"
+
+
+class CheckpointManager:
+    """Saves a run as often as its config says.
+
+    Args:
+        training_client: whose weights and optimizer state are saved.
+        service_client: deletes rolling checkpoints that a newer one has replaced.
+        log_path: the run's folder, with checkpoints.jsonl.
+        save_every: periodic save (state and sampler weights) after every n-th step; 0 for none.
+        save_every_tokens: also when that many more tokens were trained.
+        save_every_seconds: also when that much time has passed since the last periodic save.
+        ttl_seconds: life of periodic checkpoints; None keeps them.
+        rolling_save_every: state only, after every n-th step that has no periodic save; the one before is deleted.
+        rolling_ttl_seconds: life of a rolling checkpoint that is never replaced.
+        async_periodic_saves: periodic saves do not hold up the loop. Calls run in the order they are made, so the saved
+            weights are the same; the checkpoint is listed once it is written.
+        resumed_from: the checkpoint that the run goes on from; its token count goes on too.
+        clock: seconds, for save_every_seconds.
+    """
+
+    def __init__(
+        self,
+        training_client: TrainingClient,
+        service_client: ServiceClient,
+        log_path: str | Path,
+        save_every: int = 0,
+        save_every_tokens: int = 0,
+        save_every_seconds: float = 0.0,
+        ttl_seconds: int | None = 604800,
+        rolling_save_every: int = 0,
+        rolling_ttl_seconds: int = 7200,
+        async_periodic_saves: bool = False,
+        resumed_from: CheckpointRecord | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        for name, value in (("save_every", save_every), ("rolling_save_every", rolling_save_every)):
+            if value < 0:
+                raise ConfigurationError(f"{name}={value}: must be 0 (never) or more")
+        self._client, self._service, self._log_path = training_client, service_client, Path(log_path)
+        self._save_every, self._save_every_tokens = save_every, save_every_tokens
+        self._save_every_seconds, self._ttl_seconds = save_every_seconds, ttl_seconds
+        self._rolling_save_every, self._rolling_ttl_seconds = rolling_save_every, rolling_ttl_seconds
+        self._async, self._clock = async_periodic_saves, clock
+        self.loop_state: dict[str, Any] = {}
+        """Entries that every record gets, for example the path of a reference policy."""
+        self.tokens: int = resumed_from.get(TOKENS_KEY, 0) if resumed_from is not None else 0
+        """Tokens trained on so far, before a resume included."""
+        self._saved_tokens, self._saved_at = self.tokens, clock()
+        self._rolling_path: str | None = None
+        if resumed_from is not None and resumed_from.get(ROLLING_KEY):
+            self._rolling_path = resumed_from.state_path
+        self._pending: asyncio.Task[dict[str, str]] | None = None
+
+    def should_save_periodic(self, step: int) -> bool:
+        """Whether a periodic checkpoint is due when `step` steps are done."""
+        if step <= 0:
+            return False
+        return (
+            (self._save_every > 0 and step % self._save_every == 0)
+            or (self._save_every_tokens > 0 and self.tokens - self._saved_tokens >= self._save_every_tokens)
+            or (self._save_every_seconds > 0 and self._clock() - self._saved_at >= self._save_every_seconds)
+        )
+
+    def should_save_rolling(self, step: int) -> bool:
+        """Whether a rolling checkpoint is due at `step`; a periodic one at the same step takes its place."""
+        return step > 0 and self._rolling_save_every > 0 and step % self._rolling_save_every == 0
+
+    def should_save(self, step: int) -> bool:
+        """Whether anything is due, so that a pipelined loop knows when to wait for what it has submitted."""
+        return self.should_save_periodic(step) or self.should_save_rolling(step)
+
+    async def maybe_save(self, step: int, cursor: Mapping[str, Any], tokens: int = 0) -> None:
+        """Save what is due when `step` steps are done and their metrics logged.
+
+        Args:
+            cursor: `batch`, and `epoch` where the loop has epochs: the next batch to run.
+            tokens: tokens of the steps since the last call.
+        """
+        self.tokens += tokens
+        if self.should_save_periodic(step):
+            await self.save_periodic(step, cursor)
+        elif self.should_save_rolling(step):
+            await self._save_rolling(step, cursor)
+
+    async def save_periodic(self, step: int, cursor: Mapping[str, Any]) -> None:
+        """State and sampler weights under the zero-padded step, whether due or not."""
+        await self._wait()
+        self._saved_tokens, self._saved_at = self.tokens, self._clock()
+        pending = self._submit(f"{step:06d}", cursor, "both", self._ttl_seconds)
+        if self._async:
+            self._pending = asyncio.create_task(pending.finish())
+        else:
+            await pending.finish()
+
+    async def _save_rolling(self, step: int, cursor: Mapping[str, Any]) -> None:
+        await self._wait()
+        name, state = f"{step:06d}-rolling", {**cursor, ROLLING_KEY: True}
+        paths = await self._submit(name, state, "state", self._rolling_ttl_seconds).finish()
+        replaced, self._rolling_path = self._rolling_path, paths["state_path"]
+        await self._delete(replaced)
+
+    async def save_stopped(self, step: int, cursor: Mapping[str, Any]) -> None:
+        """Keep what is done before an error ends the run. Nothing is saved before the first step."""
+        await self._wait()
+        if step > 0:
+            await self._submit(f"{step:06d}-stopped", cursor, "state", self._ttl_seconds).finish()
+
+    async def save_final(self, cursor: Mapping[str, Any]) -> None:
+        """The finished run: state and sampler weights that do not expire. The rolling checkpoint goes."""
+        await self._wait()
+        await self._submit(FINAL_NAME, {**cursor, "final": True}, "both", None).finish()
+        replaced, self._rolling_path = self._rolling_path, None
+        await self._delete(replaced)
+
+    async def finalize(self) -> None:
+        """Wait for a save that is still being written."""
+        await self._wait()
+
+    def _submit(self, name: str, cursor: Mapping[str, Any], kind: Kind, ttl: int | None) -> PendingCheckpoint:
+        state = {**self.loop_state, **cursor}
+        if self.tokens:
+            state[TOKENS_KEY] = self.tokens
+        return submit_checkpoint(self._client, name, self._log_path, state, kind, ttl)
+
+    async def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            await pending
+
+    async def _delete(self, path: str | None) -> None:
+        if path is None:
+            return
+        try:
+            await self._service.create_rest_client().delete_checkpoint_from_tinker_path_async(path)
+        except Exception as error:
+            # It has a time to live and nobody needs it: not worth ending a run for.
+            logger.warning("the replaced rolling checkpoint %s could not be deleted: %s", path, error)

@@ -1,0 +1,80 @@
+"""The fixed policy that DPO and KL penalties measure against. It is named by path in every checkpoint, never taken anew."""
+
+import logging
+from typing import Any
+
+import chz
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.session import Session
+
+logger = logging.getLogger(__name__)
+
+REFERENCE_KEY = "reference"
+REFERENCE_NAME = "reference"
+
+
+@chz.chz(typecheck=True)
+class KLReferenceConfig:
+    """A named reference policy."""
+
+    base_model: str = chz.field(doc="base model of the reference: a directory or a hub id")
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
+    )
+
+    @chz.validate
+    def _check(self) -> None:
+        path = self.load_checkpoint_path
+        if path is not None and "/sampler_weights/" not in path:
+            raise ConfigurationError(
+                f"load_checkpoint_path={path!r} of the reference is no path of sampler weights; use a checkpoint's "
+                "sampler_path (tinker://<run>/sampler_weights/<name>)"
+            )
+
+
+async def open_reference(session: Session, named: KLReferenceConfig | None = None) -> SamplingClient:
+    """A sampling client of the reference policy, the same one over all resumes of a run.
+
+    Without a name it is the policy that the run started from: the base model under a new adapter, or a copy of the weights
+    that were loaded, saved once and kept. Which it is goes into every checkpoint's record.
+
+    Raises:
+        ConfigurationError: a resumed run is given another reference than it started with, or cannot know its own.
+    """
+    asked = None if named is None else {"base_model": named.base_model, "path": named.load_checkpoint_path}
+    reference = _recorded(session, asked)
+    if reference is None:
+        reference = asked or await _starting_policy(session)
+    session.checkpoints.loop_state[REFERENCE_KEY] = reference
+    path = reference["path"]
+    logger.info("reference policy: %s", path or reference["base_model"])
+    if path is not None:
+        return await session.service.create_sampling_client(model_path=path)
+    return await session.service.create_sampling_client(base_model=reference["base_model"])
+
+
+def _recorded(session: Session, asked: dict[str, Any] | None) -> dict[str, Any] | None:
+    if session.record is None:
+        return None
+    recorded = session.record.get(REFERENCE_KEY)
+    if recorded is None and asked is None and session.config.load_checkpoint_path is not None:
+        raise ConfigurationError(
+            f"the run in {session.run.log_path} started without a reference policy, and the weights it started from are "
+            "not kept; name a reference, or start in another log_path"
+        )
+    if recorded is not None and asked is not None and recorded != asked:
+        raise ConfigurationError(
+            f"the run in {session.run.log_path} has the reference {recorded}, now {asked} is asked for; "
+            "leave the reference as it was, or start in another log_path"
+        )
+    return recorded
+
+
+async def _starting_policy(session: Session) -> dict[str, Any]:
+    config = session.config
+    if config.load_checkpoint_path is None:
+        return {"base_model": config.model_name, "path": None}
+    saved = await session.training_client.save_weights_for_sampler(REFERENCE_NAME, ttl_seconds=None)
+    return {"base_model": config.model_name, "path": saved.path}

@@ -1,0 +1,100 @@
+"""From a checked config to a run that is ready to train: folder, loggers, clients, resume, checkpoints. Every loop opens this.
+
+The loop checks its own config and makes its data first, so that nothing is loaded for a mistake.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tinker_cookbook import backends
+from tinker_cookbook.checkpoint_utils import add_renderer_name_to_user_metadata
+from tinker_cookbook.clients import ServiceClient, TrainingClient
+from tinker_cookbook.runs.bootstrap import Run, open_run
+from tinker_cookbook.runs.checkpoints import CheckpointRecord
+from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.runs.resume import open_training_client
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """An open run with its clients."""
+
+    config: RunConfig
+    run: Run
+    service: ServiceClient
+    training_client: TrainingClient
+    record: CheckpointRecord | None
+    """the checkpoint that training goes on from; None: from the first batch"""
+    checkpoints: CheckpointManager
+
+    def start_step(self, steps_per_epoch: int | None = None) -> int:
+        """The next step, counted over epochs."""
+        if self.record is None:
+            return 0
+        epoch = self.record.epoch or 0
+        return epoch * steps_per_epoch + self.record.batch if steps_per_epoch is not None else self.record.batch
+
+    def rewind(self, start: int, end: int) -> None:
+        """Forget the metrics of steps that are going to be done again. A finished run keeps all of its own."""
+        if start < end:
+            self.run.rewind_metrics(start)
+        else:
+            logger.info("nothing left to do: the run had reached batch %d of %d", start, end)
+
+
+@asynccontextmanager
+async def open_session(config: RunConfig) -> AsyncIterator[Session]:
+    """Open the run of a config; on leaving, outstanding saves are finished and the loggers closed.
+
+    Raises:
+        ConfigurationError: the folder cannot be used, or a logger's package is missing.
+        CheckpointError: none of the run's checkpoints can be loaded.
+    """
+    with open_run(
+        config.log_path,
+        config=config,
+        recipe_name=config.recipe_name,
+        wandb_project=config.wandb_project,
+        wandb_name=config.wandb_name,
+        trackio_project=config.trackio_project,
+        tensorboard=config.tensorboard,
+    ) as run:
+        service = backends.create_service_client(config.backend, config.base_url)
+        client, record = await open_training_client(
+            run,
+            service,
+            config.model_name,
+            config.lora_rank,
+            config.seed,
+            config.load_checkpoint_path,
+            add_renderer_name_to_user_metadata({"recipe": config.recipe_name}, config.renderer_name),
+        )
+        checkpoints = CheckpointManager(
+            client,
+            service,
+            run.log_path,
+            save_every=config.save_every,
+            save_every_tokens=config.save_every_tokens,
+            save_every_seconds=config.save_every_seconds,
+            ttl_seconds=config.ttl_seconds,
+            rolling_save_every=config.rolling_save_every,
+            rolling_ttl_seconds=config.rolling_ttl_seconds,
+            async_periodic_saves=config.async_periodic_saves,
+            resumed_from=record,
+        )
+        try:
+            yield Session(config, run, service, client, record, checkpoints)
+        except BaseException:
+            try:
+                await checkpoints.finalize()
+            except Exception:
+                logger.exception("a checkpoint that was being written when the run stopped could not be finished")
+            raise
+        await checkpoints.finalize()
