@@ -61,7 +61,7 @@ def build_config(cli: CLIConfig) -> train.Config:
         max_prompt_tokens=prompt_room(cli, model),
     )
     dataset_builder.check()
-    advantage = AdvantageConfig(baseline=cli.baseline, per_token=True)
+    advantage = AdvantageConfig(baseline=cli.baseline, scale="sequence")
     evaluator = train_questions_evaluator(cli, model, renderer_name)
     return train_config(cli, RECIPE, model, dataset_builder, folder, advantage, [evaluator])
 

@@ -1,5 +1,6 @@
 """What must hold for metrics and logs, and for the small helpers that fill them."""
 
+import asyncio
 import io
 import json
 import logging
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.utils import misc_utils, ml_log
+from tinker_cookbook.utils import misc_utils, ml_log, run_logs
 
 
 def printed(**options: Any) -> tuple[ml_log.PrettyPrintLogger, io.StringIO]:
@@ -94,6 +95,120 @@ class TestWandbLogger:
         assert run.logged[:2] == [({"lr": 1}, None), ({"a": 1}, 2)] and run.finished
 
 
+class FakeTrackioRun(FakeWandbRun):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: Any = {"_Created": "now"}
+
+
+class TestTrackioLogger:
+    def test_a_missing_package_says_how_to_install_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "trackio", None)
+        with pytest.raises(
+            ConfigurationError, match=r"trackio_project='p'.*pip install tinker-cookbook-local\[trackio\]"
+        ):
+            ml_log.TrackioLogger("p")
+
+    def test_a_resumed_run_goes_on_under_the_same_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[dict[str, Any]] = []
+        run = FakeTrackioRun()
+
+        def init(**options: Any) -> FakeTrackioRun:
+            calls.append(options)
+            return run
+
+        monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+        for _ in range(2):
+            logger = ml_log.setup_logging(tmp_path, trackio_project="p", config={"lr": 1})
+            logger.log_metrics({"a": 1}, step=2)
+            logger.close()
+        assert calls[0] == calls[1]
+        assert calls[0]["project"] == "p" and calls[0]["name"].startswith(f"{tmp_path.name}-")
+        assert calls[0]["resume"] == "allow"
+        assert run.config == {"_Created": "now", "lr": 1}
+        assert run.logged == [({"a": 1}, 2)] * 2 and run.finished
+
+    def test_two_runs_of_one_name_stay_apart(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        names: list[str] = []
+
+        def init(name: str, **options: Any) -> FakeTrackioRun:
+            names.append(name)
+            return FakeTrackioRun()
+
+        monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+        for folder in ("a", "b"):
+            (tmp_path / folder).mkdir()
+            ml_log.TrackioLogger("p", "same", tmp_path / folder)
+        assert len(set(names)) == 2 and all(name.startswith("same-") for name in names)
+
+
+class TestTensorBoardLogger:
+    def test_a_missing_package_says_how_to_install_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "tensorboard", None)
+        with pytest.raises(ConfigurationError, match=r"tensorboard=True.*tinker-cookbook-local\[tensorboard\]"):
+            ml_log.setup_logging(tmp_path, tensorboard=True, do_configure_logging_module=False)
+
+    def test_what_it_tells_the_writer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        told: list[tuple[Any, ...]] = []
+
+        class Writer:
+            def __init__(self, folder: str, purge_step: int | None = None, filename_suffix: str = "") -> None:
+                told.append(("open", Path(folder).name, purge_step, filename_suffix))
+
+            def __enter__(self) -> "Writer":
+                return self
+
+            def __exit__(self, *error: object) -> None:
+                self.close()
+
+            def add_scalar(self, *values: Any) -> None:
+                told.append(("scalar", *values))
+
+            def add_text(self, *values: Any) -> None:
+                told.append(("text", *values))
+
+            def flush(self) -> None:
+                told.append(("flush",))
+
+            def close(self) -> None:
+                told.append(("close",))
+
+        monkeypatch.setitem(sys.modules, "tensorboard", SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+        logger = ml_log.TensorBoardLogger(tmp_path)
+        logger.log_hparams({"optim": {"lr": 1}})
+        logger.log_metrics({"reward": 0.5, "path": "p"}, step=3)
+        logger.close()
+        logger.close()
+        table = "| key | value |\n| --- | --- |\n| optim.lr | 1 |"
+        assert told == [
+            ("open", "tensorboard", None, ".config"),
+            ("text", "config", table),
+            ("close",),
+            ("open", "tensorboard", 3, ""),
+            ("scalar", "reward", 0.5, 3),
+            ("text", "path", "p", 3),
+            ("flush",),
+            ("close",),
+        ]
+
+    def test_a_resumed_run_replaces_the_steps_it_repeats(self, tmp_path: Path) -> None:
+        reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        for steps, value in (((0, 1, 2, 3), 1.0), ((2, 3), 2.0)):
+            logger = ml_log.setup_logging(tmp_path, tensorboard=True, config={"lr": 1})
+            for step in steps:
+                logger.log_metrics({"reward": value}, step=step)
+            logger.close()
+        events = reader.EventAccumulator(str(tmp_path / ml_log.TENSORBOARD_FOLDER)).Reload()
+        assert [(event.step, event.value) for event in events.Scalars("reward")] == [
+            (0, 1.0),
+            (1, 1.0),
+            (2, 2.0),
+            (3, 2.0),
+        ]
+        assert "config/text_summary" in events.Tags()["tensors"]
+
+
 class Failing(ml_log.Logger):
     closed = False
 
@@ -139,6 +254,50 @@ class TestSetupLogging:
         assert logging.getLogger().handlers == before
         logger.close()
         assert not (tmp_path / "logs.log").exists()
+
+    def test_runs_of_one_process_keep_their_logs_apart(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "argv", ["prog"])
+        root = logging.getLogger()
+        before = root.handlers[:]
+
+        async def run(name: str, opened: asyncio.Barrier) -> None:
+            logger = ml_log.setup_logging(tmp_path / name)
+            await opened.wait()
+            await asyncio.create_task(say(f"from {name}"))
+            await opened.wait()
+            logger.close()
+
+        async def say(message: str) -> None:
+            logging.getLogger("loop").info(message)
+
+        async def main() -> None:
+            opened = asyncio.Barrier(3)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(run("a", opened))
+                tasks.create_task(run("b", opened))
+                await opened.wait()
+                assert len(root.handlers) == 3  # one terminal, two files
+                logging.getLogger("worker").info("from nowhere")
+                await opened.wait()
+
+        asyncio.run(main())
+        assert root.handlers == before
+        for name in ("a", "b"):
+            lines = (tmp_path / name / "logs.log").read_text().splitlines()
+            told = [line.split(": ", 1)[1] for line in lines]
+            assert sorted(told) == ["command line: ['prog']", f"from {name}", "from nowhere"]
+
+    def test_a_label_names_the_run_on_a_shared_terminal(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with run_logs.label("lr=1"):
+            logger = ml_log.setup_logging(tmp_path)
+            logger.log_metrics({"a": 1}, step=0)
+            logging.getLogger("loop").warning("careful")
+            logger.close()
+        shown = capsys.readouterr()
+        assert "[lr=1] step    0  a=1" in shown.out
+        assert "[lr=1] WARNING loop: careful" in shown.err
 
     def test_a_config_that_cannot_be_written_undoes_the_setup(self, tmp_path: Path) -> None:
         before = logging.getLogger().handlers[:]

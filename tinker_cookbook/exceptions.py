@@ -1,5 +1,8 @@
 """Errors that the library raises on purpose. Each also inherits the standard type that it refines (ValueError, RuntimeError)."""
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class TinkerCookbookError(Exception):
     """Root of all errors of this library."""
@@ -31,6 +34,25 @@ class TrainingError(TinkerCookbookError, RuntimeError):
 
 class ZeroAdvantageError(TrainingError):
     """Every advantage of a batch is zero: the step would train nothing."""
+
+
+class GroupFailedError(TrainingError):
+    """A group of rollouts was given up: too few of its members came through. `errors` says why (list[RolloutError])."""
+
+    def __init__(self, message: str, errors: Iterable[Any] = ()):
+        super().__init__(message)
+        self.errors = list(errors)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.errors), self.__dict__
+
+
+AllTrajectoriesFailedError = GroupFailedError
+"""Its name in tinker-cookbook."""
+
+
+class RolloutTimeoutError(TinkerCookbookError, TimeoutError):
+    """A rollout, a sampling call or a grader took longer than its limit. The message names the env and the limit."""
 
 
 class CheckpointError(TinkerCookbookError, RuntimeError):

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.debate.arena import (
     ITEM,
@@ -24,7 +25,8 @@ from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.dataset import ADVANTAGES, DebateTrain
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import SCRIPTS, ScriptedJudge, Winner
-from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages
+from tinker_cookbook.rl.advantages import compute_advantages, token_scales
+from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
@@ -37,9 +39,14 @@ def generated(held: Held) -> list[int]:
     return [trajectory.num_action_tokens for trajectory in held.group.trajectories_G]
 
 
+def scaled(group: TrajectoryGroup, how: DebateTrain) -> list[torch.Tensor]:
+    """Advantages as they stand in the data: divided by what each member generated."""
+    (found,), (scales,) = compute_advantages([group], ADVANTAGES[how]), token_scales([group], ADVANTAGES[how].scale)
+    return [found / torch.tensor(scales)]
+
+
 def advantages(held: Held, how: DebateTrain) -> list[float]:
-    (found,) = compute_advantages([held.group], ADVANTAGES[how])
-    return found.tolist()
+    return scaled(held.group, how)[0].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ class TestAdvantages:
 
     @pytest.mark.parametrize("how", ["rejection", "rs_grpo"])
     def test_all_three_rounds_have_it_losers_give_no_data(self, three_debates: Held, how: DebateTrain) -> None:
-        found = compute_advantages([three_debates.group], ADVANTAGES[how])
+        found = scaled(three_debates.group, how)
         data, metadata = assemble_training_data([three_debates.group], found)
         assert [m["traj_idx"] for m in metadata] == [0, 3, 5]
         for datum, meta in zip(data, metadata, strict=True):
@@ -88,7 +95,7 @@ class TestAdvantages:
         members = [three_turns(RENDERER, proposal) for proposal in proposals]
         held = hold(RENDERER, members, JudgeByIndex((Winner.TIE, Winner.INVALID)))
         assert held.group.is_trained() == [False] * 4 and advantages(held, how) == [0.0] * 4
-        assert assemble_training_data([held.group], compute_advantages([held.group], ADVANTAGES[how])) == ([], [])
+        assert assemble_training_data([held.group], scaled(held.group, how)) == ([], [])
         metrics = compute_trajectory_metrics([held.group], [["qa"]])
         assert metrics["env/all/debate/tie"] == metrics["env/all/debate/invalid"] == 0.5
         assert metrics["env/all/debate/won"] == metrics["env/all/trained_fraction"] == 0.0
@@ -168,7 +175,7 @@ def test_one_datum_per_winner_on_the_tiny_model(name: str, tmp_path: Path, monke
         return await do_group_rollout(builder, TinkerTokenCompleter(sampler, 24, seed=1))
 
     group = asyncio.run(roll_out())
-    data, metadata = assemble_training_data([group], compute_advantages([group], ADVANTAGES["rejection"]))
+    data, metadata = assemble_training_data([group], scaled(group, "rejection"))
     assert [m["traj_idx"] for m in metadata] == [0, 2, 4]
     for datum, meta in zip(data, metadata, strict=True):
         trajectory = group.trajectories_G[meta["traj_idx"]]

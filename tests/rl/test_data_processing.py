@@ -57,14 +57,13 @@ class TestAdvantages:
         (found,) = compute_advantages([group([3.0, 1.0])])
         assert found.tolist() == [1.0, -1.0]
 
-    def test_per_token_divides_by_what_each_member_generated(self) -> None:
-        found = advantages(group([1.0, 0.0], lengths=[2, 5]), per_token=True)
-        assert found == pytest.approx([0.25, -0.1])
+    def test_leave_one_out_is_reward_minus_the_mean_of_the_others(self) -> None:
+        found = advantages(group([1.0, 2.0, 6.0, 9.0], trained=[True, True, True, False]), baseline="leave_one_out")
+        assert found == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5, 0.0])
 
-    def test_tokens_of_all_turns_count(self) -> None:
-        talker = trajectory(turn([1], said([2, 3])), turn([1, 2, 3, 4], said([5, 6, 7])))
-        members = TrajectoryGroup([talker], [0.0], [{}])
-        assert advantages(members, baseline="constant", per_token=True) == pytest.approx([1 / 5])
+    def test_a_reward_that_is_no_number_is_named(self) -> None:
+        with pytest.raises(DataValidationError, match="group 0: rewards must be finite"):
+            advantages(group([1.0, float("nan")]))
 
     @pytest.mark.parametrize(
         ("baseline", "expected"),
@@ -78,18 +77,18 @@ class TestAdvantages:
         members = group([0.0, 100.0, 2.0, -50.0], trained=[True, False, True, False])
         assert advantages(members, baseline=baseline) == pytest.approx(expected)
 
-    @given(st.floats(-1e6, 1e6), st.integers(1, 9), st.booleans())
-    def test_equal_rewards_give_exactly_zero(self, reward: float, size: int, per_token: bool) -> None:
-        for baseline in ("mean", "zscore"):
-            assert advantages(group([reward] * size), baseline=baseline, per_token=per_token) == [0.0] * size
+    @given(st.floats(-1e6, 1e6), st.integers(1, 9))
+    def test_equal_rewards_give_exactly_zero(self, reward: float, size: int) -> None:
+        for baseline in ("mean", "zscore", "leave_one_out"):
+            assert advantages(group([reward] * size), baseline=baseline) == [0.0] * size
 
     def test_survivors_with_equal_rewards_give_exactly_zero(self) -> None:
         members = group([0.1, 0.1, 0.1, 7.0], trained=[True, True, True, False])
         assert advantages(members) == advantages(members, baseline="zscore") == [0.0] * 4
 
-    @pytest.mark.parametrize("baseline", ["mean", "zscore", "constant"])
+    @pytest.mark.parametrize("baseline", ["mean", "zscore", "leave_one_out", "constant"])
     def test_all_rejected_is_all_zero(self, baseline: str) -> None:
-        assert advantages(group([0.0, 1.0], trained=[False, False]), baseline=baseline, per_token=True) == [0.0, 0.0]
+        assert advantages(group([0.0, 1.0], trained=[False, False]), baseline=baseline) == [0.0, 0.0]
 
     @given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
     def test_mean_baseline_sums_to_zero(self, rewards: list[float]) -> None:

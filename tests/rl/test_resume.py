@@ -10,7 +10,10 @@ from recipes import rl_basic
 from tests.fakes import FakeServiceClient, SampleCall, seeded_reply
 from tests.rl.loop import NumberDatasetBuilder, WhichWeights, make_config, rows, untimed
 from tinker_cookbook import backends
+from tinker_cookbook.checkpoint_utils import PendingCheckpoint
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.loop import Loop
+from tinker_cookbook.runs.manager import CheckpointManager
 
 
 class Killed(BaseException):
@@ -89,29 +92,44 @@ class TestOnFakes:
 
 def kill_before_sampling(step: int) -> Callable[[pytest.MonkeyPatch], None]:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        original = train.sample_groups
+        original = Loop.sample_group
 
-        async def sample_groups(config, run, dataset, sampling_client, at, metrics):
+        async def sample_group(self, at, *rest):
             if at == step:
                 raise Killed
-            return await original(config, run, dataset, sampling_client, at, metrics)
+            return await original(self, at, *rest)
 
-        monkeypatch.setattr(train, "sample_groups", sample_groups)
+        monkeypatch.setattr(Loop, "sample_group", sample_group)
 
     return patch
 
 
 def kill_after_training(step: int) -> Callable[[pytest.MonkeyPatch], None]:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        original = train.train_on_groups
+        original = Loop.train
 
-        async def train_on_groups(config, run, training_client, groups, at, metrics):
-            trained = await original(config, run, training_client, groups, at, metrics)
+        async def train_(self, at, *rest):
+            await original(self, at, *rest)
             if at == step:
                 raise Killed
-            return trained
 
-        monkeypatch.setattr(train, "train_on_groups", train_on_groups)
+        monkeypatch.setattr(Loop, "train", train_)
+
+    return patch
+
+
+def kill_after_logging(step: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """The row is written, the checkpoint that is due is not."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = CheckpointManager.maybe_save
+
+        async def maybe_save(self, done, *rest):
+            if done == step + 1:
+                raise Killed
+            await original(self, done, *rest)
+
+        monkeypatch.setattr(CheckpointManager, "maybe_save", maybe_save)
 
     return patch
 
@@ -120,15 +138,16 @@ def kill_while_saving(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     """The weights are saved, the line that names them is not yet written."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        original = train.save_checkpoint
+        original = PendingCheckpoint.finish
 
-        async def save_checkpoint(client, at, *rest):
-            if at == name:
-                await client.save_state(at)
+        async def finish(self):
+            if self.name == name:
+                for save in self.saves.values():
+                    await save
                 raise Killed
-            return await original(client, at, *rest)
+            return await original(self)
 
-        monkeypatch.setattr(train, "save_checkpoint", save_checkpoint)
+        monkeypatch.setattr(PendingCheckpoint, "finish", finish)
 
     return patch
 
@@ -161,9 +180,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 class TestOnTheTinyModel:
     @pytest.mark.parametrize(
         "kill",
-        [kill_before_sampling(3), kill_after_training(2), kill_after_training(1), kill_while_saving("000002"),
-         kill_while_saving("final")],
-        ids=["before sampling", "after training", "before the first checkpoint", "while saving", "at the very end"],
+        [kill_before_sampling(3), kill_after_training(2), kill_after_training(1), kill_after_logging(1),
+         kill_while_saving("000002"), kill_while_saving("final")],
+        ids=["before sampling", "after training", "before the first checkpoint", "between row and checkpoint",
+             "while saving", "at the very end"],
     )  # fmt: skip
     def test_metrics_are_those_of_an_uninterrupted_run(
         self,

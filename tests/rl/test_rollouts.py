@@ -111,7 +111,8 @@ class TestSingleRollout:
         trajectory = run(do_single_rollout(completer(service), TooLong(0)))
         (transition,) = trajectory.transitions
         assert service.sampled == [] and transition.ac.tokens == [] and transition.ob.length == 0
-        assert (transition.reward, transition.metrics, transition.episode_done) == (-0.5, {"overflow": 1}, True)
+        assert transition.metrics == {"overflow": 1, "stop/context_overflow": 1}
+        assert (transition.reward, transition.episode_done) == (-0.5, True)
         assert trajectory.stop_reason == "context_overflow"
 
 

@@ -20,8 +20,8 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 DebateTrain = Literal["rejection", "rs_grpo"]
 
 ADVANTAGES: dict[DebateTrain, AdvantageConfig] = {
-    "rejection": AdvantageConfig(baseline="constant", per_token=True),
-    "rs_grpo": AdvantageConfig(baseline="mean", per_token=True),
+    "rejection": AdvantageConfig(baseline="constant", scale="sequence"),
+    "rs_grpo": AdvantageConfig(baseline="mean", scale="sequence"),
 }
 """How winners are trained. rejection: 1 / tokens for each token of a winner. rs_grpo: the winner's task reward, as if there had
 been no debate, minus the mean over the winners of the same question, / tokens; the same value on all three rounds."""

@@ -130,6 +130,10 @@ class DebateGroupBuilder(EnvGroupBuilder):
     key: tuple[int, int]
     """batch and group, which name the debate for judges that draw random numbers"""
 
+    @property
+    def coordinated(self) -> bool:
+        return True
+
     async def make_envs(self) -> Sequence[DebateEnv]:
         transcripts = [Transcript(self.protocol.task, self.item) for _ in range(self.num_debates)]
         return [DebateEnv(self.protocol, transcript, seat) for transcript in transcripts for seat in Seat]
@@ -159,6 +163,9 @@ class DebateGroupBuilder(EnvGroupBuilder):
             for i, transcript in enumerate(_transcripts(env_group))
             if transcript.turns[Seat.A]
         ]
+
+    def member_roles(self, env_group: Sequence[Env]) -> list[str]:
+        return [f"{self.protocol.task.name}/{env.seat.name}" for env in env_group if isinstance(env, DebateEnv)]
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
         return [

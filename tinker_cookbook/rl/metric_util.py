@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
-from tinker_cookbook.rl.rollouts import do_batch_rollout
+from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
+from tinker_cookbook.rl.rollouts import RolloutErrorCounter, do_batch_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 
 
@@ -85,20 +87,38 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
 
     Args:
         temperature: that of training, unless another is asked for.
+        strategy: what a failing rollout means, as in training; groups that were given up are counted and left out.
+        termination: what a rollout that hit a limit is worth, as in training.
         seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
     """
 
     def __init__(
-        self, dataset: RLDataset, max_tokens: int, name: str = "test", temperature: float = 1.0, seed: int | None = None
+        self,
+        dataset: RLDataset,
+        max_tokens: int,
+        name: str = "test",
+        temperature: float = 1.0,
+        seed: int | None = None,
+        strategy: RolloutStrategy | None = None,
+        termination: TerminationRewardPolicy | None = None,
     ):
         self._builders = dataset_to_env_group_builders(dataset)
         self._max_tokens = max_tokens
         self._name = name
         self._temperature = temperature
         self._seed = seed
+        self._strategy, self._termination = strategy, termination
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         policy = TinkerTokenCompleter(sampling_client, self._max_tokens, self._temperature, seed=self._seed)
-        groups = await do_batch_rollout(self._builders, policy)
-        metrics = compute_trajectory_metrics(groups, [builder.logging_tags() for builder in self._builders])
+        outcomes = await do_batch_rollout(self._builders, policy, self._strategy, self._termination)
+        errors = RolloutErrorCounter()
+        groups: list[TrajectoryGroup] = []
+        tags: list[list[str]] = []
+        for builder, outcome in zip(self._builders, outcomes, strict=True):
+            errors.add(outcome)
+            if isinstance(outcome, TrajectoryGroup):
+                groups.append(outcome)
+                tags.append(builder.logging_tags())
+        metrics = compute_trajectory_metrics(groups, tags) | errors.metrics()
         return {f"{self._name}/{key}": value for key, value in metrics.items()}

@@ -1,74 +1,261 @@
-"""Letting a policy act in environments: one episode, or a whole group with its rewards."""
+"""Letting a policy act in environments: one episode, a whole group with its rewards, or a batch of groups.
+
+How one episode runs is in `rollout_runner`, what becomes of failures in `rollout_strategy`, where groups run in
+`rollout_executor`. A batch accounts for every group: it comes back as a TrajectoryGroup or as a FailedGroup.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import overload
 
-import tinker
-
-from tinker_cookbook.completers import TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
+from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, RolloutTimeoutError
+from tinker_cookbook.rl.rollout_executor import get_rollout_executor, run_in_executor, set_rollout_executor
+from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_runner import run_rollout
+from tinker_cookbook.rl.rollout_strategy import FailFast, RolloutResult, RolloutStrategy, describe_group, rollout_error
 from tinker_cookbook.rl.types import (
-    ActionExtra,
     Env,
     EnvGroupBuilder,
-    InitialObservationOverflow,
+    Metrics,
+    RolloutError,
+    StopReason,
     Trajectory,
     TrajectoryGroup,
-    Transition,
 )
 from tinker_cookbook.utils.misc_utils import gather_all
 
+__all__ = [
+    "FailedGroup",
+    "RolloutErrorCounter",
+    "do_batch_rollout",
+    "do_group_rollout",
+    "do_group_rollout_and_filter_constant_reward",
+    "do_single_rollout",
+    "get_rollout_executor",
+    "set_rollout_executor",
+]
+
+logger = logging.getLogger(__name__)
+
+ZERO_REWARD_METRIC_KEY = "zero_reward_on_limit"
+"""Group metric, 1, of members whose total reward a TerminationRewardPolicy bounds by 0."""
+
+
+@dataclass(frozen=True)
+class FailedGroup:
+    """In place of a group that its strategy gave up."""
+
+    errors: list[RolloutError]
+
+
+@dataclass
+class RolloutErrorCounter:
+    """Failures of rollouts since the start of a run. `counts` and `groups_skipped` are what a checkpoint has to keep."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """failed attempts by the name of the exception"""
+    groups_skipped: int = 0
+
+    def add(self, group: TrajectoryGroup | FailedGroup | GroupFailedError) -> None:
+        """Count what went wrong in a group."""
+        if isinstance(group, TrajectoryGroup):
+            errors = group.rollout_errors
+        else:
+            errors = group.errors
+            self.groups_skipped += 1
+        self.counts.update(error.error_type for error in errors)
+
+    def metrics(self) -> dict[str, int]:
+        """rollout_errors/<ExceptionName>, /total and /groups_skipped; nothing as long as nothing failed."""
+        if not self.counts and not self.groups_skipped:
+            return {}
+        by_name = {f"rollout_errors/{name}": count for name, count in sorted(self.counts.items())}
+        total = {"rollout_errors/total": self.counts.total(), "rollout_errors/groups_skipped": self.groups_skipped}
+        return by_name | total
+
 
 async def do_single_rollout(policy: TokenCompleter, env: Env) -> Trajectory:
-    """One episode from the first observation to the env's end.
-
-    An env whose first prompt is too long yields a single empty transition with its reward: it counts in the group's
-    baseline and contributes no data.
-    """
-    first = await env.initial_observation()
-    if isinstance(first, InitialObservationOverflow):
-        empty = tinker.ModelInput.empty()
-        overflow = Transition(
-            empty, TokensWithLogprobs([], [], "length"), first.reward, True, dict(first.metrics), dict(first.logs)
-        )
-        return Trajectory([overflow], empty, stop_reason="context_overflow")
-    observation, stop = first
-    transitions: list[Transition] = []
-    while True:
-        action = await policy(observation, stop)
-        extra: ActionExtra = {"stop_reason": action.stop_reason}
-        result = await env.step(action.tokens, extra=extra)
-        transitions.append(
-            Transition(observation, action, result.reward, result.episode_done, result.metrics, result.logs)
-        )
-        observation, stop = result.next_observation, result.next_stop_condition
-        if result.episode_done:
-            return Trajectory(transitions, observation, stop_reason="completed")
+    """One episode from the first observation to the env's end, within the limits that the env offers, if any."""
+    return await run_rollout(policy, env)
 
 
-async def do_group_rollout(builder: EnvGroupBuilder, policy: TokenCompleter) -> TrajectoryGroup:
+async def do_group_rollout(
+    builder: EnvGroupBuilder,
+    policy: TokenCompleter,
+    strategy: RolloutStrategy | None = None,
+    termination: TerminationRewardPolicy | None = None,
+    *,
+    name: str | None = None,
+) -> TrajectoryGroup:
     """All episodes of one group at once, then its rewards, selection and records.
 
-    If one member fails the others are cancelled and the error is raised: opponents may be waiting for each other.
+    Args:
+        strategy: what to do when a rollout fails; None: FailFast, as opponents may be waiting for each other.
+        termination: what a rollout that hit a limit is worth; None: what it was graded.
+        name: what errors call the group; None: its builder's class and tags.
+
+    Raises:
+        GroupFailedError: a tolerant strategy gave the group up, or its rewards failed under one. Count it and go on.
+        Exception: under FailFast, whatever a rollout or the rewards raised, with notes that say where.
     """
-    envs: Sequence[Env] = []
+    settings = (strategy or FailFast(), termination, name or describe_group(builder))
+    executor = get_rollout_executor()
+    if executor is None:
+        return await _group_rollout(builder, policy, *settings)
+    return await run_in_executor(executor, _group_rollout, builder, policy, *settings)
+
+
+async def _group_rollout(
+    builder: EnvGroupBuilder,
+    policy: TokenCompleter,
+    strategy: RolloutStrategy,
+    termination: TerminationRewardPolicy | None,
+    name: str,
+) -> TrajectoryGroup:
+    result: RolloutResult | None = None
     try:
-        envs = await builder.make_envs()
-        trajectories = await gather_all(do_single_rollout(policy.fork("member", i), env) for i, env in enumerate(envs))
-        rewards = await builder.compute_group_rewards(trajectories, envs)
-        group = TrajectoryGroup(
-            trajectories_G=trajectories,
-            final_rewards_G=[reward for reward, _ in rewards],
-            metrics_G=[metrics for _, metrics in rewards],
-            trained_G=builder.select_trained(trajectories, envs),
-            member_info_G=builder.describe_members(envs),
-        )
-        group.records = builder.make_records(group, envs)
+        result = await strategy.execute(builder, policy)
+        async with result.cleanups or _cleanup_of(builder):
+            return await _grade(builder, result, termination)
+    except Exception as error:
+        error.add_note(f"in group {name}")
+        if not strategy.tolerant or isinstance(error, GroupFailedError | ConfigurationError):
+            raise
+        errors = [*(result.errors if result else []), rollout_error(error)]
+        raise GroupFailedError(f"group {name} failed: {type(error).__name__}: {error}", errors) from error
+
+
+def _cleanup_of(builder: EnvGroupBuilder) -> AsyncExitStack:
+    cleanups = AsyncExitStack()
+    cleanups.push_async_callback(builder.cleanup)
+    return cleanups
+
+
+async def _grade(
+    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy | None
+) -> TrajectoryGroup:
+    trajectories, envs = result.trajectories, result.envs
+    rewards = await _group_rewards(builder, result, termination)
+    group = TrajectoryGroup(
+        trajectories_G=trajectories,
+        final_rewards_G=[reward for reward, _ in rewards],
+        metrics_G=[metrics for _, metrics in rewards],
+        rollout_errors=result.errors,
+    )
+    if termination is not None:
+        _clamp(group, termination)
+    group.trained_G = builder.select_trained(trajectories, envs)
+    group.member_info_G = builder.describe_members(envs)
+    group.roles_G = builder.member_roles(envs)
+    group.records = builder.make_records(group, envs)
+    return group
+
+
+async def _group_rewards(
+    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy | None
+) -> list[tuple[float, Metrics]]:
+    trajectories, envs = result.trajectories, result.envs
+    if termination is None:
+        return await builder.compute_group_rewards(trajectories, envs)
+    timed_out = all(trajectory.stop_reason == StopReason.ROLLOUT_TIMEOUT for trajectory in trajectories)
+    if timed_out and termination.skip_grading_on_timeout and termination.clamps(StopReason.ROLLOUT_TIMEOUT):
+        return [(0.0, {}) for _ in trajectories]
+    seconds = termination.grader_timeout_seconds
+    try:
+        async with asyncio.timeout(seconds) as timer:
+            return await builder.compute_group_rewards(trajectories, envs)
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        raise RolloutTimeoutError(
+            f"compute_group_rewards of {describe_group(builder)} was not done after grader_timeout_seconds={seconds}"
+        ) from error
+
+
+def _clamp(group: TrajectoryGroup, termination: TerminationRewardPolicy) -> None:
+    """Lower the total reward of members that hit a limit to at most 0, by way of their final reward."""
+    for i, (trajectory, total) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
+        if termination.clamps(trajectory.stop_reason):
+            group.metrics_G[i] = {**group.metrics_G[i], ZERO_REWARD_METRIC_KEY: 1}
+            if total > 0:
+                group.final_rewards_G[i] = -sum(transition.reward for transition in trajectory.transitions)
+
+
+@overload
+async def do_batch_rollout(
+    builders: Sequence[EnvGroupBuilder],
+    policy: TokenCompleter,
+    strategy: None = None,
+    termination: TerminationRewardPolicy | None = None,
+) -> list[TrajectoryGroup]: ...
+
+
+@overload
+async def do_batch_rollout(
+    builders: Sequence[EnvGroupBuilder],
+    policy: TokenCompleter,
+    strategy: RolloutStrategy | None = None,
+    termination: TerminationRewardPolicy | None = None,
+) -> list[TrajectoryGroup | FailedGroup]: ...
+
+
+async def do_batch_rollout(
+    builders: Sequence[EnvGroupBuilder],
+    policy: TokenCompleter,
+    strategy: RolloutStrategy | None = None,
+    termination: TerminationRewardPolicy | None = None,
+) -> list[TrajectoryGroup] | list[TrajectoryGroup | FailedGroup]:
+    """All groups of a batch at once, in order. The policy is forked per group, so seeds do not depend on timing.
+
+    Returns:
+        One entry per builder. Under a tolerant strategy a group that was given up is a FailedGroup; under FailFast there
+        is none, as the first failure ends the batch.
+    """
+
+    async def one(index: int, builder: EnvGroupBuilder) -> TrajectoryGroup | FailedGroup:
+        name = f"{index}, {describe_group(builder)}"
+        try:
+            return await do_group_rollout(builder, policy.fork("group", index), strategy, termination, name=name)
+        except GroupFailedError as error:
+            logger.warning("group %s is left out: %s", name, error)
+            return FailedGroup(error.errors)
+
+    return await gather_all(one(index, builder) for index, builder in enumerate(builders))
+
+
+async def do_group_rollout_and_filter_constant_reward(
+    sampling_client: SamplingClient,
+    builder: EnvGroupBuilder,
+    max_tokens: int,
+    temperature: float,
+    do_remove_constant_reward_groups: bool,
+    enable_logging: bool = True,
+    strategy: RolloutStrategy | None = None,
+    termination: TerminationRewardPolicy | None = None,
+) -> TrajectoryGroup | None:
+    """`do_group_rollout` with an unseeded policy over a sampling client.
+
+    Args:
+        enable_logging: log a line when the group is removed.
+
+    Returns:
+        The group, or None if it is to be removed since its trained members all have the same reward.
+
+    Raises:
+        GroupFailedError: a tolerant strategy gave the group up. It failed, and was not filtered.
+    """
+    policy = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
+    group = await do_group_rollout(builder, policy, strategy, termination)
+    if not do_remove_constant_reward_groups or len(set(group.trained_rewards())) > 1:
         return group
-    finally:
-        await builder.cleanup()
-
-
-async def do_batch_rollout(builders: Sequence[EnvGroupBuilder], policy: TokenCompleter) -> list[TrajectoryGroup]:
-    """All groups of a batch at once, in order. The policy is forked per group, so seeds do not depend on timing."""
-    return await gather_all(do_group_rollout(builder, policy.fork("group", i)) for i, builder in enumerate(builders))
+    if enable_logging:
+        logger.info("group %s removed: all of its rewards are the same", describe_group(builder))
+    return None

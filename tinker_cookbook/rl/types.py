@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypeAlias, TypedDict
 
 import chz
@@ -21,6 +22,27 @@ Observation: TypeAlias = tinker.ModelInput
 Logprobs: TypeAlias = list[float]
 Metrics: TypeAlias = dict[str, float | int]
 Logs: TypeAlias = dict[str, str | int | float]
+
+STOP_METRIC_PREFIX = "stop/"
+"""The last transition of a trajectory has one metric stop/<reason>, of value 1, that says how it ended."""
+
+PARSE_ERROR_MASKED_METRIC_KEY = "parse_error_masked"
+"""A transition with this metric is a reply that could not be parsed and is not trained on: mask 0, advantage 0."""
+
+
+class StopReason(StrEnum):
+    """How a trajectory ended. Envs and hooks may use words of their own."""
+
+    COMPLETED = "completed"
+    TOOL_STOPPED = "tool_stopped"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    """the tokens of prompt and replies together (max_trajectory_tokens)"""
+    MAX_SAMPLED_TOKENS = "max_sampled_tokens"
+    MAX_TOOL_CALLS = "max_tool_calls"
+    CONTEXT_OVERFLOW = "context_overflow"
+    PARSE_ERROR = "parse_error"
+    ROLLOUT_TIMEOUT = "rollout_timeout"
 
 
 class ActionExtra(TypedDict, total=False):
@@ -55,7 +77,7 @@ class Transition:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode. `final_ob` is what the env showed after the last action."""
+    """One episode, of at least one transition. `final_ob` is what the env showed after the last action."""
 
     transitions: list[Transition]
     final_ob: Observation
@@ -107,6 +129,8 @@ class TrajectoryGroup:
     records: list[Record] = field(default_factory=list)
     member_info_G: list[dict[str, Any]] = field(default_factory=list)
     """what the training record says of each member: its question, seat, verdict, ..."""
+    roles_G: list[str] | None = None
+    """the role that each member plays, for baselines per role; None: they are all alike"""
 
     def get_total_rewards(self) -> list[float]:
         """Sum of step rewards plus the group's final reward, per member."""
@@ -117,6 +141,9 @@ class TrajectoryGroup:
 
     def is_trained(self) -> list[bool]:
         return self.trained_G if self.trained_G is not None else [True] * len(self.trajectories_G)
+
+    def get_roles(self) -> list[str]:
+        return self.roles_G if self.roles_G is not None else ["all"] * len(self.trajectories_G)
 
     def trained_rewards(self) -> list[float]:
         """Total rewards of the members that survive into training."""
@@ -137,7 +164,16 @@ class EnvGroupBuilder(ABC):
     """Makes the envs of one group. Must be picklable: it may travel to another process."""
 
     @abstractmethod
-    async def make_envs(self) -> Sequence[Env]: ...
+    async def make_envs(self) -> Sequence[Env]:
+        """Fresh envs, the same members in the same order each time: a retry takes the place of a failed member from
+        another call. What it opens it may keep on `self`: a retry calls it, and then `cleanup`, on a copy of the builder.
+        """
+
+    @property
+    def coordinated(self) -> bool:
+        """Whether members depend on each other while they play (opponents, a shared world). Then none is ever run
+        without its peers: a failure of one means that the whole group is played again, or given up."""
+        return False
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
@@ -152,6 +188,10 @@ class EnvGroupBuilder(ABC):
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         """What to write to the run's folder about this group."""
         return []
+
+    def member_roles(self, env_group: Sequence[Env]) -> list[str]:
+        """The role of each member, by which baseline=role keeps its running means: by default the group's tags."""
+        return ["/".join(self.logging_tags()) or "all"] * len(env_group)
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
         """What the training record says of each member, besides its reward; empty for nothing."""

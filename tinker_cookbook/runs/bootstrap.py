@@ -96,9 +96,9 @@ def open_run(
     log_path.mkdir(parents=True, exist_ok=True)
     resumed = (log_path / METADATA_BASE_NAME).exists()
     entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name)
-    more: dict[str, Any] = {"trackio_project": trackio_project} if trackio_project else {}
-    more |= {"tensorboard": True} if tensorboard else {}
-    loggers = ml_log.setup_logging(log_path, wandb_project, wandb_name, config, **more)
+    loggers = ml_log.setup_logging(
+        log_path, wandb_project, wandb_name, config, trackio_project=trackio_project, tensorboard=tensorboard
+    )
     run = Run(log_path, loggers, resumed)
     _last_log_path = log_path
     for key, (before, after) in entry.get("changed", {}).items():

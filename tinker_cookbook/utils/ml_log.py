@@ -1,12 +1,11 @@
-"""Metrics and log output of a run: `metrics.jsonl`, progress on the terminal, Weights & Biases, and `logs.log`.
+"""Metrics and log output of a run: `metrics.jsonl`, the terminal, Weights & Biases, trackio, TensorBoard, and `logs.log`.
 
 A loop calls `log_metrics(metrics, step)` on one logger; `setup_logging` decides where that goes. What the metrics mean
 is for the loops to say.
 """
 
 import importlib
-import logging
-import sys
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,18 +15,34 @@ from uuid import uuid4
 from rich.console import Console
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.runs.files import append_jsonl, to_jsonable, write_json, write_text
+from tinker_cookbook.runs.files import append_jsonl, flatten, to_jsonable, write_json, write_text
+from tinker_cookbook.utils.run_logs import FILE_ONLY, configure_logging_module, label_prefix
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "FILE_ONLY",
+    "KEY_METRICS",
+    "LOGS_BASE_NAME",
+    "METRICS_BASE_NAME",
+    "JsonLogger",
+    "Logger",
+    "Metrics",
+    "MultiplexLogger",
+    "PrettyPrintLogger",
+    "TensorBoardLogger",
+    "TrackioLogger",
+    "WandbLogger",
+    "configure_logging_module",
+    "dump_config",
+    "setup_logging",
+]
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
 WANDB_ID_BASE_NAME = "wandb_id"
+TRACKIO_NAME_BASE_NAME = "trackio_name"
+TENSORBOARD_FOLDER = "tensorboard"
 
 Metrics = Mapping[str, float | int | str]
-
-FILE_ONLY = {"file_only": True}
-"""`extra=FILE_ONLY` in a logging call sends the record to `logs.log` and not to the terminal."""
 
 KEY_METRICS = {
     "progress/done_frac": "done",
@@ -113,7 +128,9 @@ class PrettyPrintLogger(Logger):
         if not shown:
             shown = dict(list(metrics.items())[: self.FALLBACK])
         title = "metrics" if step is None else f"step {step:4d}"
-        self._print_line("  ".join([title, *(f"{label}={_show(value)}" for label, value in shown.items())]))
+        self._print_line(
+            "  ".join([f"{label_prefix()}{title}", *(f"{label}={_show(value)}" for label, value in shown.items())])
+        )
 
     def _print_line(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -127,18 +144,12 @@ class WandbLogger(Logger):
     """
 
     def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ConfigurationError(
-                f"wandb_project={project!r}: the package wandb is not installed. "
-                "Install it with `pip install tinker-cookbook-local[wandb]`, or leave wandb_project unset"
-            ) from error
+        wandb = _require("wandb", f"wandb_project={project!r}", "wandb_project unset")
         self._run = wandb.init(
             project=project,
             name=name,
             dir=str(log_dir) if log_dir is not None else None,
-            id=_wandb_id(Path(log_dir)) if log_dir is not None else None,
+            id=_remembered(Path(log_dir) / WANDB_ID_BASE_NAME, uuid4().hex) if log_dir is not None else None,
             resume="allow",
         )
 
@@ -156,6 +167,87 @@ class WandbLogger(Logger):
         self._run.finish()
 
 
+class TrackioLogger(Logger):
+    """Sends metrics to trackio. A resumed run continues the same trackio run, whose name is kept in the folder.
+
+    Args:
+        project: the trackio project.
+        name: what the run is called; None for the name of its folder. Eight random characters are added, because
+            trackio would take two runs of one name for the same.
+        log_dir: the run's folder; None for a run that is never resumed.
+
+    Raises:
+        ConfigurationError: the package trackio is not installed.
+    """
+
+    def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
+        trackio = _require("trackio", f"trackio_project={project!r}", "trackio_project unset")
+        stem = name or (Path(log_dir).resolve().name if log_dir is not None else "run")
+        unique = f"{stem}-{uuid4().hex[:8]}"
+        if log_dir is not None:
+            unique = _remembered(Path(log_dir) / TRACKIO_NAME_BASE_NAME, unique)
+        self._run = trackio.init(project=project, name=unique, resume="allow", embed=False)
+
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Log one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_hparams(self, config: Any) -> None:
+        """Set the config of the trackio run; it is sent with the first metrics."""
+        dumped = dump_config(config)
+        self._run.config.update(dumped if isinstance(dumped, dict) else {"config": dumped})
+
+    def close(self) -> None:
+        """Finish the trackio run."""
+        self._run.finish()
+
+
+class TensorBoardLogger(Logger):
+    """Writes TensorBoard events into `<log_dir>/tensorboard`: numbers as scalars, other metrics and the config as text.
+
+    The first step that is logged hides what an earlier, interrupted start wrote of that step and later ones.
+
+    Raises:
+        ConfigurationError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: str | Path) -> None:
+        _require("tensorboard", "tensorboard=True", "tensorboard=False")
+        self._writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._folder = str(Path(log_dir) / TENSORBOARD_FOLDER)
+        self._writer: Any = None
+
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Write one step; it is on disk when this returns."""
+        writer = self._open(step)
+        for key, value in metrics.items():
+            if isinstance(value, str):
+                writer.add_text(key, value, step)
+            else:
+                writer.add_scalar(key, value, step)
+        writer.flush()
+
+    def log_hparams(self, config: Any) -> None:
+        """Write the config as text under "config"."""
+        if self._writer is None:
+            # Its own file: the events file of the metrics is opened when it is known with which step they begin.
+            with self._writer_class(self._folder, filename_suffix=".config") as writer:
+                writer.add_text("config", _markdown_table(flatten(dump_config(config))))
+        else:
+            self._writer.add_text("config", _markdown_table(flatten(dump_config(config))))
+
+    def close(self) -> None:
+        """Close the events file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self, step: int | None) -> Any:
+        if self._writer is None:
+            self._writer = self._writer_class(self._folder, purge_step=step)
+        return self._writer
+
+
 class MultiplexLogger(Logger):
     """Passes everything on to several loggers, in order.
 
@@ -166,7 +258,7 @@ class MultiplexLogger(Logger):
 
     def __init__(self, loggers: Sequence[Logger], on_close: Callable[[], None] | None = None) -> None:
         self.loggers = list(loggers)
-        self._on_close = on_close
+        self.on_close = on_close
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Log to each."""
@@ -182,9 +274,9 @@ class MultiplexLogger(Logger):
         """Close each, also when one of them fails; then raise the first failure."""
         failures: list[Exception] = []
         closing = [child.close for child in self.loggers]
-        if self._on_close is not None:
-            closing.append(self._on_close)
-            self._on_close = None
+        if self.on_close is not None:
+            closing.append(self.on_close)
+            self.on_close = None
         for close in closing:
             try:
                 close()
@@ -200,34 +292,43 @@ def setup_logging(
     wandb_name: str | None = None,
     config: Any = None,
     do_configure_logging_module: bool = True,
+    *,
+    trackio_project: str | None = None,
+    tensorboard: bool = False,
 ) -> MultiplexLogger:
-    """The loggers of a run: `metrics.jsonl`, the terminal, and W&B if a project is named; the config goes to each.
+    """The loggers of a run: `metrics.jsonl`, the terminal, and those trackers that are asked for; the config goes to each.
 
     Args:
         log_dir: the run's folder; made if it is missing.
         wandb_project: W&B project; None for no W&B.
-        wandb_name: display name of the W&B run.
+        wandb_name: display name of the W&B or trackio run.
         config: the config to record; None for none.
         do_configure_logging_module: also send Python's logging to the terminal and to `logs.log`, until the returned
             logger is closed.
+        trackio_project: trackio project; None for no trackio.
+        tensorboard: also write TensorBoard events into the folder.
 
     Raises:
-        ConfigurationError: W&B is asked for and not installed.
+        ConfigurationError: a tracker is asked for whose package is not installed.
         DataValidationError: the config has a NaN or infinite number.
     """
     log_dir = Path(log_dir)
     log_dir.mkdir(parents=True, exist_ok=True)
-    loggers: list[Logger] = [JsonLogger(log_dir), PrettyPrintLogger()]
-    if wandb_project is not None:
-        loggers.append(WandbLogger(wandb_project, wandb_name, log_dir))
-    restore = configure_logging_module(log_dir / LOGS_BASE_NAME) if do_configure_logging_module else None
-    multiplex = MultiplexLogger(loggers, on_close=restore)
-    if config is not None:
-        try:
+    multiplex = MultiplexLogger([JsonLogger(log_dir), PrettyPrintLogger()])
+    try:
+        if wandb_project is not None:
+            multiplex.loggers.append(WandbLogger(wandb_project, wandb_name, log_dir))
+        if trackio_project is not None:
+            multiplex.loggers.append(TrackioLogger(trackio_project, wandb_name, log_dir))
+        if tensorboard:
+            multiplex.loggers.append(TensorBoardLogger(log_dir))
+        if do_configure_logging_module:
+            multiplex.on_close = configure_logging_module(log_dir / LOGS_BASE_NAME)
+        if config is not None:
             multiplex.log_hparams(config)
-        except BaseException:
-            multiplex.close()
-            raise
+    except BaseException:
+        multiplex.close()
+        raise
     return multiplex
 
 
@@ -236,40 +337,26 @@ def dump_config(config: Any) -> Any:
     return to_jsonable(config)
 
 
-def configure_logging_module(path: str | Path, level: int = logging.INFO) -> Callable[[], None]:
-    """Send Python's logging to the terminal (stderr) and, appended, to the file `path`; record the command line there.
-
-    Handlers of the root logger are replaced, so that no record appears twice.
-
-    Returns:
-        A function that closes the file and puts the earlier handlers back.
-    """
-    root = logging.getLogger()
-    previous_handlers, previous_level = root.handlers[:], root.level
-    terminal = logging.StreamHandler()
-    terminal.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    terminal.addFilter(lambda record: not getattr(record, "file_only", False))
-    file = logging.FileHandler(path, mode="a", encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root.handlers[:] = [terminal, file]
-    root.setLevel(level)
-
-    def restore() -> None:
-        file.close()
-        # If somebody has replaced the handlers meanwhile, theirs stay.
-        if root.handlers == [terminal, file]:
-            root.handlers[:] = previous_handlers
-            root.setLevel(previous_level)
-
-    logger.info("command line: %s", sys.argv, extra=FILE_ONLY)
-    return restore
+def _require(package: str, setting: str, otherwise: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{setting}: the package {package} is not installed. "
+            f"Install it with `pip install tinker-cookbook-local[{package}]`, or leave {otherwise}"
+        ) from error
 
 
-def _wandb_id(log_dir: Path) -> str:
-    path = log_dir / WANDB_ID_BASE_NAME
+def _remembered(path: Path, fresh: str) -> str:
+    """What an earlier start of the run wrote into this file, else `fresh`, which is written there."""
     if not path.exists():
-        write_text(path, uuid4().hex)
+        write_text(path, fresh)
     return path.read_text(encoding="utf-8").strip()
+
+
+def _markdown_table(leaves: Mapping[str, Any]) -> str:
+    rows = [f"| {key} | {json.dumps(value, ensure_ascii=False)} |" for key, value in leaves.items()]
+    return "\n".join(["| key | value |", "| --- | --- |", *rows])
 
 
 def _show(value: Any) -> str:

@@ -1,0 +1,159 @@
+"""From the rewards of a group to one advantage per member, and the scale on which advantages enter the loss.
+
+The losses are sums over tokens, so a mean over tokens is a division of the advantages, done here and visible in the records.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import chz
+import torch
+
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, ZeroAdvantageError
+from tinker_cookbook.rl.types import TrajectoryGroup
+
+Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role", "constant"]
+Scale: TypeAlias = Literal["sum", "sequence", "token"]
+
+
+@chz.chz(typecheck=True)
+class AdvantageConfig:
+    """How rewards become advantages. The group is what trains of it: with rejection sampling, the survivors."""
+
+    baseline: Baseline = chz.field(
+        default="mean",
+        doc="mean: reward minus the group's mean; zscore: that over its standard deviation; leave_one_out: reward minus "
+        "the mean of the others; role: reward minus a running mean per role; constant: 1 for each member",
+    )
+    scale: Scale = chz.field(
+        default="sum",
+        doc="what the loss sums up to: sum of tokens; sequence: mean over each trajectory's tokens; token: mean over all "
+        "tokens of the batch",
+    )
+    role_decay: float = chz.field(default=0.95, doc="baseline=role: share of the old running mean that stays")
+
+    @chz.validate
+    def _check(self) -> None:
+        if not 0 <= self.role_decay < 1:
+            raise ConfigurationError(f"role_decay={self.role_decay}: must be at least 0 and below 1")
+
+
+class RoleBaselines:
+    """A running mean of rewards per role (role-conditioned advantage estimation, Liu et al. 2025, SPIRAL).
+
+    Seats of a game are not exchangeable: the first mover may win more often whatever it says. Each role is measured against
+    its own history, b <- decay * b + (1 - decay) * r, advantage r - b, so that a group of one trains too. A role is the
+    group's tags with the member's role. The means are part of the run's state.
+    """
+
+    def __init__(self, decay: float, means: Mapping[str, float] | None = None):
+        self._decay = decay
+        self.means = dict(means or {})
+
+    def advantages(self, roles_G: Sequence[str], rewards_G: torch.Tensor, trained_G: torch.Tensor) -> torch.Tensor:
+        """Update the means with the members that train, in order, and return reward minus mean, float64 (G,)."""
+        advantages_G = torch.zeros_like(rewards_G)
+        for i, (role, reward) in enumerate(zip(roles_G, rewards_G.tolist(), strict=True)):
+            if trained_G[i]:
+                self.means[role] = self._decay * self.means.get(role, 0.0) + (1 - self._decay) * reward
+                advantages_G[i] = reward - self.means[role]
+        return advantages_G
+
+
+def compute_advantages(
+    trajectory_groups_P: Sequence[TrajectoryGroup],
+    config: AdvantageConfig | None = None,
+    role_baselines: RoleBaselines | None = None,
+) -> list[torch.Tensor]:
+    """One advantage per member, float32 (G,) per group; 0 for members that do not train. Not yet scaled.
+
+    The default is reward minus the mean over the members that train (GRPO without the division, Liu et al. 2025).
+
+    Raises:
+        DataValidationError: a reward is not a finite number.
+    """
+    config = config or AdvantageConfig()
+    return [_group_advantages(group, config, role_baselines, i) for i, group in enumerate(trajectory_groups_P)]
+
+
+def _group_advantages(
+    group: TrajectoryGroup, config: AdvantageConfig, role_baselines: RoleBaselines | None, index: int
+) -> torch.Tensor:
+    rewards_G = torch.tensor(group.get_total_rewards(), dtype=torch.float64)
+    if not bool(rewards_G.isfinite().all()):
+        raise DataValidationError(f"group {index}: rewards must be finite numbers, got {rewards_G.tolist()}")
+    trained_G = torch.tensor(group.is_trained(), dtype=torch.bool)
+    survivors = rewards_G[trained_G]
+    if not len(survivors):
+        return torch.zeros(len(rewards_G))
+    if config.baseline == "constant":
+        advantages_G = torch.ones_like(rewards_G)
+    elif config.baseline == "role":
+        if role_baselines is None:
+            raise ConfigurationError("baseline=role needs role_baselines, the running means of the run")
+        advantages_G = role_baselines.advantages(group.get_roles(), rewards_G, trained_G)
+    elif bool((survivors == survivors[0]).all()):
+        advantages_G = torch.zeros_like(rewards_G)  # exactly zero, whatever the mean would be rounded to
+    else:
+        advantages_G = rewards_G - survivors.mean()
+        if config.baseline == "zscore":
+            deviation = survivors.std(correction=0)
+            advantages_G = advantages_G / deviation if deviation > 0 else torch.zeros_like(rewards_G)
+        elif config.baseline == "leave_one_out":
+            # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); survivors differ, so there are at least two.
+            advantages_G = advantages_G * len(survivors) / (len(survivors) - 1)
+    return torch.where(trained_G, advantages_G, 0.0).float()
+
+
+def token_scales(
+    trajectory_groups_P: Sequence[TrajectoryGroup], scale: Scale, kept_P: Sequence[bool] | None = None
+) -> list[list[float]]:
+    """What to divide each member's token advantages by: 1, its own sampled tokens, or those of all that train.
+
+    `kept_P` says which groups count among those that train; None means all.
+    """
+    if scale == "sum":
+        return [[1.0] * len(group.trajectories_G) for group in trajectory_groups_P]
+    if scale == "sequence":
+        return [
+            [float(max(1, trajectory.num_action_tokens)) for trajectory in group.trajectories_G]
+            for group in trajectory_groups_P
+        ]
+    total = sum(
+        trajectory.num_action_tokens
+        for i, group in enumerate(trajectory_groups_P)
+        for trajectory, trained in zip(group.trajectories_G, group.is_trained(), strict=True)
+        if trained and (kept_P is None or kept_P[i])
+    )
+    return [[float(max(1, total))] * len(group.trajectories_G) for group in trajectory_groups_P]
+
+
+def remove_constant_reward_groups(trajectory_groups_P: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Groups whose trained members do not all have the same reward. May be empty."""
+    return [group for group in trajectory_groups_P if not is_constant(group)]
+
+
+def is_constant(group: TrajectoryGroup) -> bool:
+    """Whether the members that train all have the same reward (or there are none): such a group tells nothing."""
+    return len(set(group.trained_rewards())) <= 1
+
+
+def check_advantages(trajectory_groups_P: Sequence[TrajectoryGroup], advantages_P: Sequence[torch.Tensor]) -> None:
+    """Raise ZeroAdvantageError, with the rewards that led to it, when no advantage of the batch differs from zero."""
+    if any(bool((advantages_G != 0).any()) for advantages_G in advantages_P):
+        return
+    rows = []
+    for i, group in enumerate(trajectory_groups_P):
+        rewards = " ".join(
+            f"{reward:.3g}{'' if trained else '(rejected)'}"
+            for reward, trained in zip(group.get_total_rewards(), group.is_trained(), strict=True)
+        )
+        survivors = len(group.trained_rewards())
+        remark = "" if survivors > 1 else f"   <- {survivors or 'no'} survivor{'' if survivors == 1 else 's'}"
+        rows.append(f"  group {i:3d}: {rewards}{remark}")
+    raise ZeroAdvantageError(
+        "every advantage of this batch is zero, so this step would train nothing: within each group the members that train "
+        "all have the same reward, or fewer than two are left. Rewards:\n" + "\n".join(rows) + "\n"
+        "Use larger groups, a task or reward that varies, a higher temperature, a judge or filter that rejects less, or "
+        "on_zero_advantages=skip to skip such steps and count them."
+    )

@@ -1,0 +1,135 @@
+"""The config of a reinforcement learning run, and everything about it that can be wrong before a model is loaded."""
+
+from typing import Literal
+
+import chz
+
+from tinker_cookbook import backends
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.losses import LOSS_FNS, check_loss
+from tinker_cookbook.rl.off_policy import OffPolicyCorrection
+from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.reference import KLReferenceConfig
+
+ZeroAdvantages = Literal["raise", "skip"]
+
+
+@chz.chz(typecheck=True)
+class StreamMinibatchConfig:
+    """Train on the first groups of a batch while the others are still being sampled. Still on-policy."""
+
+    groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
+    num_minibatches: int = chz.field(
+        default=1, doc="forward_backward calls per optimizer step", validator=chz.validators.gt(0)
+    )
+
+
+@chz.chz(typecheck=True)
+class AsyncConfig:
+    """Sample ahead of training, with weights at most so many optimizer updates old."""
+
+    max_steps_off_policy: int = chz.field(
+        doc="batches that may be under way besides the one that trains next; 0 is the synchronous loop",
+        validator=chz.validators.ge(0),
+    )
+    groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
+
+
+@chz.chz(typecheck=True)
+class Config(RunConfig):
+    """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
+
+    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
+    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
+    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
+    loss_fn_config: dict[str, float] | None = chz.field(
+        default=None,
+        doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
+    )
+    advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
+    on_zero_advantages: ZeroAdvantages = chz.field(
+        default="raise", doc="what to do with a batch in which no advantage differs from zero"
+    )
+    remove_constant_reward_groups: bool = chz.field(
+        default=False, doc="groups whose rewards are all equal neither train nor count in a mean over tokens"
+    )
+    num_substeps: int = chz.field(
+        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
+    )
+    grad_clip_norm: float = chz.field(default=0.0, doc="bound on the gradient norm; 0 means none")
+    kl_penalty_coef: float = chz.field(
+        default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
+    )
+    kl_discount_factor: float = chz.field(
+        default=0.0, doc="discount of later tokens' penalties; 0: each token pays for itself"
+    )
+    kl_reference_config: KLReferenceConfig | None = chz.field(
+        default=None, doc="the reference policy; None: the weights that the run started from"
+    )
+    compute_post_kl: bool = chz.field(
+        default=False, doc="score each batch again after its update, for optim/kl_pre_post"
+    )
+    off_policy_correction: OffPolicyCorrection | None = chz.field(
+        default=None, doc="weight tokens by the truncated ratio of trainer and sampler (one more forward pass)"
+    )
+    rollout_error_tolerance: bool | RolloutStrategy | None = chz.field(
+        default=None, doc="what a failing rollout means: None or False ends the run, True tries again, or a strategy"
+    )
+    termination: TerminationRewardPolicy | None = chz.field(
+        default=None, doc="what a rollout that hit a limit is worth; None: what it was graded"
+    )
+    async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
+    stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
+    evaluator_builders: list[SamplingClientEvaluatorBuilder] = chz.field(
+        default_factory=list, doc="further evaluators, run with the test set"
+    )
+    write_records: bool = chz.field(
+        default=True, doc="write each group's and each step's tokens, logprobs and advantages"
+    )
+
+
+def check_config(config: Config) -> None:
+    """Everything that can be wrong without loading a model. Raises ConfigurationError naming the mend."""
+    backend = backends.check_backend(config.backend, config.model_name, config.base_url)
+    check_loss(config.loss_fn, config.loss_fn_config, backend)
+    _check_temperature(config, backend)
+    if config.async_config is not None and config.stream_minibatch_config is not None:
+        raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
+    if config.stream_minibatch_config is not None:
+        if config.advantage.scale == "token":
+            raise ConfigurationError(
+                "advantage.scale=token divides by the tokens of the whole batch, which a stream does not know when it trains "
+                "on the first groups; use scale=sequence or sum, or leave stream_minibatch_config out"
+            )
+        if config.off_policy_correction is not None:
+            raise ConfigurationError("off_policy_correction has nothing to correct in a stream, which is on-policy")
+    if not 0 <= config.kl_discount_factor <= 1:
+        raise ConfigurationError(f"kl_discount_factor={config.kl_discount_factor}: must be between 0 and 1")
+    if config.kl_penalty_coef == 0 and (config.kl_reference_config is not None or config.kl_discount_factor > 0):
+        raise ConfigurationError("kl_reference_config and kl_discount_factor need kl_penalty_coef > 0")
+
+
+def _check_temperature(config: Config, backend: str) -> None:
+    trainer_temperature = (config.loss_fn_config or {}).get("temperature", 1.0)
+    if trainer_temperature != config.temperature:
+        mend = (
+            f"set loss_fn_config={{'temperature': {config.temperature}}}"
+            if backend == "local"
+            else "the hosted trainer scores at temperature 1: set temperature=1.0"
+        )
+        raise ConfigurationError(
+            f"temperature={config.temperature} samples on another distribution than "
+            f"loss_fn_config temperature={trainer_temperature} scores on, which biases every ratio; {mend}"
+        )
+    if config.temperature != 1.0 and (config.kl_penalty_coef > 0 or config.compute_post_kl):
+        raise ConfigurationError(
+            f"temperature={config.temperature}: kl_penalty_coef and compute_post_kl compare sampled logprobs with those of "
+            "another policy at temperature 1; set temperature=1.0, or leave them out"
+        )

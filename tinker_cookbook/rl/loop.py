@@ -1,0 +1,289 @@
+"""What the three ways of pacing a run share: evaluate, sample a group, train on a batch, log and save a step, finish.
+
+A step is one batch. Its row is on disk before the checkpoint that follows it, so a run that is killed resumes to what it
+would have been (`runs.manager`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.exceptions import GroupFailedError, TrainingError
+from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
+from tinker_cookbook.rl.config import Config
+from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
+from tinker_cookbook.rl.metrics import compute_kl_sample_train, compute_post_kl, compute_sampling_client_metrics
+from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
+from tinker_cookbook.rl.off_policy import correct_off_policy
+from tinker_cookbook.rl.records import group_records, training_step_record
+from tinker_cookbook.rl.rollout_strategy import describe_group, rollout_strategy_from_config
+from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, do_group_rollout
+from tinker_cookbook.rl.schedule import BatchSchedule
+from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
+from tinker_cookbook.rl.update import LoopMetrics, Update, train_step
+from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.misc_utils import timed
+
+logger = logging.getLogger(__name__)
+
+_ROLES_KEY, _ERRORS_KEY = "role_baselines", "rollout_errors"
+
+
+@dataclass(frozen=True)
+class WrappedTrajectoryGroup:
+    """A group as it comes back from sampling: with its builder, and which snapshot it was sampled from."""
+
+    trajectory_group: TrajectoryGroup | FailedGroup
+    env_group_builder: EnvGroupBuilder
+    sampling_client_step: int
+    """optimizer updates (batches) that the snapshot had seen"""
+    seconds: float
+
+
+class Loop:
+    """The state of a run between its steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        schedule: BatchSchedule,
+        evaluators: Sequence[SamplingClientEvaluator],
+        penalties: Sequence[Penalty],
+        sampling_client: SamplingClient,
+    ):
+        self.config, self.session, self.schedule = config, session, schedule
+        self.evaluators, self.penalties = evaluators, penalties
+        self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
+        self.start, self.end = session.start_step(), len(schedule)
+        self.strategy = rollout_strategy_from_config(config.rollout_error_tolerance)
+        self.errors = RolloutErrorCounter()
+        self.role_baselines = RoleBaselines(config.advantage.role_decay)
+        self.steps_done = self.start
+        self.is_between_steps = True
+        """nothing is submitted that an optimizer step has not taken in: the weights are those of `steps_done` steps"""
+        if session.record is not None:
+            self.role_baselines.means.update(session.record.get(_ROLES_KEY, {}))
+            errors = session.record.get(_ERRORS_KEY, {})
+            self.errors.counts.update(errors.get("counts", {}))
+            self.errors.groups_skipped = errors.get("groups_skipped", 0)
+
+    def new_metrics(self, step: int) -> LoopMetrics:
+        return {
+            "progress/batch": step,
+            "progress/done_frac": (step + 1) / self.end,
+            "optim/lr": self.config.learning_rate,
+        }
+
+    async def evaluate(self, step: int, metrics: LoopMetrics) -> None:
+        """Run the evaluators if they are due before this step, on the current snapshot."""
+        if self.config.eval_every > 0 and step % self.config.eval_every == 0:
+            with timed("eval", metrics):
+                metrics |= await run_evaluators(self.evaluators, self.sampling_client)
+
+    async def sample_group(
+        self,
+        step: int,
+        index: int,
+        builder: EnvGroupBuilder,
+        slot: AbstractAsyncContextManager[None] | None = None,
+    ) -> WrappedTrajectoryGroup:
+        """Roll out one group with the snapshot that is current when it starts.
+
+        Seeds depend on the run's seed, the step and the group's place in it, never on timing.
+
+        Args:
+            slot: held while the group runs; a semaphore bounds how many run at once.
+        """
+        config = self.config
+        async with slot or nullcontext():
+            started, version = time.perf_counter(), self.sampling_client_step
+            policy = TinkerTokenCompleter(
+                self.sampling_client,
+                config.max_tokens,
+                config.temperature,
+                seed=derive_seed(config.seed, "rollouts", step),
+            )
+            name = f"{index} of step {step}, {describe_group(builder)}"
+            group: TrajectoryGroup | FailedGroup
+            try:
+                group = await do_group_rollout(
+                    builder, policy.fork("group", index), self.strategy, config.termination, name=name
+                )
+            except GroupFailedError as error:
+                if not self.strategy.tolerant:
+                    raise
+                logger.warning("group %s is left out: %s", name, error)
+                group = FailedGroup(error.errors)
+            return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started)
+
+    def collect(
+        self, step: int, sampled: Sequence[WrappedTrajectoryGroup], metrics: LoopMetrics
+    ) -> list[TrajectoryGroup]:
+        """The groups of a batch that came through, with metrics and records of all."""
+        groups: list[TrajectoryGroup] = []
+        tags: list[list[str]] = []
+        for wrapped in sampled:
+            self.errors.add(wrapped.trajectory_group)
+            if isinstance(wrapped.trajectory_group, TrajectoryGroup):
+                groups.append(wrapped.trajectory_group)
+                tags.append(wrapped.env_group_builder.logging_tags())
+        metrics |= compute_trajectory_metrics(groups, tags)
+        metrics |= self.errors.metrics()
+        metrics |= compute_sampling_client_metrics(
+            [wrapped.sampling_client_step for wrapped in sampled], [wrapped.seconds for wrapped in sampled]
+        )
+        if self.config.write_records:
+            with timed("write_records", metrics):
+                settings = {
+                    "max_tokens_per_turn": self.config.max_tokens,
+                    "temperature": self.config.temperature,
+                    "learning_rate": self.config.learning_rate,
+                }
+                for name, content in group_records(groups, step, self.config.model_name, settings):
+                    self.session.run.write_record(name, content)
+        return groups
+
+    async def prepare(self, groups: Sequence[TrajectoryGroup]) -> Minibatch:
+        """The datums of some groups."""
+        return await prepare_minibatch(
+            groups,
+            self.config.advantage,
+            self.config.remove_constant_reward_groups,
+            self.role_baselines,
+            self.penalties,
+        )
+
+    async def train(self, step: int, groups: Sequence[TrajectoryGroup], num_sampled: int, metrics: LoopMetrics) -> None:
+        """One batch's update, then a new snapshot; skipped, if the config says so, for want of any advantage."""
+        config, client = self.config, self.session.training_client
+        with timed("prepare_minibatch", metrics):
+            batch = await self.prepare(groups)
+        if not self.account(step, batch, num_sampled, metrics):
+            return
+        if config.off_policy_correction is not None:
+            with timed("off_policy_correction", metrics):
+                batch.data_D, found = await correct_off_policy(
+                    batch.data_D, client, config.off_policy_correction, config.loss_fn, config.loss_fn_config
+                )
+            metrics |= found
+        self.is_between_steps = False
+        with timed("train", metrics):
+            logprobs_D = await train_step(
+                batch.data_D,
+                client,
+                config.learning_rate,
+                config.num_substeps,
+                config.loss_fn,
+                config.loss_fn_config,
+                metrics,
+                config.grad_clip_norm,
+            )
+        metrics |= compute_kl_sample_train(batch.data_D, logprobs_D)
+        await self.after_update(step, batch, metrics)
+
+    def new_update(self) -> Update:
+        config = self.config
+        return Update(
+            self.session.training_client,
+            config.learning_rate,
+            config.loss_fn,
+            config.loss_fn_config,
+            config.grad_clip_norm,
+        )
+
+    def account(self, step: int, batch: Minibatch, num_sampled: int, metrics: LoopMetrics) -> bool:
+        """Say what became of each group. False when nothing is to be trained on and the config allows that.
+
+        Raises:
+            ZeroAdvantageError, TrainingError: nothing is to be trained on.
+        """
+        trained = batch.num_trained_groups
+        failed = num_sampled - len(batch.groups)
+        metrics |= batch.metrics
+        metrics |= {
+            "groups/sampled": num_sampled,
+            "groups/trained": trained,
+            "groups/filtered": len(batch.groups) - trained,
+            "groups/stale": 0,
+            "groups/failed": failed,
+            "train/num_datums": len(batch.data_D),
+            "train/skipped_steps": int(not batch.data_D),
+        }
+        if batch.data_D:
+            members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
+            metrics["train/datums_per_trajectory"] = len(batch.data_D) / len(members)
+            return True
+        if self.config.on_zero_advantages == "raise":
+            if not batch.groups:
+                raise TrainingError(
+                    f"step {step}: every group failed, so there is nothing to train on; the log has each group's error"
+                )
+            check_advantages(batch.groups, batch.advantages_P)
+            raise TrainingError(
+                f"step {step}: rewards differ, but no member with an advantage has a sampled token: every prompt of this "
+                "batch was too long. Shorten the prompts, or set on_zero_advantages=skip"
+            )
+        logger.warning("step %d: nothing to train on (no sampled token with an advantage); skipped", step)
+        return False
+
+    async def after_update(self, step: int, batch: Minibatch, metrics: LoopMetrics) -> None:
+        """A snapshot of the new weights, and the records and measurements that belong to the update."""
+        with timed("snapshot", metrics):
+            self.sampling_client = await self.session.training_client.save_weights_and_get_sampling_client()
+        self.sampling_client_step = step + 1
+        if self.config.compute_post_kl:
+            with timed("post_kl", metrics):
+                metrics |= await compute_post_kl(batch.data_D, self.sampling_client)
+        self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
+        if self.config.write_records:
+            record = training_step_record(
+                step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.config.learning_rate
+            )
+            self.session.run.write_record(f"training_step_{step + 1:04d}", record)
+
+    async def end_step(self, step: int, metrics: LoopMetrics) -> None:
+        """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint."""
+        self.steps_done, self.is_between_steps = step + 1, True
+        self.sampling_client_step = step + 1
+        state = self.session.checkpoints.loop_state
+        if self.role_baselines.means:
+            state[_ROLES_KEY] = dict(self.role_baselines.means)
+        if self.errors.counts or self.errors.groups_skipped:
+            state[_ERRORS_KEY] = {"counts": dict(self.errors.counts), "groups_skipped": self.errors.groups_skipped}
+        self.session.run.logger.log_metrics(metrics, step=step)
+        if step + 1 < self.end:
+            await self.session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
+
+    async def save_stopped(self) -> None:
+        """Before an error ends the run: the steps so far are good work, and a resumed run keeps them."""
+        if self.is_between_steps and self.steps_done > self.start:
+            await self.session.checkpoints.save_stopped(self.steps_done, {"batch": self.steps_done})
+
+    async def finish(self) -> None:
+        """Evaluate and save the final weights."""
+        if self.start >= self.end:
+            return
+        if self.config.eval_every > 0 and self.evaluators:
+            final = await run_evaluators(self.evaluators, self.sampling_client)
+            self.session.run.logger.log_metrics(
+                {"progress/batch": self.end, "progress/done_frac": 1.0, **final}, step=self.end
+            )
+        await self.session.checkpoints.save_final({"batch": self.end})
+
+
+async def run_evaluators(
+    evaluators: Sequence[SamplingClientEvaluator], sampling_client: SamplingClient
+) -> dict[str, float]:
+    """The metrics of all evaluators."""
+    metrics: dict[str, float] = {}
+    for evaluator in evaluators:
+        metrics |= await evaluator(sampling_client)
+    return metrics

@@ -1,0 +1,106 @@
+"""Which policy-gradient losses there are, what each takes, and the named recipes (presets) made of them.
+
+The engine computes the losses; here is only what a config may say of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import tinker
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.advantages import AdvantageConfig
+
+_CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
+_LOCAL_ONLY = frozenset({"temperature"})
+_SETTINGS: dict[str, frozenset[str]] = {
+    "importance_sampling": frozenset(),
+    "ppo": _CLIP,
+    "cispo": _CLIP,
+    "gspo": _CLIP,
+    "dro": frozenset({"beta"}),
+}
+LOSS_FNS = tuple(_SETTINGS)
+
+
+def check_loss(loss_fn: str, loss_fn_config: Mapping[str, float] | None, backend: str) -> None:
+    """Raises ConfigurationError for an unknown loss, or a setting that the loss (or the hosted trainer) does not have."""
+    if loss_fn not in _SETTINGS:
+        raise ConfigurationError(f"loss_fn={loss_fn!r} is unknown; use {', '.join(LOSS_FNS)}")
+    known = _SETTINGS[loss_fn] | _LOCAL_ONLY
+    for key in loss_fn_config or {}:
+        if key not in known:
+            raise ConfigurationError(f"loss_fn_config has {key!r}; loss_fn={loss_fn} takes {sorted(known)}")
+        if key in _LOCAL_ONLY and backend != "local":
+            raise ConfigurationError(f"loss_fn_config has {key!r}, which only the local engine knows; remove it")
+
+
+def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:
+    """The datum as the loss takes it. `mask` is for our own metrics (advantages are 0 where it is); gspo averages over it."""
+    inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
+    if loss_fn == "gspo":
+        inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
+    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """An algorithm of the literature in terms of this loop's settings."""
+
+    source: str
+    advantage: AdvantageConfig
+    loss_fn: str
+    loss_fn_config: Mapping[str, float] | None = None
+    remove_constant_reward_groups: bool = False
+
+
+def _clip(low: float, high: float) -> dict[str, float]:
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
+
+
+PRESETS: dict[str, Preset] = {
+    "grpo": Preset(
+        "Shao et al. 2024 (DeepSeekMath): z-scored rewards, mean over each reply's tokens, clipped ratio",
+        AdvantageConfig(baseline="zscore", scale="sequence"),
+        "ppo",
+        _clip(0.8, 1.2),
+    ),
+    "dr_grpo": Preset(
+        "Liu et al. 2025: centred rewards, neither divided by their deviation nor by the reply's length, clipped ratio",
+        AdvantageConfig(baseline="mean", scale="sum"),
+        "ppo",
+        _clip(0.8, 1.2),
+    ),
+    "dapo": Preset(
+        "Yu et al. 2025: z-scored rewards, mean over the batch's tokens, the clip's upper bound higher, no constant groups",
+        AdvantageConfig(baseline="zscore", scale="token"),
+        "ppo",
+        _clip(0.8, 1.28),
+        remove_constant_reward_groups=True,
+    ),
+    "cispo": Preset(
+        "MiniMax 2025 (M1): z-scored rewards, mean over the batch's tokens, the ratio is a truncated, detached weight",
+        AdvantageConfig(baseline="zscore", scale="token"),
+        "cispo",
+        _clip(0.0, 4.0),
+    ),
+    "gspo": Preset(
+        "Zheng et al. 2025: z-scored rewards, one ratio per sequence, mean over each reply's tokens",
+        AdvantageConfig(baseline="zscore", scale="sequence"),
+        "gspo",
+        _clip(0.9997, 1.0004),
+    ),
+    "ppo": Preset(
+        "Schulman et al. 2017, with the group's mean in place of a value function: centred rewards, clipped ratio",
+        AdvantageConfig(baseline="mean", scale="sum"),
+        "ppo",
+        _clip(0.8, 1.2),
+    ),
+}
+
+
+def get_preset(name: str) -> Preset:
+    """Raises ConfigurationError for an unknown name, listing the known ones."""
+    if name not in PRESETS:
+        raise ConfigurationError(f"preset={name!r} is unknown; use one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,263 @@
+"""Environments that speak in messages, and the adapter that puts them before a policy of tokens.
+
+A MessageEnv sees and writes chat messages only. EnvFromMessageEnv parses what the policy sampled, renders what the env
+answers, and decides what happens to replies that are cut off, cannot be read, or fill the context. The ids that the policy
+sampled stay as they are in every later prompt (`continuation`), so that a whole episode is one datum where the renderer has
+the extension property. Limits on turns and time are `rollout_runner`'s matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import tinker
+
+from tinker_cookbook.completers import StopCondition
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, ParseFailure, Renderer, classify_parse_failure
+from tinker_cookbook.rl.continuation import continue_prompt
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
+from tinker_cookbook.rl.types import (
+    PARSE_ERROR_MASKED_METRIC_KEY,
+    STOP_METRIC_PREFIX,
+    Action,
+    ActionExtra,
+    Env,
+    InitialObservationOverflow,
+    Logs,
+    Metrics,
+    Observation,
+    StepResult,
+    StopReason,
+)
+
+
+@dataclass
+class MessageStepResult:
+    """What one reply led to. `next_messages` is the whole conversation so far, the reply included."""
+
+    reward: float
+    episode_done: bool
+    next_messages: list[Message]
+    metrics: Metrics = field(default_factory=dict)
+    logs: Logs = field(default_factory=dict)
+    next_stop_condition: StopCondition | None = None
+    """what ends the next reply; None: the renderer's stop sequences"""
+
+
+class MessageEnv(ABC):
+    """One episode's environment over messages; used once, never reset.
+
+    An env keeps its conversation itself. As long as it only appends to it, the reply as it was given included, prompts
+    extend each other token for token; an env that rewrites earlier messages has its prompts rendered anew.
+    """
+
+    @abstractmethod
+    async def initial_observation(self) -> list[Message]:
+        """The conversation that the policy is to go on with."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> MessageStepResult:
+        """Take the policy's reply."""
+
+    async def observe_truncated_response(self, message: Message) -> list[Message] | None:
+        """Take a reply that was cut off, as far as it goes (terminate_on_length=False).
+
+        Returns:
+            The conversation to go on with, or None to end the episode, which is the default.
+        """
+        return None
+
+    async def add_messages(self, messages: list[Message]) -> list[Message] | None:
+        """Append messages from elsewhere (a hook, or the answer to a reply that could not be read).
+
+        Returns:
+            The whole conversation, or None if this env does not take such messages, which is the default.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The last reply: what it answered, its ids, and the conversation up to and including it."""
+
+    prompt: tinker.ModelInput
+    action: list[int]
+    conversation: list[Message]
+
+
+class EnvFromMessageEnv(Env):
+    """A MessageEnv for a policy over tokens.
+
+    Each transition reports `parse_error`, `max_tokens_reached` and `context_overflow`, 0 or 1.
+
+    Args:
+        failed_parse_reward: reward of a reply that cannot be parsed. Unused with a `parse_error_policy`.
+        terminate_on_parse_error: such a reply ends the episode. If False it goes to the env as far as it could be read,
+            and `failed_parse_reward` is added to what the env gives. Unused with a `parse_error_policy`.
+        max_trajectory_tokens: longest prompt plus `max_generation_tokens`. A first prompt beyond it is an
+            InitialObservationOverflow; a later one ends the episode, and `context_overflow_reward` replaces the reward
+            of the turn that led there.
+        max_generation_tokens: room to keep for the next reply; None keeps none.
+        terminate_on_length: a reply that was cut off ends the episode with `context_overflow_reward`. If False the env
+            may go on with it (`observe_truncated_response`); one that does not ends all the same.
+        parse_error_policy: tool calls that cannot be read are answered with a message, as the policy says.
+        rollout_limits: offered to `run_rollout`, which enforces them unless it is given others.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        message_env: MessageEnv,
+        failed_parse_reward: float = -1.0,
+        terminate_on_parse_error: bool = True,
+        max_trajectory_tokens: int | None = None,
+        max_generation_tokens: int | None = None,
+        context_overflow_reward: float = -0.1,
+        terminate_on_length: bool = True,
+        parse_error_policy: ParseErrorPolicy | None = None,
+        rollout_limits: RolloutLimits | None = None,
+    ):
+        for name, value in (
+            ("max_trajectory_tokens", max_trajectory_tokens),
+            ("max_generation_tokens", max_generation_tokens),
+        ):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name}={value}: must be at least 1, or None for no limit")
+        if max_trajectory_tokens is not None and (max_generation_tokens or 0) >= max_trajectory_tokens:
+            raise ConfigurationError(
+                f"max_generation_tokens={max_generation_tokens} leaves no room for a prompt in "
+                f"max_trajectory_tokens={max_trajectory_tokens}; lower it"
+            )
+        self.renderer, self.message_env = renderer, message_env
+        self.failed_parse_reward, self.terminate_on_parse_error = failed_parse_reward, terminate_on_parse_error
+        self.max_trajectory_tokens, self.max_generation_tokens = max_trajectory_tokens, max_generation_tokens
+        self.context_overflow_reward, self.terminate_on_length = context_overflow_reward, terminate_on_length
+        self.parse_error_policy, self.rollout_limits = parse_error_policy, rollout_limits
+        self._conversation: list[Message] = []
+        self._prompt = tinker.ModelInput.empty()
+        self._stop: StopCondition = renderer.get_stop_sequences()
+        self._last: _Turn | None = None
+        self._errors_in_a_row = 0
+
+    @property
+    def conversation(self) -> list[Message]:
+        """A copy of the conversation as the env last gave it."""
+        return copy.deepcopy(self._conversation)
+
+    def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None:
+        """For `run_rollout`: takes the place of the policy that the env was made with."""
+        self.parse_error_policy = policy
+
+    def set_max_tool_calls(self, max_tool_calls: int) -> None:
+        """For `run_rollout`: hands the limit to the message env. Raises ConfigurationError if it counts no tool calls."""
+        setter = getattr(self.message_env, "set_max_tool_calls", None)
+        if setter is None:
+            raise ConfigurationError(
+                f"max_tool_calls={max_tool_calls}: {type(self.message_env).__name__} counts no tool calls; use ToolUseEnv, "
+                "give it a method set_max_tool_calls, or leave the limit away"
+            )
+        setter(max_tool_calls)
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+        self._show(await self.message_env.initial_observation())
+        if self._overflows():
+            return InitialObservationOverflow(self.context_overflow_reward, self._flags("context_overflow"))
+        return self._prompt, self._stop
+
+    async def add_messages(self, messages: list[Message]) -> tuple[Observation, StopCondition]:
+        """For the hooks of `run_rollout`: messages into the conversation before the next reply."""
+        self._show(await self._added(messages))
+        return self._prompt, self._stop
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        message, termination = self.renderer.parse_response(action)
+        self._last = _Turn(self._prompt, list(action), [*self._conversation, copy.deepcopy(message)])
+        if (extra or {}).get("stop_reason") == "length":
+            return await self._step_truncated(message)
+        failure = classify_parse_failure(message, termination)
+        if failure is None:
+            self._errors_in_a_row = 0
+            return await self._step_env(message, 0.0, self._flags())
+        if self.parse_error_policy is not None:
+            return await self._answer_error(message, failure, self.parse_error_policy)
+        if self.terminate_on_parse_error:
+            return self._end(self.failed_parse_reward, StopReason.PARSE_ERROR, self._flags("parse_error"))
+        return await self._step_env(message, self.failed_parse_reward, self._flags("parse_error"))
+
+    async def _step_truncated(self, message: Message) -> StepResult:
+        flags = self._flags("max_tokens_reached")
+        messages = None if self.terminate_on_length else await self.message_env.observe_truncated_response(message)
+        if messages is None:
+            return self._end(self.context_overflow_reward, StopReason.MAX_TOKENS, flags)
+        return self._go_on(messages, 0.0, flags)
+
+    async def _step_env(self, message: Message, extra_reward: float, flags: Metrics) -> StepResult:
+        result = await self.message_env.step(message)
+        reward, metrics = result.reward + extra_reward, flags | result.metrics
+        if result.episode_done:
+            self._show(result.next_messages)
+            return StepResult(reward, True, self._prompt, self._stop, metrics, result.logs)
+        return self._go_on(result.next_messages, reward, metrics, result.logs, result.next_stop_condition)
+
+    async def _answer_error(self, message: Message, failure: ParseFailure, policy: ParseErrorPolicy) -> StepResult:
+        metrics = self._flags("parse_error")
+        if policy.mask_error_turns:
+            metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1
+        self._errors_in_a_row += 1
+        if failure is ParseFailure.STRUCTURAL or self._errors_in_a_row > policy.max_consecutive:
+            reward = policy.terminal_reward - policy.penalty_per_error
+            return self._end(reward, StopReason.PARSE_ERROR, metrics)
+        errors = "; ".join(call.error for call in message.get("unparsed_tool_calls", []))
+        answer: Message = {"role": "user", "content": policy.retry_message(errors)}
+        return self._go_on(await self._added([message, answer]), -policy.penalty_per_error, metrics)
+
+    async def _added(self, messages: list[Message]) -> list[Message]:
+        conversation = await self.message_env.add_messages(messages)
+        if conversation is None:
+            raise ConfigurationError(
+                f"{type(self.message_env).__name__} takes no messages from outside, which a ParseErrorPolicy with "
+                "max_consecutive > 0 and the hook on_turn_begin need; override its add_messages"
+            )
+        return conversation
+
+    def _go_on(
+        self,
+        messages: list[Message],
+        reward: float,
+        metrics: Metrics,
+        logs: Logs | None = None,
+        stop: StopCondition | None = None,
+    ) -> StepResult:
+        self._show(messages, stop)
+        if self._overflows():
+            metrics = metrics | {"context_overflow": 1.0}
+            return self._end(self.context_overflow_reward, StopReason.CONTEXT_OVERFLOW, metrics, logs)
+        return StepResult(reward, False, self._prompt, self._stop, metrics, logs or {})
+
+    def _end(self, reward: float, reason: StopReason, metrics: Metrics, logs: Logs | None = None) -> StepResult:
+        metrics = {**metrics, STOP_METRIC_PREFIX + reason.value: 1}
+        return StepResult(reward, True, self._prompt, self._stop, metrics, logs or {})
+
+    def _show(self, messages: list[Message], stop: StopCondition | None = None) -> None:
+        """Make `messages` the conversation and render it, from the last reply on where that is possible."""
+        prompt = None
+        if self._last is not None:
+            seen = len(self._last.conversation)
+            if messages[:seen] == self._last.conversation:
+                reply = self._last.conversation[-1]
+                prompt = continue_prompt(
+                    self.renderer, self._last.prompt, self._last.action, reply, messages[seen:]
+                )
+        self._prompt = prompt if prompt is not None else self.renderer.build_generation_prompt(messages)
+        self._conversation = copy.deepcopy(messages)
+        self._stop = stop if stop is not None else self.renderer.get_stop_sequences()
+
+    def _overflows(self) -> bool:
+        limit = self.max_trajectory_tokens
+        return limit is not None and self._prompt.length + (self.max_generation_tokens or 0) > limit
+
+    def _flags(self, raised: str | None = None) -> Metrics:
+        return {name: float(name == raised) for name in ("parse_error", "max_tokens_reached", "context_overflow")}

@@ -1,0 +1,134 @@
+"""Groups and datasets of message environments: say how one episode is drawn from a random generator, get the rest.
+
+Subclass MessageDatasetBuilder with the fields of the game and `make_env`; training and test batches follow, each a function
+of the seed and its index alone, so that a run resumes without replaying anything.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import chz
+
+from tinker_cookbook.completers import derive_seed
+from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
+from tinker_cookbook.rl.records import transition_record
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Record, RLDataset, RLDatasetBuilder, TrajectoryGroup
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+
+@dataclass(frozen=True)
+class MessageGroupBuilder(EnvGroupBuilder):
+    """`num_envs` attempts at the episode that `env_thunk` makes, each with a MessageEnv of its own.
+
+    Pickles when the thunk does (functools.partial of a class or function) and the renderer came from get_renderer.
+
+    Args:
+        options: further arguments of EnvFromMessageEnv.
+    """
+
+    env_thunk: Callable[[], MessageEnv]
+    num_envs: int
+    renderer: Renderer
+    dataset_name: str = "episodes"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    async def make_envs(self) -> Sequence[EnvFromMessageEnv]:
+        return [EnvFromMessageEnv(self.renderer, self.env_thunk(), **self.options) for _ in range(self.num_envs)]
+
+    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        records = []
+        tokenizer = self.renderer.tokenizer
+        for i, (trajectory, env) in enumerate(zip(group.trajectories_G, env_group, strict=True)):
+            assert isinstance(env, EnvFromMessageEnv)
+            turns = [
+                transition_record(
+                    turn, decode_tokens(tokenizer, turn.ac.tokens), reward=turn.reward, metrics=turn.metrics, logs=turn.logs
+                )
+                for turn in trajectory.transitions
+            ]
+            content = {
+                "tags": self.logging_tags(),
+                "member": i,
+                "messages": [self.renderer.to_openai_message(message) for message in env.conversation],
+                "turns": turns,
+                "trajectory_stop_reason": trajectory.stop_reason,
+                "reward": group.get_total_rewards()[i],
+            }
+            records.append(Record("episode", content))
+        return records
+
+    def logging_tags(self) -> list[str]:
+        return [self.dataset_name]
+
+
+class SeededRLDataset(RLDataset):
+    """Group g of batch n comes from `make_group` with a generator that depends on the seed, n and g alone."""
+
+    def __init__(
+        self, make_group: Callable[[random.Random], EnvGroupBuilder], groups_per_batch: int, num_batches: int, seed: int
+    ):
+        self._make_group, self._groups_per_batch = make_group, groups_per_batch
+        self._num_batches, self._seed = num_batches, seed
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        if not 0 <= index < self._num_batches:
+            raise IndexError(f"batch {index} of a dataset with {self._num_batches} batches")
+        return [
+            self._make_group(random.Random(derive_seed(self._seed, index, g))) for g in range(self._groups_per_batch)
+        ]
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+
+@chz.chz(typecheck=True)
+class MessageDatasetBuilder(RLDatasetBuilder):
+    """Training episodes, and as a test set `num_test` episodes drawn with another seed. Define `make_env`."""
+
+    model_name: str = chz.field(doc="whose tokenizer to use")
+    renderer_name: str = chz.field(doc="how messages become tokens")
+    groups_per_batch: int = chz.field(doc="episodes per batch, each played group_size times")
+    group_size: int = chz.field(doc="attempts per episode")
+    num_batches: int = chz.field(doc="training batches")
+    num_test: int = chz.field(doc="episodes of an evaluation, each played once")
+    seed: int = chz.field(doc="seed of the episodes")
+    max_trajectory_tokens: int | None = chz.field(default=None, doc="longest conversation; None: no limit")
+    max_generation_tokens: int | None = chz.field(default=None, doc="room kept for the next reply")
+
+    def make_env(self, renderer: Renderer, rng: random.Random) -> Callable[[], MessageEnv]:
+        """Draw an episode: a picklable function that makes its environment, a fresh one at each call."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_env")
+
+    def env_options(self) -> dict[str, Any]:
+        """Further arguments of EnvFromMessageEnv."""
+        return {}
+
+    @property
+    def dataset_name(self) -> str:
+        return "episodes"
+
+    def renderer(self) -> Renderer:
+        return get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset]:
+        renderer = self.renderer()
+        options = {
+            "max_trajectory_tokens": self.max_trajectory_tokens,
+            "max_generation_tokens": self.max_generation_tokens,
+            **self.env_options(),
+        }
+
+        def group_of(num_envs: int) -> Callable[[random.Random], EnvGroupBuilder]:
+            def make_group(rng: random.Random) -> EnvGroupBuilder:
+                env_thunk = self.make_env(renderer, rng)
+                return MessageGroupBuilder(env_thunk, num_envs, renderer, self.dataset_name, options)
+
+            return make_group
+
+        training = SeededRLDataset(group_of(self.group_size), self.groups_per_batch, self.num_batches, self.seed)
+        return training, SeededRLDataset(group_of(1), self.num_test, 1, derive_seed(self.seed, "test"))
+

@@ -1,0 +1,104 @@
+"""From groups to the datums of a training pass: filter, advantages, penalties, scale, and what became of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import tinker
+import torch
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.rl.advantages import (
+    AdvantageConfig,
+    RoleBaselines,
+    compute_advantages,
+    is_constant,
+    token_scales,
+)
+from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages
+from tinker_cookbook.rl.metrics import incorporate_kl_penalty
+from tinker_cookbook.rl.types import TrajectoryGroup
+
+
+class Penalty(Protocol):
+    """Changes the advantages of single tokens, for example by how far they leave a reference policy.
+
+    It gets all datums of a pass with their metadata (indices into `groups`), members of advantage zero included, and returns
+    them in the same order, with metrics. It must not change tokens, logprobs or masks.
+    """
+
+    async def __call__(
+        self,
+        data_D: list[tinker.Datum],
+        groups: Sequence[TrajectoryGroup],
+        metadata_D: Sequence[DatumMetadata],
+    ) -> tuple[list[tinker.Datum], dict[str, float]]: ...
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """Distance to a fixed reference policy (`metrics.incorporate_kl_penalty`)."""
+
+    reference: SamplingClient
+    coef: float
+    discount: float = 0.0
+
+    async def __call__(
+        self,
+        data_D: list[tinker.Datum],
+        groups: Sequence[TrajectoryGroup],
+        metadata_D: Sequence[DatumMetadata],
+    ) -> tuple[list[tinker.Datum], dict[str, float]]:
+        return await incorporate_kl_penalty(data_D, self.reference, self.coef, self.discount)
+
+
+@dataclass
+class Minibatch:
+    """What one training pass takes. Indices in the metadata are those of `groups`."""
+
+    groups: list[TrajectoryGroup]
+    advantages_P: list[torch.Tensor]
+    data_D: list[tinker.Datum]
+    metadata_D: list[DatumMetadata]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_trained_groups(self) -> int:
+        return len({meta["group_idx"] for meta in self.metadata_D})
+
+
+async def prepare_minibatch(
+    groups: Sequence[TrajectoryGroup],
+    advantage: AdvantageConfig,
+    remove_constant: bool = False,
+    role_baselines: RoleBaselines | None = None,
+    penalties: Sequence[Penalty] = (),
+) -> Minibatch:
+    """Groups of one pass as datums. A group that does not train keeps its place, so that tags and indices stay true."""
+    groups = list(groups)
+    kept_P = [not (remove_constant and is_constant(group)) for group in groups]
+    advantages_P = [
+        advantages_G if kept else torch.zeros_like(advantages_G)
+        for advantages_G, kept in zip(compute_advantages(groups, advantage, role_baselines), kept_P, strict=True)
+    ]
+    data_D, metadata_D = assemble_training_data(groups, advantages_P, keep_zero=bool(penalties))
+    metrics: dict[str, float] = {}
+    if penalties:
+        data_D, metadata_D = _select(data_D, metadata_D, [kept_P[meta["group_idx"]] for meta in metadata_D])
+        for penalty in penalties if data_D else ():
+            data_D, found = await penalty(data_D, groups, metadata_D)
+            metrics |= found
+        data_D, metadata_D = _select(
+            data_D, metadata_D, [bool((d.loss_fn_inputs["advantages"].to_numpy() != 0).any()) for d in data_D]
+        )
+    data_D = scale_advantages(data_D, metadata_D, token_scales(groups, advantage.scale, kept_P))
+    return Minibatch(groups, advantages_P, data_D, metadata_D, metrics)
+
+
+def _select(
+    data_D: Sequence[tinker.Datum], metadata_D: Sequence[DatumMetadata], selected_D: Sequence[bool]
+) -> tuple[list[tinker.Datum], list[DatumMetadata]]:
+    kept = [i for i, selected in enumerate(selected_D) if selected]
+    return [data_D[i] for i in kept], [metadata_D[i] for i in kept]

@@ -1,0 +1,88 @@
+"""Correcting data that an older (or a differently rounded) policy sampled, by truncated importance weights.
+
+With q the sampler's logprob of a token and p0 the trainer's before the update, every token is weighted by its truncated ratio
+exp(p0 - q), and the loss then measures its own ratio from p0. This separates the two reasons for a ratio, staleness and the
+update itself, so that a clip bounds the update alone (Hilton et al. 2022; truncation as in Ionides 2008 and Yao et al. 2025).
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import chz
+import numpy as np
+import tinker
+
+from tinker_cookbook.clients import TrainingClient
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.rl.data_processing import replace_inputs
+from tinker_cookbook.rl.losses import loss_datum
+
+
+@chz.chz(typecheck=True)
+class OffPolicyCorrection:
+    """How ratios between trainer and sampler enter the advantages."""
+
+    mode: Literal["truncate", "mask"] = chz.field(
+        default="truncate",
+        doc="truncate: weight by min(ratio, cap); mask: weight 0 outside [1 / cap, cap], else the ratio",
+    )
+    level: Literal["token", "sequence"] = chz.field(
+        default="token", doc="token: each token's own ratio; sequence: the product over the datum's action tokens"
+    )
+    cap: float = chz.field(default=2.0, doc="largest weight")
+
+    @chz.validate
+    def _check(self) -> None:
+        if not self.cap >= 1:
+            raise ConfigurationError(f"cap={self.cap}: must be at least 1")
+
+
+async def correct_off_policy(
+    data_D: Sequence[tinker.Datum],
+    training_client: TrainingClient,
+    config: OffPolicyCorrection,
+    loss_fn: str,
+    loss_fn_config: dict[str, float] | None = None,
+) -> tuple[list[tinker.Datum], dict[str, float]]:
+    """Datums with weighted advantages and with the trainer's logprobs in place of the sampler's; one forward pass.
+
+    Returns:
+        New datums in the same order, and metrics of the ratios before truncation: `off_policy/ratio_{min,mean,max}` over
+        tokens (level=token) or datums, and `off_policy/frac_cut`, the share that truncation or masking changed.
+    """
+    output = await training_client.forward([loss_datum(d, loss_fn) for d in data_D], loss_fn, loss_fn_config)
+    log_cap = np.log(config.cap)
+    corrected: list[tinker.Datum] = []
+    all_log_ratios: list[np.ndarray] = []
+    for i, (datum, outputs) in enumerate(zip(data_D, output.loss_fn_outputs, strict=True)):
+        inputs = datum.loss_fn_inputs
+        current = outputs["logprobs"].to_numpy().astype(np.float64)
+        sampled, mask = inputs["logprobs"].to_numpy().astype(np.float64), inputs["mask"].to_numpy() > 0
+        if current.shape != sampled.shape:
+            raise DataValidationError(f"datum {i}: {sampled.shape} sampled logprobs, the trainer gave {current.shape}")
+        # In log space: a ratio that overflows would turn 0 * inf into NaN.
+        token_log_ratio = np.where(mask, current - sampled, 0.0)
+        if config.level == "sequence":
+            total = token_log_ratio.sum()
+            log_ratio = np.where(mask, total, 0.0)
+            all_log_ratios.append(np.array([total]))
+        else:
+            log_ratio = token_log_ratio
+            all_log_ratios.append(token_log_ratio[mask])
+        weight = np.exp(np.minimum(log_ratio, log_cap))
+        if config.mode == "mask":
+            weight = np.where(np.abs(log_ratio) <= log_cap, weight, 0.0)
+        advantages = inputs["advantages"].to_numpy() * weight
+        logprobs = np.where(mask, current, sampled)
+        corrected.append(
+            replace_inputs(datum, advantages=advantages.astype(np.float32), logprobs=logprobs.astype(np.float32))
+        )
+    log_ratios = np.concatenate(all_log_ratios)
+    cut = log_ratios > log_cap if config.mode == "truncate" else np.abs(log_ratios) > log_cap
+    ratios = np.exp(np.clip(log_ratios, -80, 80))
+    return corrected, {
+        "off_policy/ratio_min": float(ratios.min()),
+        "off_policy/ratio_mean": float(ratios.mean()),
+        "off_policy/ratio_max": float(ratios.max()),
+        "off_policy/frac_cut": float(cut.mean()),
+    }

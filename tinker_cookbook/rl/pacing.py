@@ -1,0 +1,131 @@
+"""Three ways of pacing a run: sample then train, train while sampling, and sample ahead.
+
+They differ in when groups start and when passes are submitted, never in which groups a step trains on: step i trains on
+batch i of the schedule, whatever finished first. So every group is trained, filtered or failed exactly once, a run resumes by
+its step alone, and sampling ahead by 0 batches is the synchronous loop, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
+from tinker_cookbook.rl.data_processing import DatumMetadata
+from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
+from tinker_cookbook.rl.metrics import compute_kl_sample_train
+from tinker_cookbook.rl.minibatch import Minibatch
+from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.rl.update import LoopMetrics
+from tinker_cookbook.utils.misc_utils import dict_mean, gather_all, split_list, timed
+
+
+async def do_sync_training(loop: Loop) -> None:
+    """Sample all groups of a batch, train on them, take a new snapshot."""
+    for step in range(loop.start, loop.end):
+        metrics = loop.new_metrics(step)
+        with timed("total", metrics):
+            await loop.evaluate(step, metrics)
+            builders = loop.schedule.get_batch(step)
+            with timed("sampling", metrics):
+                sampled = await gather_all(loop.sample_group(step, i, builder) for i, builder in enumerate(builders))
+            await loop.train(step, loop.collect(step, sampled, metrics), len(sampled), metrics)
+        await loop.end_step(step, metrics)
+
+
+async def do_async_training(loop: Loop, config: AsyncConfig) -> None:
+    """Sample up to `max_steps_off_policy` batches ahead of the one that trains.
+
+    Groups start in order, as many at a time as a batch has, each with the newest snapshot; batch b may start when step
+    b - K is next. So no group is ever more than K updates old, and none is thrown away for it.
+    """
+    if loop.start >= loop.end:
+        return
+    slots = asyncio.Semaphore(max(1, len(loop.schedule.get_batch(loop.start))))
+    running: dict[int, list[asyncio.Task[WrappedTrajectoryGroup]]] = {}
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for step in range(loop.start, loop.end):
+                metrics = loop.new_metrics(step)
+                with timed("total", metrics):
+                    await loop.evaluate(step, metrics)
+                    for ahead in range(step, min(step + config.max_steps_off_policy + 1, loop.end)):
+                        if ahead not in running:
+                            running[ahead] = [
+                                tasks.create_task(loop.sample_group(ahead, i, builder, slots))
+                                for i, builder in enumerate(loop.schedule.get_batch(ahead))
+                            ]
+                    with timed("sampling", metrics):
+                        sampled = [await task for task in running.pop(step)]
+                    await loop.train(step, loop.collect(step, sampled, metrics), len(sampled), metrics)
+                await loop.end_step(step, metrics)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # what follows a first failure are its cancelled peers
+
+
+async def do_sync_training_with_stream_minibatch(loop: Loop, config: StreamMinibatchConfig) -> None:
+    """Submit the pass over the first groups of a batch as soon as they are done, while others are still being sampled.
+
+    A batch is cut into `num_substeps` optimizer steps of `num_minibatches` passes each, by the groups' places and not by
+    which is done first: gradients add up in the same order on every run.
+    """
+    for step in range(loop.start, loop.end):
+        metrics = loop.new_metrics(step)
+        with timed("total", metrics):
+            await loop.evaluate(step, metrics)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    await _stream_batch(loop, config, step, tasks, metrics)
+            except BaseExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+        await loop.end_step(step, metrics)
+
+
+async def _stream_batch(
+    loop: Loop, config: StreamMinibatchConfig, step: int, tasks: asyncio.TaskGroup, metrics: LoopMetrics
+) -> None:
+    running = [
+        tasks.create_task(loop.sample_group(step, i, builder))
+        for i, builder in enumerate(loop.schedule.get_batch(step))
+    ]
+    update = loop.new_update()
+    sampled: list[WrappedTrajectoryGroup] = []
+    parts: list[Minibatch] = []
+    for substep in split_list(running, min(loop.config.num_substeps, len(running))):
+        for minibatch in split_list(substep, min(config.num_minibatches, len(substep))):
+            with timed("sampling", metrics):
+                arrived = [await task for task in minibatch]
+            sampled += arrived
+            part = await loop.prepare(_groups(arrived))
+            parts.append(part)
+            if part.data_D:
+                loop.is_between_steps = False
+            update.forward_backward(part.data_D)
+        update.optim_step()
+    loop.collect(step, sampled, metrics)
+    batch = _joined(parts)
+    if not loop.account(step, batch, len(sampled), metrics):
+        return
+    with timed("train", metrics):
+        logprobs_D = await update.finish(metrics)
+    metrics |= compute_kl_sample_train(batch.data_D, logprobs_D)
+    await loop.after_update(step, batch, metrics)
+
+
+def _groups(sampled: Sequence[WrappedTrajectoryGroup]) -> list[TrajectoryGroup]:
+    return [item.trajectory_group for item in sampled if isinstance(item.trajectory_group, TrajectoryGroup)]
+
+
+def _joined(parts: Sequence[Minibatch]) -> Minibatch:
+    """The minibatches of a step as one, in order."""
+    whole = Minibatch([], [], [], [], dict_mean([part.metrics for part in parts]))
+    for part in parts:
+        offset = len(whole.groups)
+        moved: list[DatumMetadata] = [
+            {"group_idx": meta["group_idx"] + offset, "traj_idx": meta["traj_idx"]} for meta in part.metadata_D
+        ]
+        whole.groups += part.groups
+        whole.advantages_P += part.advantages_P
+        whole.data_D += part.data_D
+        whole.metadata_D += moved
+    return whole

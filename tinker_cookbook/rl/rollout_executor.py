@@ -1,0 +1,206 @@
+"""Groups of rollouts in other threads or processes, for envs whose own work is heavy or blocks.
+
+    set_rollout_executor(ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")))
+
+From then on every group runs in the executor, in an event loop of its own, and comes back as a TrajectoryGroup. The builder
+travels there. So does a policy that pickles (hosted sampling clients do). A policy that does not, such as one over the local
+engine, stays where it is and is asked over a socket of this machine. In a thread the policy always stays on the caller's
+event loop. Seeds are those of a run without executor; with the local engine the last bit of a logprob may differ, since
+what is sampled together depends on timing.
+
+A group that is cancelled here runs on over there until it is done or asks for its next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tinker
+
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.rl.types import EnvGroupBuilder
+
+T = TypeVar("T")
+
+_executor: Executor | None = None
+
+
+def set_rollout_executor(executor: Executor | None) -> None:
+    """Run groups in `executor` from now on; None: in the caller's event loop, as at first. The caller shuts it down.
+
+    Raises:
+        ConfigurationError: a process pool that forks; a fork of a process with threads, which every engine has, may hang.
+    """
+    global _executor
+    context = getattr(executor, "_mp_context", None) if isinstance(executor, ProcessPoolExecutor) else None
+    if context is not None and context.get_start_method() == "fork":
+        raise ConfigurationError(
+            "rollout executor: a ProcessPoolExecutor that forks copies locks that other threads hold, and hangs; make it "
+            'with mp_context=multiprocessing.get_context("spawn") (or "forkserver")'
+        )
+    _executor = executor
+
+
+def get_rollout_executor() -> Executor | None:
+    """The executor in which groups run; None: in the caller's event loop."""
+    return _executor
+
+
+async def run_in_executor(
+    executor: Executor,
+    play: Callable[..., Coroutine[Any, Any, T]],
+    builder: EnvGroupBuilder,
+    policy: TokenCompleter,
+    *settings: Any,
+) -> T:
+    """`await play(builder, policy, *settings)`, run in the executor. For anything but a thread pool, everything pickles.
+
+    Raises:
+        ConfigurationError: the builder cannot be pickled.
+        Exception: what `play` raised; BrokenExecutor when a worker died.
+    """
+    loop = asyncio.get_running_loop()
+    if isinstance(executor, ThreadPoolExecutor):
+        at_home = _PolicyOnLoop(policy, loop)
+        return await loop.run_in_executor(executor, _run, play, builder, at_home, *settings)
+    if error := _pickle_error(builder):
+        raise ConfigurationError(
+            f"rollout executor: {type(builder).__name__} cannot be pickled ({error}), so it cannot go to another process; "
+            "keep in it only what pickles, and open the rest in make_envs, or use a ThreadPoolExecutor"
+        )
+    if _pickle_error(policy) is None:
+        return await loop.run_in_executor(executor, _run_away, play, builder, policy, *settings)
+    async with _serve(policy) as address:
+        return await loop.run_in_executor(executor, _run_away, play, builder, _RemotePolicy(address), *settings)
+
+
+def _run(play: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+    return asyncio.run(play(*arguments))
+
+
+def _run_away(play: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+    try:
+        return _run(play, *arguments)
+    except Exception as error:
+        portable = _portable(error)
+        if portable is error:
+            raise
+        raise portable from error
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or what says the same where it cannot be pickled: one that cannot be read back breaks a process pool."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        portable = TrainingError(f"{type(error).__name__}: {error}")
+        for note in getattr(error, "__notes__", []):
+            portable.add_note(note)
+        return portable
+    return error
+
+
+def _pickle_error(thing: object) -> str | None:
+    try:
+        pickle.dumps(thing)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class _PolicyOnLoop(TokenCompleter):
+    """A policy that is called from another thread and runs on the event loop it belongs to."""
+
+    def __init__(self, policy: TokenCompleter, loop: asyncio.AbstractEventLoop):
+        self._policy, self._loop = policy, loop
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        call = _call(self._policy, model_input, stop, max_tokens)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+
+    def fork(self, *key: int | str) -> _PolicyOnLoop:
+        return _PolicyOnLoop(self._policy.fork(*key), self._loop)
+
+
+async def _call(
+    policy: TokenCompleter, model_input: tinker.ModelInput, stop: StopCondition, max_tokens: int | None
+) -> TokensWithLogprobs:
+    return await policy(model_input, stop, **({} if max_tokens is None else {"max_tokens": max_tokens}))
+
+
+class _RemotePolicy(TokenCompleter):
+    """A policy that lives in another process of this machine and is asked over a Unix socket, a connection a call."""
+
+    def __init__(self, address: str, forks: tuple[tuple[int | str, ...], ...] = ()):
+        self._address, self._forks = address, forks
+        self._identity = uuid.uuid4().hex  # a fork counts its own calls, so the other side keeps one for each of ours
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._address)
+        except OSError as error:
+            raise TrainingError(
+                f"a rollout in another process cannot reach its policy at {self._address} ({error}): the process of the "
+                "policy has ended, or the executor is on another machine, where only a policy that pickles can go"
+            ) from error
+        try:
+            await _send(writer, (self._forks, self._identity, model_input, stop, max_tokens))
+            answer = await _receive(reader)
+        finally:
+            writer.close()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def fork(self, *key: int | str) -> _RemotePolicy:
+        return _RemotePolicy(self._address, (*self._forks, key))
+
+
+@asynccontextmanager
+async def _serve(policy: TokenCompleter) -> AsyncIterator[str]:
+    """The address at which a _RemotePolicy finds this policy."""
+    forked: dict[str, TokenCompleter] = {}
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):  # the asker gave up
+            try:
+                forks, identity, *call = await _receive(reader)
+                if identity not in forked:
+                    forked[identity] = policy
+                    for key in forks:
+                        forked[identity] = forked[identity].fork(*key)
+                await _send(writer, await _call(forked[identity], *call))
+            except (ConnectionError, asyncio.IncompleteReadError):
+                raise
+            except Exception as error:
+                await _send(writer, _portable(error))
+        writer.close()
+
+    with tempfile.TemporaryDirectory(prefix="policy-") as folder:  # readable by this user alone
+        address = str(Path(folder) / "socket")
+        async with await asyncio.start_unix_server(answer, address):
+            yield address
+
+
+async def _send(writer: asyncio.StreamWriter, thing: object) -> None:
+    content = pickle.dumps(thing)
+    writer.write(len(content).to_bytes(8, "big") + content)
+    await writer.drain()
+
+
+async def _receive(reader: asyncio.StreamReader) -> Any:
+    length = int.from_bytes(await reader.readexactly(8), "big")
+    return pickle.loads(await reader.readexactly(length))

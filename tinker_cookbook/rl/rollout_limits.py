@@ -1,0 +1,115 @@
+"""What bounds a rollout, what happens to replies that cannot be parsed, and what a rollout that hit a bound is worth.
+
+Only settings: `rollout_runner` and the envs enforce limits and parse errors, `rollouts` applies the rewards.
+"""
+
+from typing import Any
+
+import chz
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.types import StopReason
+
+
+def _positive_or_none(owner: Any, attribute: str) -> None:
+    value = getattr(owner, attribute)
+    if value is not None and value <= 0:
+        field = attribute.removeprefix("X_")
+        raise ConfigurationError(f"{field}={value}: must be positive, or None for no limit")
+
+
+def _limit(doc: str) -> Any:
+    return chz.field(default=None, doc=f"{doc}; None: no limit", validator=_positive_or_none)
+
+
+@chz.chz(typecheck=True)
+class RolloutLimits:
+    """Bounds of one rollout. A rollout that reaches one ends with what it has; only a sampling call that takes too long
+    is an error, since it leaves no turn to keep."""
+
+    max_turns: int | None = _limit("turns of the policy")
+    max_trajectory_tokens: int | None = _limit("tokens of a prompt and its reply, so of the whole conversation")
+    max_sampled_tokens: int | None = _limit("tokens that the policy samples in all turns together")
+    max_tool_calls: int | None = _limit("tool calls in all turns together; the env counts them")
+    max_turn_tokens: int | None = _limit("tokens of one reply; the rollout goes on after a reply that is cut off")
+    rollout_timeout_seconds: float | None = _limit("seconds from the first observation to the end")
+    sampling_turn_timeout_seconds: float | None = _limit("seconds of one sampling call; beyond it the rollout fails")
+
+
+RETRY_MESSAGE = (
+    "Your last message could not be read: {error}\nWrite it again in the required format, changing nothing else."
+)
+
+
+@chz.chz(typecheck=True)
+class ParseErrorPolicy:
+    """What an env does with a reply that cannot be parsed.
+
+    A reply without its end (cut off, or malformed as a whole) ends the episode: nothing can follow it. A reply whose tool
+    calls cannot be read is answered with a message that says so, up to `max_consecutive` times in a row.
+    """
+
+    max_consecutive: int = chz.field(default=0, doc="how many such replies in a row are answered; 0: none")
+    retry_message_template: str = chz.field(default=RETRY_MESSAGE, doc="the answer; {error} is what is wrong")
+    penalty_per_error: float = chz.field(default=0.0, doc="taken from the reward of each such turn; at least 0")
+    terminal_reward: float = chz.field(default=0.0, doc="reward of the turn that ends the episode for this reason")
+    mask_error_turns: bool = chz.field(default=False, doc="do not train on the tokens of such replies")
+
+    @chz.validate
+    def _check(self) -> None:
+        for name in ("max_consecutive", "penalty_per_error"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: must be at least 0")
+        try:
+            self.retry_message(error="...")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigurationError(
+                f"retry_message_template={self.retry_message_template!r}: {{error}} is the only placeholder it may have "
+                f"({type(error).__name__}: {error}); write braces as {{{{ and }}}}"
+            ) from error
+
+    def retry_message(self, error: str) -> str:
+        """The text that answers a reply with this error."""
+        return self.retry_message_template.format(error=error)
+
+
+LIMIT_STOP_REASONS: tuple[str, ...] = (
+    StopReason.MAX_TOKENS.value,
+    StopReason.MAX_SAMPLED_TOKENS.value,
+    StopReason.MAX_TURNS.value,
+    StopReason.MAX_TOOL_CALLS.value,
+    StopReason.ROLLOUT_TIMEOUT.value,
+)
+"""Stop reasons that mean a budget ran out, not that the episode came to its end."""
+
+
+@chz.chz(typecheck=True)
+class TerminationRewardPolicy:
+    """What a rollout that hit a limit is worth: it is graded like any other, then its total is lowered to at most 0.
+
+    So running into a limit never pays, and among those that did, worse ones are still worse.
+    """
+
+    zero_reward_on_limit: bool = chz.field(default=False, doc="lower the total reward of such a rollout to at most 0")
+    limit_stop_reasons: tuple[str, ...] = chz.field(
+        default=LIMIT_STOP_REASONS, doc="the stop reasons that count as a limit"
+    )
+    skip_grading_on_timeout: bool = chz.field(
+        default=False, doc="do not grade a group all of whose members timed out (needs zero_reward_on_limit)"
+    )
+    grader_timeout_seconds: float | None = _limit("seconds that grading a group, or an episode in its env, may take")
+    pass_all_messages_to_grader: bool = chz.field(
+        default=False, doc="an env that grades the last message shows its grader the whole conversation instead"
+    )
+
+    @chz.validate
+    def _check(self) -> None:
+        if self.skip_grading_on_timeout and not self.zero_reward_on_limit:
+            raise ConfigurationError(
+                "skip_grading_on_timeout=True with zero_reward_on_limit=False: an ungraded group would count as worth 0 "
+                "unasked; set zero_reward_on_limit=True too"
+            )
+
+    def clamps(self, stop_reason: str | None) -> bool:
+        """Whether a rollout that stopped for this reason is worth at most 0."""
+        return self.zero_reward_on_limit and stop_reason in self.limit_stop_reasons

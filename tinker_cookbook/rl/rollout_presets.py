@@ -1,0 +1,40 @@
+"""Rollout settings as one value, and two sets of them that most runs start from."""
+
+from typing import Literal
+
+import chz
+
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, TerminationRewardPolicy
+
+
+@chz.chz(typecheck=True)
+class RolloutConfig:
+    """How rollouts are run. `run_rollout` takes `limits` and `parse_errors`, `do_group_rollout` takes `termination`, envs
+    with tools take `tool_execution` and what `termination` says of graders."""
+
+    limits: RolloutLimits | None = chz.field(default=None, doc="bounds of a rollout; None: those of the env, if any")
+    parse_errors: ParseErrorPolicy | None = chz.field(
+        default=None, doc="what to do with replies that cannot be parsed; None: what the env does"
+    )
+    termination: TerminationRewardPolicy | None = chz.field(
+        default=None, doc="what a rollout that hit a limit is worth; None: what it was graded"
+    )
+    tool_execution: Literal["parallel", "sequential"] = chz.field(
+        default="parallel", doc="whether the tool calls of one reply run at once or one after the other"
+    )
+
+
+def simple() -> RolloutConfig:
+    """No limits, rewards as graded: for single-turn tasks."""
+    return RolloutConfig()
+
+
+def agentic() -> RolloutConfig:
+    """For tools and many turns: everything is bounded, two unreadable tool calls in a row are answered, and running into
+    a bound never pays."""
+    return RolloutConfig(
+        limits=RolloutLimits(max_turns=10, max_trajectory_tokens=65536, max_tool_calls=30),
+        parse_errors=ParseErrorPolicy(max_consecutive=2),
+        termination=TerminationRewardPolicy(zero_reward_on_limit=True, grader_timeout_seconds=900.0),
+        tool_execution="sequential",
+    )

@@ -1,0 +1,279 @@
+"""One rollout: a policy acts in an env until the env, a limit or a hook ends it.
+
+Every turn goes like this:
+
+ 1. the rollout's time and `max_turns`;
+ 2. `hooks.on_turn_begin`, whose messages the env puts into the next prompt;
+ 3. the budgets of tokens: one that leaves at most 1 token ends the rollout (`max_trajectory_tokens` is looked at first),
+    and the policy may sample what the tightest of them leaves, at most `max_turn_tokens`;
+ 4. the policy samples; 5. the env steps; 6. the turn is recorded.
+
+A rollout that a limit ends is kept as it is, ungraded by its env, and no error. Only a sampling call beyond its time is
+one: it leaves no turn to keep, and a strategy (`rollout_strategy`) may try again. How a rollout ended stands in
+`Trajectory.stop_reason` and in one metric stop/<reason> of its last transition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import tinker
+
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.exceptions import ConfigurationError, RolloutTimeoutError
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.types import (
+    STOP_METRIC_PREFIX,
+    ActionExtra,
+    Env,
+    InitialObservationOverflow,
+    Logs,
+    Metrics,
+    Observation,
+    StopReason,
+    Trajectory,
+    Transition,
+)
+
+TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
+"""On the last transition: how many replies were cut off and the rollout went on. Absent when none was."""
+
+
+class SamplingTurnTimeoutError(RolloutTimeoutError):
+    """One sampling call took longer than `sampling_turn_timeout_seconds`."""
+
+
+class SupportsToolCallLimit(Protocol):
+    """An env that counts tool calls; asked once, before the first observation, when there is a limit."""
+
+    def set_max_tool_calls(self, max_tool_calls: int) -> None: ...
+
+
+class SupportsParseErrorPolicy(Protocol):
+    """An env that parses replies; told once, before the first observation, when there is a policy."""
+
+    def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None: ...
+
+
+class SupportsMessageInjection(Protocol):
+    """An env to whose conversation a hook may add messages: returns the prompt with them, and what stops a reply."""
+
+    async def add_messages(self, messages: list[Message]) -> tuple[Observation, StopCondition]: ...
+
+
+@dataclass(frozen=True)
+class RolloutState:
+    """How far a rollout has come. `transitions` is the live list: look, do not touch."""
+
+    turn_index: int
+    """turns recorded so far"""
+    observation_tokens: int
+    """length of the prompt that would be next"""
+    sampled_tokens: int
+    num_length_truncations: int
+    """replies that were cut off, after which the rollout went on"""
+    elapsed_seconds: float
+    transitions: list[Transition]
+
+
+class RolloutHooks:
+    """Callbacks into a rollout, each of which does nothing unless overridden."""
+
+    async def on_turn_begin(self, state: RolloutState) -> list[Message] | None:
+        """Messages to put into the conversation before this turn; the env must have `add_messages`."""
+        return None
+
+    async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
+        """The reason to record, or None to go on.
+
+        Asked when the env ends the episode and when `max_turns` or a budget of tokens does; going on then means one turn
+        without that limit. Not asked about a timeout or a first prompt that is too long: these cannot be undone.
+        """
+        return reason
+
+    async def on_grade(self, state: RolloutState) -> None:
+        """After the env ended the episode, and so graded it. Not called when a limit ended the rollout."""
+
+    async def on_artifacts(self, state: RolloutState) -> None:
+        """Last thing before the trajectory is returned, however the rollout ended. Not called when it fails."""
+
+
+def stop_reason_from_metrics(metrics: Metrics) -> str | None:
+    """The <reason> of the first metric stop/<reason>, None without one."""
+    reasons = (key.removeprefix(STOP_METRIC_PREFIX) for key in metrics if key.startswith(STOP_METRIC_PREFIX))
+    return next(reasons, None)
+
+
+async def run_rollout(
+    policy: TokenCompleter,
+    env: Env,
+    *,
+    limits: RolloutLimits | None = None,
+    hooks: RolloutHooks | None = None,
+    parse_errors: ParseErrorPolicy | None = None,
+    config: RolloutConfig | None = None,
+) -> Trajectory:
+    """One episode of `env`, which must be fresh.
+
+    Args:
+        limits: None takes those of `config`, and without these what the env offers as `env.rollout_limits`.
+        parse_errors: None takes that of `config`, and without one leaves the env as it is.
+
+    Returns:
+        A trajectory of at least one transition. One that ended before its first turn (prompt too long, no budget, no time)
+        has a single empty one: it counts in its group's baseline and gives no data.
+
+    Raises:
+        ConfigurationError: `max_tool_calls`, `parse_errors` or a hook's messages, and an env that cannot take them.
+        SamplingTurnTimeoutError: a sampling call took longer than its limit.
+    """
+    if config is not None:
+        limits = limits if limits is not None else config.limits
+        parse_errors = parse_errors if parse_errors is not None else config.parse_errors
+    if limits is None:
+        offered: RolloutLimits | None = getattr(env, "rollout_limits", None)
+        limits = offered if offered is not None else RolloutLimits()
+    if limits.max_tool_calls is not None:
+        _seam(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
+    if parse_errors is not None:
+        _seam(env, "set_parse_error_policy", "parse_errors")(parse_errors)
+    return await _Rollout(policy, env, limits, hooks or RolloutHooks()).run()
+
+
+def _seam(env: Env, method: str, wanted_by: str) -> Any:
+    found = getattr(env, method, None)
+    if found is None:
+        raise ConfigurationError(
+            f"{wanted_by}: {type(env).__name__} has no method {method} and so cannot do this; use EnvFromMessageEnv over "
+            "an env that supports it, add the method, or leave the setting away"
+        )
+    return found
+
+
+class _Rollout:
+    """The state of one rollout. Used once, as the env is."""
+
+    def __init__(self, policy: TokenCompleter, env: Env, limits: RolloutLimits, hooks: RolloutHooks):
+        self.policy, self.env, self.limits, self.hooks = policy, env, limits, hooks
+        self.transitions: list[Transition] = []
+        self.observation: Observation = tinker.ModelInput.empty()
+        self.stop: StopCondition = []
+        self.sampled_tokens = 0
+        self.truncations = 0
+        self.reason = ""
+        self.clock = asyncio.get_running_loop().time
+        self.started = self.clock()
+
+    async def run(self) -> Trajectory:
+        try:
+            async with asyncio.timeout(self.limits.rollout_timeout_seconds) as timer:
+                await self._play()
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            self.reason = StopReason.ROLLOUT_TIMEOUT.value
+        if not self.transitions:
+            self._record_nothing(0.0, {}, {})
+        last = self.transitions[-1].metrics
+        if self.truncations:
+            last[TRUNCATION_METRIC_KEY] = self.truncations
+        last[STOP_METRIC_PREFIX + self.reason] = 1
+        await self.hooks.on_artifacts(self._state())
+        return Trajectory(self.transitions, self.observation, stop_reason=self.reason)
+
+    async def _play(self) -> None:
+        """Turns until `reason` is set."""
+        first = await self.env.initial_observation()
+        if isinstance(first, InitialObservationOverflow):
+            self._record_nothing(first.reward, first.metrics, first.logs)
+            self.reason = StopReason.CONTEXT_OVERFLOW.value
+            return
+        self.observation, self.stop = first
+        while not self.reason:
+            await self._turn()
+
+    async def _turn(self) -> None:
+        limits = self.limits
+        if limits.rollout_timeout_seconds is not None and self._elapsed() >= limits.rollout_timeout_seconds:
+            self.reason = StopReason.ROLLOUT_TIMEOUT.value  # the env held up the loop, so that no timer could fire
+            return
+        spent = limits.max_turns is not None and len(self.transitions) >= limits.max_turns
+        if spent and await self._ends(StopReason.MAX_TURNS.value):
+            return
+        if messages := await self.hooks.on_turn_begin(self._state()):
+            add_messages = _seam(self.env, "add_messages", "messages of on_turn_begin")
+            self.observation, self.stop = await add_messages(messages)
+        room = self._room()
+        exhausted = [reason for reason, tokens in room.items() if tokens <= 1]  # one token is no useful turn
+        if exhausted and await self._ends(exhausted[0].value):
+            return
+        allowed = [tokens for reason, tokens in room.items() if reason not in exhausted]
+        if limits.max_turn_tokens is not None:
+            allowed.append(limits.max_turn_tokens)
+        await self._step(await self._sample(min(allowed, default=None)))
+
+    def _room(self) -> dict[StopReason, int]:
+        """Tokens that each cumulative budget leaves for the next reply, in order of precedence."""
+        room: dict[StopReason, int] = {}
+        if self.limits.max_trajectory_tokens is not None:
+            room[StopReason.MAX_TOKENS] = self.limits.max_trajectory_tokens - self.observation.length
+        if self.limits.max_sampled_tokens is not None:
+            room[StopReason.MAX_SAMPLED_TOKENS] = self.limits.max_sampled_tokens - self.sampled_tokens
+        return room
+
+    async def _sample(self, max_tokens: int | None) -> TokensWithLogprobs:
+        # A completer need not know max_tokens as long as nothing bounds the tokens.
+        budget = {} if max_tokens is None else {"max_tokens": max_tokens}
+        seconds = self.limits.sampling_turn_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds) as timer:
+                return await self.policy(self.observation, self.stop, **budget)
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise SamplingTurnTimeoutError(
+                f"turn {len(self.transitions)} of {type(self.env).__name__}: the policy had not answered a prompt of "
+                f"{self.observation.length} tokens after sampling_turn_timeout_seconds={seconds}"
+            ) from error
+
+    async def _step(self, action: TokensWithLogprobs) -> None:
+        extra: ActionExtra = {"stop_reason": action.stop_reason}
+        result = await self.env.step(action.tokens, extra=extra)
+        told = stop_reason_from_metrics(result.metrics)
+        metrics = {key: value for key, value in result.metrics.items() if not key.startswith(STOP_METRIC_PREFIX)}
+        transition = Transition(self.observation, action, result.reward, result.episode_done, metrics, result.logs)
+        self.transitions.append(transition)
+        self.sampled_tokens += len(action.tokens)
+        self.observation, self.stop = result.next_observation, result.next_stop_condition
+        if result.episode_done:
+            if await self._ends(told or StopReason.COMPLETED.value):
+                await self.hooks.on_grade(self._state())
+                return
+            transition.episode_done = False
+        self.truncations += action.stop_reason == "length"
+
+    async def _ends(self, reason: str) -> bool:
+        """Whether the rollout ends here, after the hook was asked."""
+        self.reason = await self.hooks.on_stop_reason(reason, self._state()) or ""
+        return bool(self.reason)
+
+    def _record_nothing(self, reward: float, metrics: Metrics, logs: Logs) -> None:
+        nothing = TokensWithLogprobs([], [], "length")
+        self.transitions.append(Transition(tinker.ModelInput.empty(), nothing, reward, True, dict(metrics), dict(logs)))
+
+    def _elapsed(self) -> float:
+        return self.clock() - self.started
+
+    def _state(self) -> RolloutState:
+        return RolloutState(
+            turn_index=len(self.transitions),
+            observation_tokens=self.observation.length,
+            sampled_tokens=self.sampled_tokens,
+            num_length_truncations=self.truncations,
+            elapsed_seconds=self._elapsed(),
+            transitions=self.transitions,
+        )

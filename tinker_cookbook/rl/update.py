@@ -1,0 +1,106 @@
+"""One batch's update: forward and backward passes and optimizer steps, all submitted before any is awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any, Literal
+
+import tinker
+import torch
+
+from tinker_cookbook.clients import TrainingClient
+from tinker_cookbook.rl.losses import loss_datum
+from tinker_cookbook.utils.misc_utils import split_list
+
+ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8
+
+LoopMetrics = dict[str, float | int | str]
+
+
+class Update:
+    """Collects the passes of one batch's update as they are submitted; `finish` waits for all of them.
+
+    The engine runs calls in the order they are made, so a pass can be submitted as soon as its data is there.
+    """
+
+    def __init__(
+        self,
+        training_client: TrainingClient,
+        learning_rate: float,
+        loss_fn: str,
+        loss_fn_config: dict[str, float] | None = None,
+        grad_clip_norm: float = 0.0,
+    ):
+        self._client, self._loss_fn, self._loss_fn_config = training_client, loss_fn, loss_fn_config
+        self._adam = tinker.AdamParams(
+            learning_rate=learning_rate,
+            beta1=ADAM_BETA1,
+            beta2=ADAM_BETA2,
+            eps=ADAM_EPS,
+            grad_clip_norm=grad_clip_norm,
+        )
+        self._submitted: list[tuple[Literal["pass", "step"], Awaitable[Any]]] = []
+        self._has_gradient = False
+        self.num_steps = 0
+
+    def forward_backward(self, data_D: Sequence[tinker.Datum]) -> None:
+        """Submit a pass over some of the datums; without any, nothing."""
+        if data_D:
+            data = [loss_datum(datum, self._loss_fn) for datum in data_D]
+            passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
+            self._submitted.append(("pass", passes))
+            self._has_gradient = True
+
+    def optim_step(self) -> None:
+        """Submit an optimizer step on what was accumulated since the last one; on nothing, nothing."""
+        if self._has_gradient:
+            self._submitted.append(("step", self._client.optim_step(self._adam)))
+            self._has_gradient = False
+            self.num_steps += 1
+
+    async def finish(self, metrics: LoopMetrics | None = None) -> list[torch.Tensor]:
+        """Wait for everything; logprobs of all datums in order of submission, float32 (N,) each.
+
+        Into `metrics` go the engine's: sums are added up, of the others the last pass and step count.
+        """
+        logprobs_D: list[torch.Tensor] = []
+        found: LoopMetrics = {"train/num_substeps": self.num_steps}
+        for kind, pending in self._submitted:
+            output = await pending
+            if kind == "step":
+                found |= {f"optim/{key}": value for key, value in (output.metrics or {}).items()}
+                continue
+            logprobs_D.extend(outputs["logprobs"].to_torch() for outputs in output.loss_fn_outputs)
+            for key, value in output.metrics.items():
+                name, _, reduction = key.rpartition(":")
+                key = f"train/{name}" if reduction == "mean" else f"train/{name}_{reduction}"
+                found[key] = found.get(key, 0.0) + value if reduction == "sum" else value
+        if metrics is not None:
+            metrics |= found
+        return logprobs_D
+
+
+async def train_step(
+    data_D: list[tinker.Datum],
+    training_client: TrainingClient,
+    learning_rate: float,
+    num_substeps: int,
+    loss_fn: str,
+    loss_fn_config: dict[str, float] | None = None,
+    metrics: LoopMetrics | None = None,
+    grad_clip_norm: float = 0.0,
+) -> list[torch.Tensor]:
+    """One optimizer step per substep, each on its share of the datums; everything is submitted before anything is awaited.
+
+    How many datums a batch gives varies (rejection sampling, equal rewards): a thin one has fewer substeps, and says so in
+    `train/num_substeps`.
+
+    Returns:
+        The trainer's logprobs of each datum's target tokens, float32 (N,), in the order of `data_D`; with several
+        substeps those of the later ones have seen the earlier ones' updates.
+    """
+    update = Update(training_client, learning_rate, loss_fn, loss_fn_config, grad_clip_norm)
+    for part in split_list(data_D, min(num_substeps, len(data_D))):
+        update.forward_backward(part)
+        update.optim_step()
+    return await update.finish(metrics)
