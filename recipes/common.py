@@ -5,9 +5,11 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import chz
 
+from recipes.rl_options import RLOptions, algorithm_settings
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
@@ -56,12 +58,19 @@ class CommonConfig:
     save_every: int = chz.field(
         default=20, doc="checkpoint every n steps; 0: only at the end", validator=chz.validators.ge(0)
     )
+    rolling_save_every: int = chz.field(
+        default=0,
+        doc="save the training state every n steps too, each replacing the one before; 0: never",
+        validator=chz.validators.ge(0),
+    )
     wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project (extra: wandb)")
-    wandb_name: str | None = chz.field(default=None, doc="name of the W&B run")
+    wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
+    trackio_project: str | None = chz.field(default=None, doc="log to this trackio project (extra: trackio)")
+    tensorboard: bool = chz.field(default=False, doc="write TensorBoard events too (extra: tensorboard)")
 
 
 @chz.chz(typecheck=True)
-class RLConfig(CommonConfig):
+class RLConfig(RLOptions, CommonConfig):
     """Keys of every reinforcement learning recipe."""
 
     learning_rate: float | None = chz.field(
@@ -76,9 +85,6 @@ class RLConfig(CommonConfig):
         default=None, doc=f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny_chat, else {MAX_TOKENS}"
     )
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
-    loss_fn: str = chz.field(default="importance_sampling", doc=" or ".join(train.LOSS_FNS))
-    num_substeps: int = chz.field(default=1, doc="optimizer steps per batch", validator=chz.validators.gt(0))
-    on_zero_advantages: train.ZeroAdvantages = chz.field(default="raise", doc="raise, or skip the step and count it")
 
 
 @chz.chz(typecheck=True)
@@ -155,6 +161,17 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
     return str(unique)
 
 
+def run_settings(cli: CommonConfig, recipe: str, model: str) -> dict[str, Any]:
+    """What a recipe's keys say of the run itself, as keyword arguments of a loop's config; log_path is settled last."""
+    renderer_name = cli.renderer_name or model_info.get_recommended_renderer_name(model)
+    same = (
+        "backend", "base_url", "load_checkpoint_path", "lora_rank", "seed", "max_steps", "eval_every", "save_every",
+        "rolling_save_every", "wandb_project", "wandb_name", "trackio_project", "tensorboard",
+    )  # fmt: skip
+    named = {"log_path": "", "model_name": model, "recipe_name": recipe, "renderer_name": renderer_name}
+    return named | {key: getattr(cli, key) for key in same}
+
+
 def dataset_label(dataset: str | None, default: str) -> str:
     """How a dataset is called in a folder's name: shipped and hub names as they are, files as `custom`."""
     name = dataset or default
@@ -174,28 +191,13 @@ def train_config(
     # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
     tempered = cli.temperature != 1.0 and backends.resolve_backend(cli.backend) == "local"
     config = train.Config(
+        **run_settings(cli, recipe, model),
+        **algorithm_settings(cli, model, advantage, cli.temperature if tempered else None),
         learning_rate=learning_rate(cli, cli.learning_rate, RL_LEARNING_RATE),
         dataset_builder=dataset_builder,
-        model_name=model,
-        recipe_name=recipe,
         max_tokens=max_tokens(cli),
-        log_path="",
-        backend=cli.backend,
-        base_url=cli.base_url,
-        lora_rank=cli.lora_rank,
         temperature=cli.temperature,
-        loss_fn=cli.loss_fn,
-        loss_fn_config={"temperature": cli.temperature} if tempered else None,
-        advantage=advantage or AdvantageConfig(),
-        on_zero_advantages=cli.on_zero_advantages,
-        num_substeps=cli.num_substeps,
-        seed=cli.seed,
-        eval_every=cli.eval_every,
-        save_every=cli.save_every,
         evaluator_builders=list(evaluator_builders),
-        load_checkpoint_path=cli.load_checkpoint_path,
-        wandb_project=cli.wandb_project,
-        wandb_name=cli.wandb_name,
     )
     train.check_config(config)
     return chz.replace(config, log_path=open_log_path(cli, recipe, *folder))

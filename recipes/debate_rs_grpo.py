@@ -25,6 +25,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.dataset import ADVANTAGES, DebateDatasetBuilder, DebateTrain
 from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig, check_judge
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.runs.outcome import print_rl_changes
 
@@ -50,6 +51,11 @@ def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
     check_judge(cli.judge)
+    if cli.debate_train == "rejection" and (cli.preset is not None or cli.baseline is not None):
+        raise ConfigurationError(
+            "debate_train=rejection trains each winner with the same weight, whatever its reward; leave preset and baseline out, "
+            "or use debate_train=rs_grpo"
+        )
     folder = run_folder(cli, f"debate-{cli.debate_train}")
     model, renderer_name = resolve_model(cli)
     context = model_info.get_context_length(model)

@@ -5,8 +5,6 @@ python -m recipes.single_turn task=summary reward_fn=compression:0.5,rouge:0.3
 python -m recipes.single_turn task=summary dataset=cnn_dailymail model_name=Qwen/Qwen3-4B-Instruct-2507
 """
 
-from typing import Literal
-
 import chz
 
 from recipes.common import (
@@ -20,7 +18,7 @@ from recipes.common import (
 )
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.data_processing import AdvantageConfig
+from tinker_cookbook.rl.advantages import AdvantageConfig, Baseline
 from tinker_cookbook.runs.outcome import print_rl_changes
 from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
 
@@ -31,9 +29,10 @@ RECIPE = "single_turn"
 class CLIConfig(TaskConfig):
     """Keys of `python -m recipes.single_turn`."""
 
-    baseline: Literal["mean", "zscore", "constant"] = chz.field(
-        default="zscore",
-        doc="advantage: reward minus mean, z-score, or 1 for every accepted reply (rejection sampling)",
+    baseline: Baseline | None = chz.field(
+        default=None,
+        doc="what a reward is compared with: mean, zscore (default), leave_one_out, role, or constant: 1 for every accepted "
+        "reply (rejection sampling)",
     )
     accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
     accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
@@ -61,7 +60,7 @@ def build_config(cli: CLIConfig) -> train.Config:
         max_prompt_tokens=prompt_room(cli, model),
     )
     dataset_builder.check()
-    advantage = AdvantageConfig(baseline=cli.baseline, scale="sequence")
+    advantage = AdvantageConfig(baseline="zscore", scale="sequence")
     evaluator = train_questions_evaluator(cli, model, renderer_name)
     return train_config(cli, RECIPE, model, dataset_builder, folder, advantage, [evaluator])
 
