@@ -1,0 +1,96 @@
+"""Reinforcement learning killed at any instant and resumed, in every pacing, is the run that was not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.killing import (
+    CHECKPOINT_LINE,
+    METRICS_ROW,
+    OPTIM_STEP,
+    SAVED_FILE,
+    KillPoint,
+    Outcome,
+    Recipe,
+    assert_same,
+    run_killed,
+    run_whole,
+)
+
+STEPS = 6
+SAMPLE_GROUP = "tinker_cookbook.rl.loop:Loop.sample_group"
+GROUPS = 3
+MODES = {
+    "sync": (),
+    "sync, two substeps, role baselines, KL penalty": ("num_substeps=2", "baseline=role", "kl_penalty_coef=0.1"),
+    "stream": ("stream_minibatches=2", "num_substeps=2"),
+    "async 0": ("max_steps_off_policy=0",),
+}
+
+
+def recipe(*settings: str) -> Recipe:
+    """Six steps, saved after the second and the fourth."""
+    data = (f"groups_per_batch={GROUPS}", "group_size=6", "num_test=4", f"max_steps={STEPS}", "max_tokens=24")
+    return Recipe(
+        "recipes.rl_basic", (*data, "save_every=2", "eval_every=3", "lora_rank=4", "on_zero_advantages=skip", *settings)
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return {
+        name: run_whole(recipe(*settings), tmp_path_factory.mktemp("whole") / "run") for name, settings in MODES.items()
+    }
+
+
+KILLS = {
+    "an update done, neither logged nor saved": [KillPoint(OPTIM_STEP, call=4, when="after")],
+    "while a checkpoint is written": [KillPoint(SAVED_FILE, call=6)],
+    "torn lines, twice in one run": [
+        KillPoint(METRICS_ROW, call=4, when="torn"),
+        KillPoint(CHECKPOINT_LINE, call=1, when="torn"),
+    ],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kills", KILLS)
+def test_killed_and_resumed(whole: dict[str, Outcome], tmp_path: Path, mode: str, kills: str) -> None:
+    assert [row["step"] for row in whole[mode].rows] == list(range(STEPS + 1))
+    assert whole[mode].optimizer_steps >= STEPS - 2
+    assert_same(run_killed(recipe(*MODES[mode]), tmp_path, KILLS[kills]), whole[mode])
+
+
+def test_sampling_zero_batches_ahead_is_the_synchronous_loop(whole: dict[str, Outcome]) -> None:
+    assert_same(whole["async 0"], whole["sync"])
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [KillPoint(SAMPLE_GROUP, call=3 * GROUPS + 2)],
+        [KillPoint(OPTIM_STEP, call=4, when="after")],
+        [KillPoint(METRICS_ROW, call=4, when="torn"), KillPoint(SAVED_FILE, call=2)],
+    ],
+    ids=lambda kills: "+".join(map(str, kills)),
+)
+def test_ahead_of_training_no_group_is_lost_or_trained_twice(tmp_path: Path, kills: list[KillPoint]) -> None:
+    outcome = run_killed(recipe("max_steps_off_policy=2"), tmp_path, kills)
+    steps = [row for row in outcome.rows if "groups/sampled" in row]
+    assert [row["step"] for row in steps] == list(range(STEPS))
+    assert sum(row["groups/sampled"] for row in steps) == STEPS * GROUPS
+    assert all(row["groups/sampled"] == row["groups/trained"] + row["groups/filtered"] for row in steps)
+    assert outcome.optimizer_steps == sum(1 - row["train/skipped_steps"] for row in steps)
+    # What the records say was trained: each step its own groups, each question of a batch once.
+    for row in steps:
+        path = outcome.log_path / f"training_step_{row['step'] + 1:04d}.json"
+        if row["train/skipped_steps"]:
+            continue
+        trained = {datum["source"]["group_idx"] for datum in json.loads(path.read_text())["datums"]}
+        assert len(trained) == row["groups/trained"]
+    asked = [
+        (json.loads(path.read_text())["step"], json.loads(path.read_text())["group_id"])
+        for path in outcome.log_path.glob("baseline_*_00.json")
+    ]
+    assert sorted(asked) == [(step, group) for step in range(STEPS) for group in range(GROUPS)]
