@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.rl.loop import NumberDatasetBuilder, NumberEnv, NumberGroup, WhichWei
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, RolloutTimeoutError, ZeroAdvantageError
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.rollout_executor import get_rollout_executor
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.schedule import BatchSchedule
 
@@ -267,3 +270,19 @@ class TestSchedule:
         dataset, _ = asyncio.run(NumberDatasetBuilder(groups=0)())
         with pytest.raises(DataValidationError, match="batch 2 of the dataset"):
             BatchSchedule(dataset).get_batch(2)
+
+
+def test_groups_run_in_the_executor_that_the_run_was_given(service: FakeServiceClient, tmp_path: Path) -> None:
+    threads: set[str] = set()
+    original = NumberEnv.step
+
+    async def step(self: NumberEnv, action: list[int], *, extra: Any = None) -> Any:
+        threads.add(threading.current_thread().name)
+        return await original(self, action, extra=extra)
+
+    with ThreadPoolExecutor(2, thread_name_prefix="env") as executor, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(NumberEnv, "step", step)
+        asyncio.run(train.main(make_config(tmp_path), executor))
+    assert threads and all(name.startswith("env") for name in threads)
+    assert get_rollout_executor() is None
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]

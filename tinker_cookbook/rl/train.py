@@ -28,6 +28,7 @@ from tinker_cookbook.rl.pacing import (
     do_sync_training,
     do_sync_training_with_stream_minibatch,
 )
+from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
 from tinker_cookbook.rl.rollout_strategy import rollout_strategy_from_config
 from tinker_cookbook.rl.schedule import BatchSchedule
 from tinker_cookbook.rl.update import train_step
@@ -63,8 +64,23 @@ async def main(config: Config, rollout_executor: Executor | None = None) -> None
 
 
 async def run(config: Config, *, penalties: Sequence[Penalty] = (), rollout_executor: Executor | None = None) -> None:
-    """`main`, with penalties on single tokens besides the config's own, as distillation needs them."""
+    """`main`, with penalties on single tokens besides the config's own, as distillation needs them.
+
+    Args:
+        rollout_executor: where groups run during this run (`rollout_executor.set_rollout_executor`); the caller shuts it
+            down. None leaves what was set before.
+    """
     check_config(config)
+    before = get_rollout_executor()
+    if rollout_executor is not None:
+        set_rollout_executor(rollout_executor)
+    try:
+        await _run(config, penalties)
+    finally:
+        set_rollout_executor(before)
+
+
+async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     dataset, test_dataset = await config.dataset_builder()
     pacing = config.async_config or config.stream_minibatch_config
     schedule = BatchSchedule(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)

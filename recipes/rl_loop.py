@@ -1,0 +1,106 @@
+"""Reinforcement learning without the library's loop: GRPO on sums in one screen, to copy and change.
+
+    python -m recipes.rl_loop
+    python -m recipes.rl_loop model_name=Qwen/Qwen3-4B-Instruct-2507 learning_rate=4e-5 max_number=999
+
+One question is a group of replies; a reply's advantage is its reward minus the group's mean. One step at a time, each awaited:
+no evaluation, no resume, a checkpoint at the end only. `recipes.rl_basic` has these. The reward (share of right answers in
+metrics.jsonl) rises by more than 0.2 over the default run.
+"""
+
+import random
+
+import chz
+import numpy as np
+import tinker
+
+from tinker_cookbook import backends, model_info
+from tinker_cookbook.cli_utils import check_log_dir, default_log_path, run_recipe
+from tinker_cookbook.renderers import get_renderer, get_text_content
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.types import parse_solution
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.ml_log import setup_logging
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.rl_loop`."""
+
+    model_name: str = chz.field(default=str(EXAMPLE_DATA / "tiny_chat"), doc="a model directory or a hub id")
+    backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
+    log_path: str = chz.field(default=default_log_path("rl_loop", "run"), doc="new folder for metrics and logs")
+    learning_rate: float = chz.field(default=1e-3, doc="Adam's learning rate", validator=chz.validators.gt(0))
+    lora_rank: int = chz.field(default=32, doc="rank of the LoRA adapter", validator=chz.validators.gt(0))
+    groups_per_batch: int = chz.field(default=16, doc="questions per step", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=8, doc="replies per question", validator=chz.validators.gt(1))
+    max_steps: int = chz.field(default=20, doc="number of steps", validator=chz.validators.gt(0))
+    max_tokens: int = chz.field(default=64, doc="longest reply in tokens", validator=chz.validators.gt(0))
+    max_number: int = chz.field(default=20, doc="largest number in a sum", validator=chz.validators.gt(0))
+    seed: int = chz.field(default=0, doc="seed of the adapter, the questions and the replies")
+
+
+def make_datum(prompt: list[int], reply: tinker.types.SampledSequence, advantage: float) -> tinker.Datum:
+    """Prompt and reply, shifted by one: position i predicts token i + 1. Only the reply has advantages."""
+    context = [0.0] * (len(prompt) - 1)
+    logprobs, advantages = [*context, *(reply.logprobs or [])], [*context, *[advantage] * len(reply.tokens)]
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([*prompt, *reply.tokens[:-1]]),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(np.array([*prompt[1:], *reply.tokens], dtype=np.int64)),
+            "logprobs": tinker.TensorData.from_numpy(np.array(logprobs, dtype=np.float32)),
+            "advantages": tinker.TensorData.from_numpy(np.array(advantages, dtype=np.float32)),
+        },
+    )
+
+
+async def main(cli: CLIConfig) -> None:
+    backends.check_backend(cli.backend, cli.model_name)
+    renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
+    renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
+    check_log_dir(cli.log_path, "ask")
+    ml_logger = setup_logging(cli.log_path, config=cli)
+    service = backends.create_service_client(cli.backend)
+    client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
+    adam = tinker.AdamParams(learning_rate=cli.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
+    rng = random.Random(cli.seed)
+
+    for step in range(cli.max_steps):
+        # The policy that replies is a frozen snapshot; all questions are asked at once.
+        sampler = await client.save_weights_and_get_sampling_client()
+        sums = [(rng.randint(0, cli.max_number), rng.randint(0, cli.max_number)) for _ in range(cli.groups_per_batch)]
+        asked = []
+        for i, (a, b) in enumerate(sums):
+            prompt = renderer.build_generation_prompt(
+                [{"role": "system", "content": QA_SYSTEM}, {"role": "user", "content": f"What is {a} + {b}?"}]
+            )
+            params = tinker.SamplingParams(
+                max_tokens=cli.max_tokens, stop=renderer.get_stop_sequences(), seed=step * cli.groups_per_batch + i
+            )
+            asked.append((prompt.to_ints(), a + b, sampler.sample(prompt, cli.group_size, params)))
+
+        data_D, rewards_P = [], []
+        for prompt, answer, pending in asked:
+            replies_G = (await pending).sequences
+            texts_G = [get_text_content(renderer.parse_response(reply.tokens)[0]) for reply in replies_G]
+            rewards_G = np.array([float(parse_solution(text) == str(answer)) for text in texts_G])
+            rewards_P.append(rewards_G.mean())
+            for reply, advantage in zip(replies_G, rewards_G - rewards_G.mean(), strict=True):
+                if advantage != 0:
+                    data_D.append(make_datum(prompt, reply, float(advantage)))
+
+        if data_D:  # if every group agreed with itself there is nothing to learn from
+            passed = client.forward_backward(data_D, "importance_sampling")
+            updated = client.optim_step(adam)
+            await passed
+            await updated
+        ml_logger.log_metrics({"reward": float(np.mean(rewards_P)), "num_datums": len(data_D)}, step=step)
+
+    saved = await client.save_state("final")
+    print(f"Weights: {saved.path}\nFiles: {cli.log_path}")
+    ml_logger.close()
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)
