@@ -219,7 +219,7 @@ class Loop:
         }
         if batch.data_D:
             members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
-            metrics["train/datums_per_trajectory"] = len(batch.data_D) / len(members)
+            metrics["train/branches_per_rollout"] = len(batch.data_D) / len(members)
             return True
         if self.config.on_zero_advantages == "raise":
             if not batch.groups:

@@ -1,0 +1,43 @@
+"""The examples run as they are documented, and do what they say."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from examples import custom_dataset, custom_env, custom_loss
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(EXAMPLE_DATA.parent)
+    monkeypatch.delenv("TINKER_BACKEND", raising=False)
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+
+
+def rows(log_path: Path) -> list[dict]:
+    return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_custom_env(tmp_path: Path) -> None:
+    custom_env.main(str(tmp_path / "run"))
+    written = rows(tmp_path / "run")
+    assert [row["step"] for row in written] == list(range(6))
+    assert written[-1]["env/all/reward/total"] > written[0]["env/all/reward/total"]
+    # Two turns, each prompt extending the one before: one datum per trajectory.
+    assert all(row["env/all/turns_per_episode"] == 2 for row in written)
+    assert all(row.get("train/branches_per_rollout", 1) == 1 for row in written)
+
+
+def test_custom_dataset(tmp_path: Path) -> None:
+    custom_dataset.main(str(tmp_path / "run"))
+    evaluated = [row["test/nll"] for row in rows(tmp_path / "run") if "test/nll" in row]
+    assert evaluated[-1] < 0.7 * evaluated[0]
+
+
+def test_custom_loss() -> None:
+    history = asyncio.run(custom_loss.main())
+    assert history[-1]["kept"] > history[0]["kept"]
+    assert history[-1]["unlearned"] < 0.7 * history[0]["unlearned"]
