@@ -5,7 +5,7 @@ from typing import Literal
 import chz
 
 from tinker_cookbook import backends
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
+from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.losses import LOSS_FNS, check_loss
@@ -87,8 +87,10 @@ class Config(RunConfig):
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
-    evaluator_builders: list[SamplingClientEvaluatorBuilder] = chz.field(
-        default_factory=list, doc="further evaluators, run with the test set"
+    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set")
+    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
+    infrequent_eval_every: int = chz.field(
+        default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
     )
     write_records: bool = chz.field(
         default=True, doc="write each group's and each step's tokens, logprobs and advantages"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import GroupFailedError, TrainingError
 from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
 from tinker_cookbook.rl.config import Config
@@ -55,12 +55,12 @@ class Loop:
         config: Config,
         session: Session,
         schedule: BatchSchedule,
-        evaluators: Sequence[SamplingClientEvaluator],
+        rounds: EvaluationRounds,
         penalties: Sequence[Penalty],
         sampling_client: SamplingClient,
     ):
         self.config, self.session, self.schedule = config, session, schedule
-        self.evaluators, self.penalties = evaluators, penalties
+        self.rounds, self.penalties = rounds, penalties
         self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
         self.start, self.end = session.start_step(), len(schedule)
         self.strategy = rollout_strategy_from_config(config.rollout_error_tolerance)
@@ -84,9 +84,9 @@ class Loop:
 
     async def evaluate(self, step: int, metrics: LoopMetrics) -> None:
         """Run the evaluators if they are due before this step, on the current snapshot."""
-        if self.config.eval_every > 0 and step % self.config.eval_every == 0:
+        if due := self.rounds.due(step):
             with timed("eval", metrics):
-                metrics |= await run_evaluators(self.evaluators, self.sampling_client)
+                metrics |= await run_evaluators(due, self.session.training_client, self.sampling_client)
 
     async def sample_group(
         self,
@@ -271,19 +271,9 @@ class Loop:
         """Evaluate and save the final weights."""
         if self.start >= self.end:
             return
-        if self.config.eval_every > 0 and self.evaluators:
-            final = await run_evaluators(self.evaluators, self.sampling_client)
+        if due := self.rounds.at_end():
+            final = await run_evaluators(due, self.session.training_client, self.sampling_client)
             self.session.run.logger.log_metrics(
                 {"progress/batch": self.end, "progress/done_frac": 1.0, **final}, step=self.end
             )
         await self.session.checkpoints.save_final({"batch": self.end})
-
-
-async def run_evaluators(
-    evaluators: Sequence[SamplingClientEvaluator], sampling_client: SamplingClient
-) -> dict[str, float]:
-    """The metrics of all evaluators."""
-    metrics: dict[str, float] = {}
-    for evaluator in evaluators:
-        metrics |= await evaluator(sampling_client)
-    return metrics

@@ -248,9 +248,7 @@ class EnvFromMessageEnv(Env):
             seen = len(self._last.conversation)
             if messages[:seen] == self._last.conversation:
                 reply = self._last.conversation[-1]
-                prompt = continue_prompt(
-                    self.renderer, self._last.prompt, self._last.action, reply, messages[seen:]
-                )
+                prompt = continue_prompt(self.renderer, self._last.prompt, self._last.action, reply, messages[seen:])
         self._prompt = prompt if prompt is not None else self.renderer.build_generation_prompt(messages)
         self._conversation = copy.deepcopy(messages)
         self._stop = stop if stop is not None else self.renderer.get_stop_sequences()

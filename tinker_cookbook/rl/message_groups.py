@@ -1,6 +1,6 @@
 """Groups and datasets of message environments: say how one episode is drawn from a random generator, get the rest.
 
-Subclass MessageDatasetBuilder with the fields of the game and `make_env`; training and test batches follow, each a function
+Subclass MessageDatasetBuilder with the fields of the game and `make_env_maker`; training and test batches follow, each a function
 of the seed and its index alone, so that a run resumes without replaying anything.
 """
 
@@ -18,6 +18,9 @@ from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Record, RLDataset, RLDatasetBuilder, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+EnvMaker = Callable[[Renderer, random.Random], Callable[[], MessageEnv]]
+"""Draws an episode: gives a picklable function that makes its environment, a fresh one at each call."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,11 @@ class MessageGroupBuilder(EnvGroupBuilder):
             assert isinstance(env, EnvFromMessageEnv)
             turns = [
                 transition_record(
-                    turn, decode_tokens(tokenizer, turn.ac.tokens), reward=turn.reward, metrics=turn.metrics, logs=turn.logs
+                    turn,
+                    decode_tokens(tokenizer, turn.ac.tokens),
+                    reward=turn.reward,
+                    metrics=turn.metrics,
+                    logs=turn.logs,
                 )
                 for turn in trajectory.transitions
             ]
@@ -87,7 +94,7 @@ class SeededRLDataset(RLDataset):
 
 @chz.chz(typecheck=True)
 class MessageDatasetBuilder(RLDatasetBuilder):
-    """Training episodes, and as a test set `num_test` episodes drawn with another seed. Define `make_env`."""
+    """Training episodes, and as a test set `num_test` episodes drawn with another seed. Define `make_env_maker`."""
 
     model_name: str = chz.field(doc="whose tokenizer to use")
     renderer_name: str = chz.field(doc="how messages become tokens")
@@ -96,12 +103,13 @@ class MessageDatasetBuilder(RLDatasetBuilder):
     num_batches: int = chz.field(doc="training batches")
     num_test: int = chz.field(doc="episodes of an evaluation, each played once")
     seed: int = chz.field(doc="seed of the episodes")
-    max_trajectory_tokens: int | None = chz.field(default=None, doc="longest conversation; None: no limit")
-    max_generation_tokens: int | None = chz.field(default=None, doc="room kept for the next reply")
+    max_prompt_tokens: int | None = chz.field(
+        default=None, doc="an episode ends whose prompt has grown beyond this; None: no limit"
+    )
 
-    def make_env(self, renderer: Renderer, rng: random.Random) -> Callable[[], MessageEnv]:
-        """Draw an episode: a picklable function that makes its environment, a fresh one at each call."""
-        raise NotImplementedError(f"{type(self).__name__} must define make_env")
+    async def make_env_maker(self) -> EnvMaker:
+        """What draws the episodes. Clients that the environments need are made here."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_env_maker")
 
     def env_options(self) -> dict[str, Any]:
         """Further arguments of EnvFromMessageEnv."""
@@ -115,20 +123,14 @@ class MessageDatasetBuilder(RLDatasetBuilder):
         return get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
 
     async def __call__(self) -> tuple[RLDataset, RLDataset]:
-        renderer = self.renderer()
-        options = {
-            "max_trajectory_tokens": self.max_trajectory_tokens,
-            "max_generation_tokens": self.max_generation_tokens,
-            **self.env_options(),
-        }
+        renderer, make_env = self.renderer(), await self.make_env_maker()
+        options = {"max_trajectory_tokens": self.max_prompt_tokens, **self.env_options()}
 
         def group_of(num_envs: int) -> Callable[[random.Random], EnvGroupBuilder]:
             def make_group(rng: random.Random) -> EnvGroupBuilder:
-                env_thunk = self.make_env(renderer, rng)
-                return MessageGroupBuilder(env_thunk, num_envs, renderer, self.dataset_name, options)
+                return MessageGroupBuilder(make_env(renderer, rng), num_envs, renderer, self.dataset_name, options)
 
             return make_group
 
         training = SeededRLDataset(group_of(self.group_size), self.groups_per_batch, self.num_batches, self.seed)
         return training, SeededRLDataset(group_of(1), self.num_test, 1, derive_seed(self.seed, "test"))
-

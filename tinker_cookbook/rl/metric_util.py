@@ -10,8 +10,8 @@ from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
-from tinker_cookbook.rl.rollouts import RolloutErrorCounter, do_batch_rollout
-from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
+from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout
+from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, EnvGroupBuilder, RLDataset, TrajectoryGroup
 
 
 def compute_trajectory_metrics(
@@ -46,14 +46,19 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "trained_fraction": sum(sum(group.is_trained()) for group in groups) / len(trajectories),
         **_fractions_by_group(groups),
     }
-    # A metric is averaged over those who report it: won_if_correct, say, comes from correct debaters alone.
+    # A metric is averaged over those who report it: won_if_correct, say, comes from correct debaters alone. How an episode
+    # ended is reported by those that ended so, and is a share of all.
     reported: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         for trajectory, group_metrics in zip(group.trajectories_G, group.metrics_G, strict=True):
             for source in [*(transition.metrics for transition in trajectory.transitions), group_metrics]:
                 for key, value in source.items():
                     reported[key].append(value)
-    return metrics | {key: sum(values) / len(values) for key, values in sorted(reported.items())}
+    of_all = {key for key in reported if key.startswith(STOP_METRIC_PREFIX) or key == ZERO_REWARD_METRIC_KEY}
+    return metrics | {
+        key: sum(values) / (len(trajectories) if key in of_all else len(values))
+        for key, values in sorted(reported.items())
+    }
 
 
 def _fractions_by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

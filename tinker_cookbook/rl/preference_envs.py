@@ -217,6 +217,10 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
         default=None, doc="what the preference model is shown of a reply, say without its reasoning"
     )
     format_coef: float = chz.field(default=1.0, doc="taken off a reply that did not end by itself")
+    with_test_set: bool = chz.field(
+        default=True,
+        doc="also roll out on the held-out prompts; rewards there sum to 0, lengths and format tell something",
+    )
     seed: int = chz.field(default=0, doc="order of the prompts")
 
     @chz.validate
@@ -249,5 +253,5 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
         batches = self.num_batches if self.num_batches is not None else len(train) // self.batch_size
         return (
             dataset(train, self.batch_size, batches),
-            dataset(test, len(test), 1) if test else None,
+            dataset(test, len(test), 1) if test and self.with_test_set else None,
         )

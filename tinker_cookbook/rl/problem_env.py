@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import tinker
+
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.records import transition_record
@@ -65,12 +67,11 @@ class ProblemEnv(Env):
         ended = termination.is_clean or not self.require_stop_sequence_for_format
         well_formed = ended and self.check_format(self.reply)
         correct = self.check_answer(self.reply)
-        observation, stop = await self.initial_observation()
         return StepResult(
             reward=self.format_coef * (float(well_formed) - 1) + float(correct),
             episode_done=True,
-            next_observation=observation,
-            next_stop_condition=stop,
+            next_observation=tinker.ModelInput.empty(),
+            next_stop_condition=self.renderer.get_stop_sequences(),
             metrics={"format": float(well_formed), "correct": float(correct)},
             logs={"question": self.get_question(), "reply": self.reply, "reference": self.get_reference_answer()},
         )

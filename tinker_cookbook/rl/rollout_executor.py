@@ -8,7 +8,7 @@ engine, stays where it is and is asked over a socket of this machine. In a threa
 event loop. Seeds are those of a run without executor; with the local engine the last bit of a logprob may differ, since
 what is sampled together depends on timing.
 
-A group that is cancelled here runs on over there until it is done or asks for its next turn.
+A group that is cancelled here runs on over there until it is done, or asks a policy in another process that has left.
 """
 
 from __future__ import annotations

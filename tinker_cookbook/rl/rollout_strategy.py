@@ -5,8 +5,6 @@ a whole or not at all. Each call of make_envs is followed by one cleanup, after 
 ConfigurationError ends the run under every strategy: another try mends no setting.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import math
@@ -14,12 +12,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
+
+import chz
 
 from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, GroupFailedError, RolloutTimeoutError
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
 from tinker_cookbook.utils.misc_utils import gather_all
+
+
+def _not_negative(owner: Any, attribute: str) -> None:
+    value = getattr(owner, attribute)
+    if value is not None and value < 0:
+        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be at least 0")
 
 
 @dataclass
@@ -48,7 +55,7 @@ class RolloutStrategy(ABC):
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult: ...
 
 
-@dataclass(frozen=True)
+@chz.chz(typecheck=True)
 class FailFast(RolloutStrategy):
     """The first failure cancels the group and is raised itself, with a note that says whose it was."""
 
@@ -62,40 +69,34 @@ class FailFast(RolloutStrategy):
             return RolloutResult(trajectories, envs, cleanups=cleanups.pop_all())
 
 
-@dataclass(frozen=True)
+@chz.chz(typecheck=True)
 class RetryOnFailure(RolloutStrategy):
-    """Failed members are run again in fresh envs, in up to `max_retries` further rounds; then the group has failed.
+    """Failed members are run again in fresh envs, in up to `max_retries` further rounds; then the group has failed."""
 
-    Args:
-        per_rollout_timeout: seconds after which a rollout counts as failed; 0 or None: never.
-    """
-
-    max_retries: int = 3
-    per_rollout_timeout: float | None = 0
-
-    def __post_init__(self) -> None:
-        _check_retries(self.max_retries, self.per_rollout_timeout)
+    max_retries: int = chz.field(default=3, doc="further rounds for members that failed", validator=_not_negative)
+    per_rollout_timeout: float | None = chz.field(
+        default=0, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=_not_negative
+    )
 
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
         return await _Rounds(env_group_builder, policy, self.max_retries, self.per_rollout_timeout).run(None)
 
 
-@dataclass(frozen=True)
+@chz.chz(typecheck=True)
 class MinViableGroup(RolloutStrategy):
     """A group goes on without the members that failed if `min_successful` are left. While there are fewer, the failed ones
-    are run again, in up to `max_retries` further rounds. A coordinated group needs all of its members.
+    are run again, in up to `max_retries` further rounds. A coordinated group needs all of its members."""
 
-    Args:
-        min_successful: None asks for three quarters of the group, rounded up.
-        per_rollout_timeout: seconds after which a rollout counts as failed; 0 or None: never.
-    """
+    min_successful: int | None = chz.field(
+        default=None, doc="members that must come through; None: three quarters of the group, rounded up"
+    )
+    max_retries: int = chz.field(default=3, doc="further rounds for members that failed", validator=_not_negative)
+    per_rollout_timeout: float | None = chz.field(
+        default=None, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=_not_negative
+    )
 
-    min_successful: int | None = None
-    max_retries: int = 3
-    per_rollout_timeout: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_retries(self.max_retries, self.per_rollout_timeout)
+    @chz.validate
+    def _check(self) -> None:
         if self.min_successful is not None and self.min_successful < 1:
             raise ConfigurationError(f"min_successful={self.min_successful}: must be at least 1, or None")
 
@@ -126,13 +127,6 @@ def describe_group(builder: EnvGroupBuilder) -> str:
 def rollout_error(error: Exception) -> RolloutError:
     """The record of an error: its message and the notes that say where it arose."""
     return RolloutError(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", [])]))
-
-
-def _check_retries(max_retries: int, per_rollout_timeout: float | None) -> None:
-    if max_retries < 0:
-        raise ConfigurationError(f"max_retries={max_retries}: must be at least 0")
-    if per_rollout_timeout is not None and per_rollout_timeout < 0:
-        raise ConfigurationError(f"per_rollout_timeout={per_rollout_timeout}: must be at least 0; 0 means no limit")
 
 
 async def _play(env: Env, member: int, policy: TokenCompleter, timeout: float | None, attempt: int = 0) -> Trajectory:

@@ -33,6 +33,7 @@ from tinker_cookbook.rl.types import (
 from tinker_cookbook.utils.misc_utils import gather_all
 
 __all__ = [
+    "ZERO_REWARD_METRIC_KEY",
     "FailedGroup",
     "RolloutErrorCounter",
     "do_batch_rollout",

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 from tinker_cookbook.completers import derive_seed
+from tinker_cookbook.eval.evaluators import EvaluatorBuilder
+from tinker_cookbook.eval.run import EvaluationRounds
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, ZeroAdvantages, check_config
 from tinker_cookbook.rl.data_processing import AdvantageConfig
-from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup, run_evaluators
+from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
 from tinker_cookbook.rl.losses import LOSS_FNS, PRESETS
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.minibatch import KLPenalty, Penalty, prepare_minibatch
@@ -31,6 +34,7 @@ from tinker_cookbook.rl.pacing import (
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
 from tinker_cookbook.rl.rollout_strategy import rollout_strategy_from_config
 from tinker_cookbook.rl.schedule import BatchSchedule
+from tinker_cookbook.rl.types import RLDataset
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
@@ -53,7 +57,6 @@ __all__ = [
     "main",
     "prepare_minibatch",
     "run",
-    "run_evaluators",
     "train_step",
 ]
 
@@ -83,26 +86,19 @@ async def run(config: Config, *, penalties: Sequence[Penalty] = (), rollout_exec
 async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     dataset, test_dataset = await config.dataset_builder()
     pacing = config.async_config or config.stream_minibatch_config
+    builders: list[EvaluatorBuilder] = list(config.evaluator_builders)
+    if test_dataset is not None:
+        builders.append(partial(_test_evaluator, config, test_dataset))
+    rounds = EvaluationRounds.build(
+        builders, config.eval_every, config.infrequent_evaluator_builders, config.infrequent_eval_every
+    )
     schedule = BatchSchedule(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
     async with open_session(config) as session:
         start, end = session.start_step(), len(schedule)
         session.rewind(start, end)
-        evaluators = [build() for build in config.evaluator_builders]
-        if test_dataset is not None:
-            evaluators.append(
-                RLTestSetEvaluator(
-                    test_dataset,
-                    config.max_tokens,
-                    "test",
-                    config.temperature,
-                    derive_seed(config.seed, "test"),
-                    rollout_strategy_from_config(config.rollout_error_tolerance),
-                    config.termination,
-                )
-            )
         all_penalties = [*await _kl_penalty(config, session), *penalties]
         sampling_client = await session.training_client.save_weights_and_get_sampling_client()
-        loop = Loop(config, session, schedule, evaluators, all_penalties, sampling_client)
+        loop = Loop(config, session, schedule, rounds, all_penalties, sampling_client)
         try:
             if config.async_config is not None:
                 await do_async_training(loop, config.async_config)
@@ -114,6 +110,18 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             await loop.save_stopped()
             raise
         await loop.finish()
+
+
+def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluator:
+    return RLTestSetEvaluator(
+        test_dataset,
+        config.max_tokens,
+        "test",
+        config.temperature,
+        derive_seed(config.seed, "test"),
+        rollout_strategy_from_config(config.rollout_error_tolerance),
+        config.termination,
+    )
 
 
 async def _kl_penalty(config: Config, session: Session) -> list[Penalty]:

@@ -1,0 +1,90 @@
+"""Playing an environment oneself: what the policy would read is printed, and what is typed is the policy's reply.
+
+    env = EnvFromMessageEnv(renderer, GuessNumberEnv(...))
+    await play_env(env, renderer.tokenizer)
+
+It shows what a task is really like: what the prompt says, which replies are read, and what they are worth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import tinker
+from rich.console import Console
+
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.rl.rollout_runner import run_rollout
+from tinker_cookbook.rl.types import Env, RLDatasetBuilder, Trajectory
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+EMPTY_LINE_HINT = "(end with an empty line)"
+
+
+class ManualPolicy(TokenCompleter):
+    """A policy whose completions are typed. They have no logprobs, so they cannot be trained on.
+
+    A reply ends with an empty line and gets the stop that the env asks for. Tags of special tokens may be typed out.
+
+    Args:
+        read_line: asks for a line, given a prompt; raises EOFError at the end of input.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, read_line: Callable[[str], str] = input, console: Console | None = None):
+        self._tokenizer, self._read_line = tokenizer, read_line
+        self._console = console or Console(highlight=False, markup=False)
+        self._shown: list[int] = []
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        """Raises EOFError when there is nothing more to read."""
+        prompt = model_input.to_ints()
+        new = prompt[len(self._shown) :] if prompt[: len(self._shown)] == self._shown else prompt
+        self._console.print(decode_tokens(self._tokenizer, new))
+        text = await asyncio.to_thread(self._read)
+        tokens = encode_text(self._tokenizer, text)
+        if max_tokens is not None and len(tokens) >= max_tokens:
+            tokens, reason = tokens[:max_tokens], "length"
+        else:
+            tokens, reason = tokens + self._stop_tokens(stop), "stop"
+        self._shown = prompt + tokens
+        return TokensWithLogprobs(tokens, None, reason)
+
+    def _read(self) -> str:
+        lines = [self._read_line(f"your reply {EMPTY_LINE_HINT}: ")]
+        while line := self._read_line(""):
+            lines.append(line)
+        return "\n".join(lines)
+
+    def _stop_tokens(self, stop: StopCondition) -> list[int]:
+        first = next(iter(stop), None)
+        if first is None:
+            return []
+        return [first] if isinstance(first, int) else encode_text(self._tokenizer, first)
+
+
+async def play_env(
+    env: Env, tokenizer: Tokenizer, read_line: Callable[[str], str] = input, console: Console | None = None
+) -> Trajectory:
+    """Play one episode, within the env's own limits, and print what each turn was worth."""
+    console = console or Console(highlight=False, markup=False)
+    trajectory = await run_rollout(ManualPolicy(tokenizer, read_line, console), env)
+    for i, turn in enumerate(trajectory.transitions):
+        console.print(f"turn {i + 1}: reward {turn.reward:g}  {turn.metrics}  {turn.logs or ''}")
+    total = sum(turn.reward for turn in trajectory.transitions)
+    console.print(f"total reward {total:g}, ended by: {trajectory.stop_reason}")
+    return trajectory
+
+
+async def play_episode(builder: RLDatasetBuilder, tokenizer: Tokenizer) -> Trajectory:
+    """Play the first training episode of a dataset; another seed of the dataset gives another one."""
+    training, _ = await builder()
+    group = training.get_batch(0)[0]
+    try:
+        env, *_ = await group.make_envs()
+        return await play_env(env, tokenizer)
+    finally:
+        await group.cleanup()
