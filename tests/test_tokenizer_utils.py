@@ -113,6 +113,8 @@ def test_importing_the_module_does_not_import_transformers() -> None:
         ("Qwen/Qwen3-8B-Base", "role_colon"),
         ("Qwen/Qwen3-8B-Base:peft:run", "role_colon"),
         ("meta-llama/Llama-3.1-8B", "role_colon"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2_5"),
     ],
 )
 def test_hub_families(name: str, renderer: str) -> None:
@@ -125,8 +127,6 @@ def test_hub_families(name: str, renderer: str) -> None:
         "Qwen/Qwen3-4B-Thinking-2507",
         "Qwen/Qwen3-VL-8B-Instruct",
         "Qwen/Qwen3.5-4B",
-        "Qwen/Qwen2.5-7B-Instruct",
-        "meta-llama/Llama-3.1-8B-Instruct",
         "org/unknown",
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.blocks import THINK_OPEN, TOOL_CLOSE, TOOL_OPEN, BlockKind, BlockScanner, Piece
+from tinker_cookbook.renderers.decoding import is_encodable
 from tinker_cookbook.renderers.types import (
     Content,
     ContentPart,
@@ -122,7 +123,7 @@ def parse_tool_call(body: str) -> ToolCall | UnparsedToolCall:
 
     try:
         call = json.loads(body)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return unparsed(f"not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return unparsed('expected a JSON object with the string key "name"')
@@ -134,6 +135,8 @@ def parse_tool_call(body: str) -> ToolCall | UnparsedToolCall:
     canonical = _CANONICAL_CALL.fullmatch(body)
     # The arguments keep the model's own spelling (spaces, escapes) where the block has the canonical shape.
     arguments = canonical.group(2) if canonical else json.dumps(call["arguments"], ensure_ascii=False)
+    if not is_encodable(call["name"] + arguments):
+        return unparsed("an escape in it stands for half a character, which is no valid text")
     return ToolCall(function=ToolCall.FunctionBody(name=call["name"], arguments=arguments))
 
 

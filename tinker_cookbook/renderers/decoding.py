@@ -16,6 +16,15 @@ def decode_tokens(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return text
 
 
+def is_encodable(text: str) -> bool:
+    """False for text with half of a surrogate pair (JSON can spell one), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def special_token_id(tokenizer: Tokenizer, token: str) -> int:
     """The single id of a special token. Raises RendererError naming the token when the tokenizer splits it."""
     ids = encode_text(tokenizer, token)

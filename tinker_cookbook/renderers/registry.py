@@ -1,10 +1,17 @@
 """Renderers by name: a table of our own, and the ones that a user registers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.base import Renderer
+from tinker_cookbook.renderers.deepseek_v3 import DeepSeekV3DisableThinkingRenderer, DeepSeekV3ThinkingRenderer
+from tinker_cookbook.renderers.gemma import GemmaRenderer
+from tinker_cookbook.renderers.gpt_oss import GptOssRenderer
+from tinker_cookbook.renderers.llama3 import Llama3Renderer
+from tinker_cookbook.renderers.mistral import MistralRenderer, MistralV3Renderer
+from tinker_cookbook.renderers.qwen2_5 import Qwen25Renderer
 from tinker_cookbook.renderers.qwen3 import Qwen3DisableThinkingRenderer, Qwen3InstructRenderer, Qwen3Renderer
 from tinker_cookbook.renderers.role_colon import RoleColonRenderer
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -17,6 +24,18 @@ _BUILT_IN: dict[str, Callable[[Tokenizer], Renderer]] = {
     "qwen3": Qwen3Renderer,
     "qwen3_disable_thinking": Qwen3DisableThinkingRenderer,
     "qwen3_instruct": Qwen3InstructRenderer,
+    "qwen2_5": Qwen25Renderer,
+    "llama3": Llama3Renderer,
+    "mistral": MistralRenderer,
+    "mistral_v3": MistralV3Renderer,
+    "gemma": GemmaRenderer,
+    "deepseekv3": DeepSeekV3DisableThinkingRenderer,
+    "deepseekv3_disable_thinking": DeepSeekV3DisableThinkingRenderer,
+    "deepseekv3_thinking": DeepSeekV3ThinkingRenderer,
+    "gpt_oss_no_sysprompt": partial(GptOssRenderer, reasoning_effort=None),
+    "gpt_oss_low_reasoning": partial(GptOssRenderer, reasoning_effort="low"),
+    "gpt_oss_medium_reasoning": partial(GptOssRenderer, reasoning_effort="medium"),
+    "gpt_oss_high_reasoning": partial(GptOssRenderer, reasoning_effort="high"),
 }
 _registered: dict[str, RendererFactory] = {}
 

@@ -1,0 +1,100 @@
+"""Sampling ahead on the shipped tiny model when things go wrong: each ends with its cause named, or goes on as configured."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import rl_basic
+from tests.rl.loop import rows
+from tinker_cookbook.exceptions import ZeroAdvantageError
+from tinker_cookbook.rl import train
+
+SECONDS = 60
+"""A run that has not ended by then hangs."""
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TINKER_BACKEND", raising=False)
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+
+
+def run(log_path: Path, **keys: Any) -> None:
+    settings: dict[str, Any] = {"eval_every": 0, "max_tokens": 16, "lora_rank": 4, "max_steps": 3, **keys}
+    cli = rl_basic.CLIConfig(
+        groups_per_batch=2, group_size=4, max_steps_off_policy=1, log_path=str(log_path), num_test=1, **settings
+    )
+
+    async def bounded() -> None:
+        async with asyncio.timeout(SECONDS):
+            await train.main(rl_basic.build_config(cli))
+
+    asyncio.run(bounded())
+
+
+class Trouble:
+    """Replaces the env's step; what it does happens to the first reply of the second question."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        original = rl_basic.ArithmeticEnv.step
+        self.calls = 0
+
+        async def step(env: rl_basic.ArithmeticEnv, action: list[int], *, extra: Any = None) -> Any:
+            self.calls += 1
+            if self.calls == 5:
+                await self.happen()
+            return await original(env, action, extra=extra)
+
+        monkeypatch.setattr(rl_basic.ArithmeticEnv, "step", step)
+
+    async def happen(self) -> None:
+        raise OSError("the sandbox is gone")
+
+
+class Hang(Trouble):
+    async def happen(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_env_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Trouble(monkeypatch)
+    with pytest.raises(OSError, match="the sandbox is gone") as raised:
+        run(tmp_path, on_zero_advantages="skip")
+    assert "(ArithmeticEnv)" in "; ".join(raised.value.__notes__)
+    assert "the sandbox is gone" in (tmp_path / "logs.log").read_text()
+
+
+def test_an_env_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hang(monkeypatch)
+    run(tmp_path, on_zero_advantages="skip", rollout_retries=0, rollout_timeout=5.0)
+    written = rows(tmp_path)
+    assert [row["groups/failed"] for row in written].count(1) == 1
+    assert written[-1]["rollout_errors/RolloutTimeoutError"] == 1
+    assert all(row["groups/sampled"] == 2 for row in written) and len(written) == 3
+
+
+def test_an_env_that_hangs_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hang(monkeypatch)
+    run(tmp_path, on_zero_advantages="skip", rollout_retries=1, rollout_timeout=5.0)
+    written = rows(tmp_path)
+    assert [row["groups/failed"] for row in written] == [0, 0, 0]
+    assert written[-1]["rollout_errors/total"] == 1
+
+
+def test_all_rewards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl_basic.ArithmeticEnv, "check_answer", lambda self, reply: True)
+    monkeypatch.setattr(rl_basic.ArithmeticEnv, "check_format", lambda self, reply: True)
+    keys: dict[str, Any] = {"max_tokens": 64}
+    with pytest.raises(ZeroAdvantageError, match="every advantage of this batch is zero"):
+        run(tmp_path / "raise", **keys)
+    run(tmp_path / "skip", on_zero_advantages="skip", **keys)
+    assert [row["train/skipped_steps"] for row in rows(tmp_path / "skip")] == [1, 1, 1]
+
+
+def test_data_that_runs_out(tmp_path: Path) -> None:
+    """More ahead than there is: the run ends with its data, and is complete."""
+    run(tmp_path, on_zero_advantages="skip", max_steps=2)
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1]
+    assert rows(tmp_path, "checkpoints.jsonl")[-1]["final"]
