@@ -125,7 +125,7 @@ def _pacing(options: RLOptions) -> dict[str, Any]:
 
 def _strategy(options: RLOptions) -> RolloutStrategy | None:
     if options.rollout_retries is not None:
-        return RetryOnFailure(options.rollout_retries, options.rollout_timeout)
+        return RetryOnFailure(max_retries=options.rollout_retries, per_rollout_timeout=options.rollout_timeout)
     if options.rollout_timeout is not None:
         raise ConfigurationError(
             f"rollout_timeout={options.rollout_timeout:g} says when a rollout has failed, not what follows; set rollout_retries "

@@ -126,6 +126,13 @@ class TestErrors:
     def test_own_errors_are_one_line(self, capsys: pytest.CaptureFixture[str], error: Exception, code: int) -> None:
         assert failure(capsys, target=raising(error), code=code) == f"error: {error}\n"
 
+    def test_notes_say_where_an_error_arose(self, capsys: pytest.CaptureFixture[str]) -> None:
+        error = TrainingError("the reward is NaN")
+        error.add_note("in the rollout of member 2 (SumEnv)")
+        assert failure(capsys, target=raising(error), code=1) == (
+            "error: the reward is NaN\n  in the rollout of member 2 (SumEnv)\n"
+        )
+
     def test_own_errors_in_a_task_group_are_found(self, capsys: pytest.CaptureFixture[str]) -> None:
         async def target(config: CLIConfig) -> None:
             async def fail() -> None:

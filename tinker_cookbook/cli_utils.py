@@ -131,7 +131,8 @@ def run_recipe(
         if not known:
             raise
         is_usage = all(isinstance(leaf, ConfigurationError | DataError) for leaf in known)
-        _fail("\nerror: ".join(str(leaf) for leaf in known), EXIT_USAGE if is_usage else EXIT_FAILED, error)
+        messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
+        _fail("\nerror: ".join(messages), EXIT_USAGE if is_usage else EXIT_FAILED, error)
 
 
 def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:

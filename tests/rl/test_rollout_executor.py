@@ -58,11 +58,11 @@ class WhereEnv(Env):
 
 
 class WhereGroup(EnvGroupBuilder):
-    def __init__(self, number: int, fails: str = "", keep: object = None):
-        self.number, self.fails, self.keep = number, fails, keep
+    def __init__(self, number: int, fails: str = "", keep: object = None, padding: int = 0):
+        self.number, self.fails, self.keep, self.padding = number, fails, keep, padding
 
     async def make_envs(self) -> Sequence[Env]:
-        return [WhereEnv([5, self.number, i], self.fails if i == 1 else "") for i in range(3)]
+        return [WhereEnv([5, self.number, i, *[1] * self.padding], self.fails if i == 1 else "") for i in range(3)]
 
 
 def policy(picklable: bool = True, service: FakeServiceClient | None = None) -> TinkerTokenCompleter:
@@ -81,7 +81,7 @@ def where(groups: Sequence[TrajectoryGroup], key: str) -> set[float]:
 
 def run(work: Awaitable[T]) -> T:
     async def bounded() -> T:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             return await work
 
     return asyncio.run(bounded())
@@ -116,7 +116,9 @@ class TestProcesses:
     @pytest.mark.parametrize("picklable", [True, False])
     def test_groups_come_back_as_if_rolled_out_here(self, processes: ProcessPoolExecutor, picklable: bool) -> None:
         here = run(do_batch_rollout(builders(), policy()))
-        there = run_in(processes, do_batch_rollout(builders(), policy(picklable)))
+        service = FakeServiceClient(seeded_reply if picklable else lambda call: seeded_reply(call))
+        there = run_in(processes, do_batch_rollout(builders(), policy(service=service)))
+        assert (service.sampled == []) == picklable, "a policy that can travel is not asked here"
         assert where(here, "pid") == {os.getpid()}
         assert where(there, "pid").isdisjoint({os.getpid()})
         assert tokens(there) == tokens(here)
@@ -138,6 +140,12 @@ class TestProcesses:
         heard.clear()
         run_in(processes, do_batch_rollout(builders(), policy(service=FakeServiceClient(reply))))
         assert told() == here and len(here) == 18 and {call[2] for call in here} == {3}
+
+    def test_long_prompts_reach_a_policy_that_stays_here(self, processes: ProcessPoolExecutor) -> None:
+        service = FakeServiceClient(lambda call: [len(call.prompt) % 8])
+        group = run_in(processes, do_group_rollout(WhereGroup(0, padding=100_000), policy(service=service)))
+        assert [len(call.prompt) for call in service.sampled] == [100_003] * 3 + [100_004] * 3
+        assert tokens([group]) == [[[100_003 % 8], [100_004 % 8]]] * 3
 
     def test_the_local_engine(self, processes: ProcessPoolExecutor) -> None:
         from tinker_cookbook.backends import create_service_client

@@ -3,11 +3,13 @@
 import pickle
 from typing import Any
 
+import chz
 import pytest
 
 from tests.fakes import said
 from tests.rl.arena import Members, TalkEnv, Talker, forever, run
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, RolloutTimeoutError
+from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.rollout_limits import (
     LIMIT_STOP_REASONS,
     ParseErrorPolicy,
@@ -92,6 +94,18 @@ class TestClamp:
         assert set(LIMIT_STOP_REASONS) == set(StopReason) - others and len(LIMIT_STOP_REASONS) == 5
 
 
+def test_how_episodes_ended_is_a_share_of_all() -> None:
+    group = roll(Graded([TWO_TURNS, IN_TIME, NO_TIME, IN_TIME], [1.0] * 4), CLAMP)
+    metrics = compute_trajectory_metrics([group], [["a"]])
+    stops = {key: value for key, value in metrics.items() if key.startswith("env/all/stop/")}
+    assert stops == {
+        "env/all/stop/completed": 0.5,
+        "env/all/stop/max_turns": 0.25,
+        "env/all/stop/rollout_timeout": 0.25,
+    }
+    assert metrics["env/all/zero_reward_on_limit"] == 0.5 and metrics["env/all/grade"] == 1.0
+
+
 class TestGrading:
     def test_it_is_skipped_only_when_all_members_timed_out(self) -> None:
         policy = TerminationRewardPolicy(zero_reward_on_limit=True, skip_grading_on_timeout=True)
@@ -129,11 +143,10 @@ class TestGrading:
 
 
 class TestSettings:
-    @pytest.mark.parametrize("name", list(RolloutLimits().__dict__) or [])
+    @pytest.mark.parametrize("name", list(chz.chz_fields(RolloutLimits)))
     def test_every_limit_is_positive(self, name: str) -> None:
-        field = name.removeprefix("X_")
-        with pytest.raises(ConfigurationError, match=f"{field}=0: must be positive, or None for no limit"):
-            RolloutLimits(**{field: 0})
+        with pytest.raises(ConfigurationError, match=f"^{name}=0: must be positive, or None for no limit"):
+            RolloutLimits(**{name: 0})
 
     @pytest.mark.parametrize(
         ("settings", "message"),

@@ -41,6 +41,7 @@ from tinker_cookbook.rl.rollouts import (
     do_single_rollout,
 )
 from tinker_cookbook.rl.types import RolloutError, TrajectoryGroup
+from tinker_cookbook.utils.ml_log import dump_config
 
 TOLERANT = [RetryOnFailure(), MinViableGroup()]
 
@@ -106,7 +107,8 @@ class TestFailFast:
     def test_it_is_what_no_strategy_means(self) -> None:
         assert rollout_strategy_from_config(None) == rollout_strategy_from_config(False) == FailFast()
         assert rollout_strategy_from_config(True) == RetryOnFailure(max_retries=3, per_rollout_timeout=0)
-        assert rollout_strategy_from_config(MinViableGroup(2)) == MinViableGroup(min_successful=2)
+        given = MinViableGroup(min_successful=2)
+        assert rollout_strategy_from_config(given) is given
 
 
 class TestRetryOnFailure:
@@ -167,6 +169,11 @@ class TestRetryOnFailure:
         assert error.error_type == "RolloutTimeoutError"
         assert error.error_message.startswith("member 1 (Waits) was not done after per_rollout_timeout=30.0 seconds")
         assert issubclass(RolloutTimeoutError, TimeoutError)
+
+    def test_a_timeout_of_the_env_is_its_own_error(self) -> None:
+        builder = Members(1, lambda call, i: Flaky(call, i, TimeoutError("sandbox slow") if call == 0 else None))
+        group = run(do_group_rollout(builder, Keyed(), RetryOnFailure(per_rollout_timeout=30.0)))
+        assert [error.error_type for error in group.rollout_errors] == ["TimeoutError"]
 
     def test_envs_that_cannot_be_made_use_up_a_round(self) -> None:
         class Closed(Members):
@@ -264,7 +271,7 @@ class TestOrder:
         fails = {i: data.draw(st.integers(0, 3), label=f"failures of {i}") for i in range(size)}
         delays = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
         needed = data.draw(st.integers(1, size))
-        strategy = data.draw(st.sampled_from([RetryOnFailure(), MinViableGroup(needed)]))
+        strategy = data.draw(st.sampled_from([RetryOnFailure(), MinViableGroup(min_successful=needed)]))
         builder = flaky(size, fails, coordinated, delays)
         group = run(do_group_rollout(builder, Keyed(), strategy))
         members = [seat[0] for seat in seats(group)]
@@ -403,6 +410,12 @@ class TestFilter:
         assert {(call.params.max_tokens, call.params.temperature) for call in service.sampled} == {(5, 0.7)}
         mixed, _ = self.roll(True, lambda call: [call.prompt[0]])
         assert mixed is not None and mixed.get_total_rewards() == [10.0, 11.0]
+
+
+def test_strategies_pickle_and_can_be_told_apart_in_a_config() -> None:
+    for strategy in (FailFast(), RetryOnFailure(max_retries=1), MinViableGroup(min_successful=2)):
+        assert pickle.loads(pickle.dumps(strategy)) == strategy
+        assert dump_config(strategy)["class"].endswith(type(strategy).__name__)
 
 
 @pytest.mark.parametrize(

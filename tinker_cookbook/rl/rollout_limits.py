@@ -98,9 +98,6 @@ class TerminationRewardPolicy:
         default=False, doc="do not grade a group all of whose members timed out (needs zero_reward_on_limit)"
     )
     grader_timeout_seconds: float | None = _limit("seconds that grading a group, or an episode in its env, may take")
-    pass_all_messages_to_grader: bool = chz.field(
-        default=False, doc="an env that grades the last message shows its grader the whole conversation instead"
-    )
 
     @chz.validate
     def _check(self) -> None:

@@ -10,7 +10,7 @@ from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, T
 @chz.chz(typecheck=True)
 class RolloutConfig:
     """How rollouts are run. `run_rollout` takes `limits` and `parse_errors`, `do_group_rollout` takes `termination`, envs
-    with tools take `tool_execution` and what `termination` says of graders."""
+    with tools take `tool_execution`."""
 
     limits: RolloutLimits | None = chz.field(default=None, doc="bounds of a rollout; None: those of the env, if any")
     parse_errors: ParseErrorPolicy | None = chz.field(

@@ -1,0 +1,134 @@
+"""Groups of several datasets in one run: in proportion, in each source's order, and batch i without the batches before."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+import chz
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl.loop import NumberEnv
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder, schedule
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder
+
+
+class Named(EnvGroupBuilder):
+    def __init__(self, name: str):
+        self.name = name
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [NumberEnv([1], constant=True)]
+
+    def logging_tags(self) -> list[str]:
+        return [self.name[0]]
+
+
+class Letters(RLDataset):
+    """a0 a1 a2 ... in batches of the given sizes."""
+
+    def __init__(self, letter: str, sizes: Sequence[int]):
+        self.letter, self.sizes = letter, sizes
+
+    def get_batch(self, index: int) -> list[Named]:
+        start = sum(self.sizes[:index])
+        return [Named(f"{self.letter}{start + i}") for i in range(self.sizes[index])]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+@chz.chz(typecheck=True)
+class LettersBuilder(RLDatasetBuilder):
+    letter: str
+    sizes: list[int] = chz.field(default_factory=lambda: [2, 3])
+    tests: int = 0
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        return Letters(self.letter, self.sizes), Letters(self.letter.upper(), [self.tests]) if self.tests else None
+
+
+def build(*sources: LettersBuilder, weights: list[float], groups: int = 4, batches: int = 6, seed: int = 0):
+    builder = InterleavedRLDatasetBuilder(
+        sources=list(sources), weights=weights, groups_per_batch=groups, total_batches=batches, seed=seed
+    )
+    return asyncio.run(builder())
+
+
+def names(dataset: RLDataset, index: int) -> list[str]:
+    groups = dataset.get_batch(index)
+    return [group.name for group in groups if isinstance(group, Named)]
+
+
+A, B = LettersBuilder(letter="a"), LettersBuilder(letter="b", sizes=[1, 0, 6])
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(0, 200))
+def test_at_every_moment_each_source_has_had_its_share(weights: list[float], slots: int) -> None:
+    chosen = schedule(weights, slots)
+    assert len(chosen) == slots
+    for n in range(1, slots + 1):
+        counts = Counter(chosen[:n])
+        for source, weight in enumerate(weights):
+            assert abs(counts[source] - n * weight / sum(weights)) < len(weights)
+
+
+def test_shares_are_exact_where_they_can_be() -> None:
+    assert Counter(schedule([3, 1], 40)) == {0: 30, 1: 10}
+    assert schedule([1, 1], 4) == [0, 1, 0, 1]
+    dataset, _ = build(A, B, weights=[3, 1])
+    assert [sum(name[0] == "a" for name in names(dataset, i)) for i in range(6)] == [3] * 6
+
+
+def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:
+    forward, _ = build(A, B, weights=[2, 1])
+    backward, _ = build(A, B, weights=[2, 1])
+    assert {i: names(forward, i) for i in range(6)} == {i: names(backward, i) for i in reversed(range(6))}
+    assert names(forward, 3) == names(forward, 3)
+
+
+def test_each_source_keeps_its_order_and_begins_again() -> None:
+    dataset, _ = build(A, B, weights=[1, 1], batches=5)
+    for letter, size in (("a", 5), ("b", 7)):
+        for i in range(5):
+            given = {name for name in names(dataset, i) if name[0] == letter}
+            assert given == {f"{letter}{k % size}" for k in (2 * i, 2 * i + 1)}
+
+
+def test_the_seed_changes_the_order_within_a_batch_and_nothing_else() -> None:
+    one, other = (build(A, B, weights=[1, 1], groups=8, seed=seed)[0] for seed in (1, 2))
+    assert [sorted(names(one, i)) for i in range(6)] == [sorted(names(other, i)) for i in range(6)]
+    assert [names(one, i) for i in range(6)] != [names(other, i) for i in range(6)]
+
+
+def test_all_test_groups_are_evaluated() -> None:
+    with_tests = chz.replace(A, tests=3)
+    _, test = build(with_tests, B, chz.replace(B, tests=1), weights=[1, 1, 1])
+    assert test is not None and names(test, 0) == ["A0", "A1", "A2", "B0"] and len(test) == 1
+    assert build(A, B, weights=[1, 1])[1] is None
+
+
+@pytest.mark.parametrize(
+    ("sources", "weights", "message"),
+    [
+        ([], [], "sources is empty"),
+        ([A], [1.0, 2.0], "weights has 2 entries for 1 sources"),
+        ([A, B], [1.0, 0.0], r"weights\[1\]=0.0: must be positive"),
+        ([A, B], [1.0, float("nan")], r"weights\[1\]=nan"),
+        ([A, LettersBuilder(letter="c", sizes=[])], [1.0, 1.0], r"sources\[1\] has no batches"),
+        ([A, LettersBuilder(letter="c", sizes=[0, 0])], [1.0, 1.0], r"sources\[1\] has no groups"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(sources: list[LettersBuilder], weights: list[float], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        names(build(*sources, weights=weights)[0], 0)
+
+
+def test_there_is_no_batch_beyond_the_last() -> None:
+    dataset, _ = build(A, B, weights=[1, 1])
+    assert len(dataset) == 6
+    for index in (-1, 6):
+        with pytest.raises(IndexError):
+            dataset.get_batch(index)

@@ -1,0 +1,324 @@
+"""A message environment before a policy of tokens: ids stay as sampled, and no reply is lost or misread in silence."""
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import tinker
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.debate.arena import RENDERERS, decode, encode, make_renderer, reply_ids, stop_ids
+from tests.fakes import ScriptedCompleter, said
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.rl.continuation import continue_prompt
+from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from tinker_cookbook.rl.message_groups import MessageGroupBuilder, SeededRLDataset
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
+from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState, run_rollout
+from tinker_cookbook.rl.types import InitialObservationOverflow, StepResult, Trajectory
+
+BAD_CALL = "<tool_call>\nno json\n</tool_call>"
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|>:\r\n"), min_size=1, max_size=12)
+
+
+class EchoEnv(MessageEnv):
+    """Answers each reply with "go on" until `turns` were taken; the reward of a turn is its number."""
+
+    def __init__(self, turns: int = 3, answer: Sequence[Message] = ({"role": "user", "content": "go on"},)):
+        self.turns, self.answer, self.heard = turns, list(answer), list[Message]()
+        self.messages: list[Message] = [{"role": "system", "content": "be"}, {"role": "user", "content": "begin"}]
+
+    async def initial_observation(self) -> list[Message]:
+        return self.messages
+
+    async def step(self, message: Message) -> MessageStepResult:
+        self.heard.append(message)
+        self.messages = [*self.messages, message, *self.answer]
+        return MessageStepResult(len(self.heard), len(self.heard) == self.turns, self.messages, {"turn": 1})
+
+
+class OpenEnv(EchoEnv):
+    """Takes messages from outside, and goes on after a reply that was cut off."""
+
+    async def observe_truncated_response(self, message: Message) -> list[Message]:
+        self.messages = [*self.messages, message, {"role": "user", "content": "shorter"}]
+        return self.messages
+
+    async def add_messages(self, messages: list[Message]) -> list[Message]:
+        self.messages = [*self.messages, *messages]
+        return self.messages
+
+
+class ForgetfulEnv(EchoEnv):
+    """Shows only the last exchange."""
+
+    async def step(self, message: Message) -> MessageStepResult:
+        result = await super().step(message)
+        result.next_messages = [self.messages[1], message, *self.answer]
+        return result
+
+
+def play(env: EnvFromMessageEnv, turns: Sequence[TokensWithLogprobs], **options: Any) -> Trajectory:
+    return asyncio.run(run_rollout(ScriptedCompleter({0: turns}), env, **options))
+
+
+def step_once(env: EnvFromMessageEnv, action: list[int], reason: tinker.StopReason = "stop") -> StepResult:
+    async def run() -> StepResult:
+        await env.initial_observation()
+        return await env.step(action, extra={"stop_reason": reason})
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(params=RENDERERS)
+def renderer(request: pytest.FixtureRequest) -> Renderer:
+    return make_renderer(request.param)
+
+
+@pytest.fixture
+def qwen() -> Renderer:
+    return make_renderer("qwen3_instruct")
+
+
+class TestTokensStayAsTheyWereSampled:
+    def test_a_whole_episode_is_one_datum_of_the_sampled_ids(self, renderer: Renderer) -> None:
+        # Letter by letter: no tokenizer writes these words like that, so that a decoded and encoded reply would differ.
+        odd = [token for letter in "twelve" for token in encode(renderer, letter)]
+        assert odd != encode(renderer, "twelve")
+        turns = [said(odd + stop_ids(renderer)) for _ in range(3)]
+        trajectory = play(EnvFromMessageEnv(renderer, EchoEnv()), turns)
+        (datum,) = trajectory_to_data(trajectory, 1.0)
+        tokens = [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].tolist()[-1])]
+        last = trajectory.transitions[-1]
+        assert tokens == last.ob.to_ints() + last.ac.tokens
+        mask = datum.loss_fn_inputs["mask"].tolist()
+        trained = [token for token, m in zip(tokens[1:], mask, strict=True) if m]
+        assert trained == (odd + stop_ids(renderer)) * 3
+        logprobs = [x for x, m in zip(datum.loss_fn_inputs["logprobs"].tolist(), mask, strict=True) if m]
+        assert logprobs == [x for turn in turns for x in turn.logprobs]
+
+    @pytest.mark.parametrize("name", RENDERERS)
+    @settings(max_examples=40, deadline=None)
+    @given(reply=texts, answer=texts)
+    def test_reads_like_a_prompt_rendered_from_text(self, name: str, reply: str, answer: str) -> None:
+        renderer = make_renderer(name)
+        lead = " " if name == "role_colon" else ""
+        asked: list[Message] = [{"role": "user", "content": "hm"}]
+        following: list[Message] = [{"role": "user", "content": answer}]
+        response = reply_ids(renderer, lead + reply)
+        message, _ = renderer.parse_response(response)
+        prompt = renderer.build_generation_prompt(asked)
+        continued = continue_prompt(renderer, prompt, response, message, following)
+        said_again: Message = {"role": "assistant", "content": reply}
+        rendered = renderer.build_generation_prompt([*asked, said_again, *following])
+        assert continued is not None
+        assert decode(renderer, continued.to_ints()) == decode(renderer, rendered.to_ints())
+        assert continued.to_ints()[: prompt.length + len(response)] == prompt.to_ints() + response
+
+    def test_tool_calls_and_results_continue_too(self, qwen: Renderer) -> None:
+        call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+        results: list[Message] = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+        env = EnvFromMessageEnv(qwen, EchoEnv(2, results))
+        trajectory = play(env, [said(reply_ids(qwen, call)), said(reply_ids(qwen, "done"))])
+        second = trajectory.transitions[1].ob.to_ints()
+        message_env = env.message_env
+        assert isinstance(message_env, EchoEnv)
+        assert second == qwen.build_generation_prompt(message_env.messages[:5]).to_ints()
+        assert len(trajectory_to_data(trajectory, 1.0)) == 1
+
+    def test_an_env_that_rewrites_the_past_gets_prompts_of_its_own(self, qwen: Renderer) -> None:
+        trajectory = play(EnvFromMessageEnv(qwen, ForgetfulEnv()), [said(reply_ids(qwen, "x"))] * 3)
+        assert len(trajectory_to_data(trajectory, 1.0)) == 3
+        assert "be" not in decode(qwen, trajectory.transitions[1].ob.to_ints()).split("\n")
+
+    def test_a_renderer_that_drops_thinking_is_asked_to_render(self, qwen: Renderer) -> None:
+        thinking = get_renderer("qwen3", qwen.tokenizer)
+        reply = said(encode(qwen, "<think>\nhm\n</think>\n\n4") + stop_ids(qwen))
+        trajectory = play(EnvFromMessageEnv(thinking, EchoEnv(2)), [reply, reply])
+        assert len(trajectory_to_data(trajectory, 1.0)) == 2
+        assert "hm" not in decode(qwen, trajectory.transitions[1].ob.to_ints())
+
+    def test_role_colon_goes_on_with_tools_only_by_rendering(self) -> None:
+        renderer = make_renderer("role_colon")
+        prompt = renderer.build_generation_prompt([{"role": "user", "content": "a"}])
+        following: list[Message] = [{"role": "system", "content": "b"}]
+        reply: Message = {"role": "assistant", "content": "x"}
+        assert continue_prompt(renderer, prompt, reply_ids(renderer, " x"), reply, following) is None
+
+
+class TestTruncation:
+    def test_a_reply_that_was_cut_off_ends_the_episode(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv())
+        result = step_once(env, encode(qwen, "I th"), "length")
+        assert (result.reward, result.episode_done) == (-0.1, True)
+        assert result.metrics["max_tokens_reached"] == 1 and result.metrics["parse_error"] == 0
+        assert isinstance(env.message_env, EchoEnv) and env.message_env.heard == []
+
+    def test_an_env_may_go_on_and_the_reply_is_closed(self, renderer: Renderer) -> None:
+        env = EnvFromMessageEnv(renderer, OpenEnv(), terminate_on_length=False)
+        cut = encode(renderer, " I th")
+        result = step_once(env, cut, "length")
+        assert (result.reward, result.episode_done) == (0.0, False)
+        stopped = step_once(EnvFromMessageEnv(renderer, EchoEnv(answer=[{"role": "user", "content": "shorter"}])),
+                            cut + stop_ids(renderer))  # fmt: skip
+        assert result.next_observation.to_ints() == stopped.next_observation.to_ints()
+
+    def test_an_env_that_cannot_go_on_ends(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv(), terminate_on_length=False)
+        result = step_once(env, encode(qwen, "I th"), "length")
+        assert (result.reward, result.episode_done) == (-0.1, True)
+
+
+class TestContextOverflow:
+    def test_of_the_first_prompt(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv(), max_trajectory_tokens=5, context_overflow_reward=-0.7)
+        trajectory = play(env, [])
+        assert trajectory.stop_reason == "context_overflow"
+        assert trajectory.transitions[0].reward == -0.7 and trajectory_to_data(trajectory, 1.0) == []
+
+    def test_of_a_later_one_replaces_the_reward(self, qwen: Renderer) -> None:
+        reply = said(reply_ids(qwen, "x"))
+        first = asyncio.run(EnvFromMessageEnv(qwen, EchoEnv()).initial_observation())
+        assert not isinstance(first, InitialObservationOverflow)
+        limit = first[0].length + 5
+        trajectory = play(EnvFromMessageEnv(qwen, EchoEnv(), max_trajectory_tokens=limit), [reply] * 3)
+        assert [turn.reward for turn in trajectory.transitions] == [-0.1]
+        assert trajectory.stop_reason == "context_overflow"
+        assert trajectory.transitions[0].metrics["turn"] == 1
+
+    def test_room_for_the_next_reply_counts(self, qwen: Renderer) -> None:
+        first = asyncio.run(EnvFromMessageEnv(qwen, EchoEnv()).initial_observation())
+        assert not isinstance(first, InitialObservationOverflow)
+        for room, fits in ((4, True), (5, False)):
+            env = EnvFromMessageEnv(
+                qwen, EchoEnv(), max_trajectory_tokens=first[0].length + 4, max_generation_tokens=room
+            )
+            assert isinstance(asyncio.run(env.initial_observation()), tuple) is fits
+
+    def test_the_last_turn_keeps_its_reward(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv(1), max_trajectory_tokens=20)
+        assert play(env, [said(reply_ids(qwen, "x " * 30))]).transitions[0].reward == 1
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_trajectory_tokens": 0}, "max_trajectory_tokens=0: must be at least 1"),
+            ({"max_generation_tokens": -1}, "max_generation_tokens=-1"),
+            ({"max_trajectory_tokens": 8, "max_generation_tokens": 8}, "leaves no room for a prompt"),
+        ],
+    )
+    def test_limits_that_allow_nothing_are_refused(self, qwen: Renderer, options: dict[str, int], message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            EnvFromMessageEnv(qwen, EchoEnv(), **options)  # pyright: ignore[reportArgumentType]
+
+
+class TestParseErrors:
+    @pytest.mark.parametrize("text", [BAD_CALL, "<tool_call>\n{"])
+    def test_end_the_episode(self, qwen: Renderer, text: str) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv())
+        result = step_once(env, reply_ids(qwen, text))
+        assert (result.reward, result.episode_done, result.metrics["parse_error"]) == (-1.0, True, 1)
+        assert play(EnvFromMessageEnv(qwen, EchoEnv()), [said(reply_ids(qwen, text))]).stop_reason == "parse_error"
+
+    def test_without_an_end_is_one_too(self, qwen: Renderer) -> None:
+        result = step_once(EnvFromMessageEnv(qwen, EchoEnv()), encode(qwen, "no end"))
+        assert (result.reward, result.episode_done) == (-1.0, True)
+
+    def test_may_go_to_the_env_with_a_penalty(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv(), failed_parse_reward=-0.25, terminate_on_parse_error=False)
+        result = step_once(env, reply_ids(qwen, BAD_CALL))
+        assert (result.reward, result.episode_done, result.metrics["parse_error"]) == (0.75, False, 1)
+        assert isinstance(env.message_env, EchoEnv) and env.message_env.heard[0].get("unparsed_tool_calls")
+
+    def test_are_answered_as_the_policy_says(self, qwen: Renderer) -> None:
+        policy = ParseErrorPolicy(max_consecutive=2, penalty_per_error=0.125, terminal_reward=-2.0)
+        bad, good = said(reply_ids(qwen, BAD_CALL)), said(reply_ids(qwen, "fine"))
+        env = EnvFromMessageEnv(qwen, OpenEnv(2), parse_error_policy=policy)
+        trajectory = play(env, [bad, bad, good, bad, bad, bad])
+        assert [turn.reward for turn in trajectory.transitions] == [-0.125, -0.125, 1, -0.125, -0.125, -2.125]
+        assert trajectory.stop_reason == "parse_error"
+        shown = decode(qwen, trajectory.transitions[1].ob.to_ints())
+        assert "could not be read: not valid JSON" in shown and BAD_CALL in shown
+        assert len(trajectory_to_data(trajectory, 1.0)) == 1
+
+    def test_can_be_left_out_of_training(self, qwen: Renderer) -> None:
+        bad, good = said(reply_ids(qwen, BAD_CALL)), said(reply_ids(qwen, "fine"))
+        env = EnvFromMessageEnv(qwen, OpenEnv(1))
+        policy = ParseErrorPolicy(max_consecutive=1, mask_error_turns=True)
+        trajectory = play(env, [bad, good], parse_errors=policy)
+        (datum,) = trajectory_to_data(trajectory, 1.0)
+        assert sum(datum.loss_fn_inputs["mask"].tolist()) == len(good.tokens)
+
+    def test_without_an_end_are_never_answered(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, OpenEnv(), parse_error_policy=ParseErrorPolicy(max_consecutive=5))
+        assert step_once(env, encode(qwen, BAD_CALL)).episode_done
+
+    def test_an_env_that_takes_no_messages_cannot_answer(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv(), parse_error_policy=ParseErrorPolicy(max_consecutive=1))
+        with pytest.raises(ConfigurationError, match="EchoEnv takes no messages from outside"):
+            step_once(env, reply_ids(qwen, BAD_CALL))
+
+
+class TestWithTheRunner:
+    def test_limits_of_the_env_are_kept(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv(9), rollout_limits=RolloutLimits(max_turns=2))
+        trajectory = play(env, [said(reply_ids(qwen, "x"))] * 9)
+        assert (len(trajectory.transitions), trajectory.stop_reason) == (2, "max_turns")
+
+    def test_a_hook_adds_messages_without_breaking_the_ids(self, qwen: Renderer) -> None:
+        class Hint(RolloutHooks):
+            async def on_turn_begin(self, state: RolloutState) -> list[Message] | None:
+                return [{"role": "user", "content": "a hint"}] if state.turn_index == 1 else None
+
+        trajectory = play(EnvFromMessageEnv(qwen, OpenEnv(2)), [said(reply_ids(qwen, "x"))] * 2, hooks=Hint())
+        assert "go on<|im_end|>\n<|im_start|>user\na hint" in decode(qwen, trajectory.transitions[1].ob.to_ints())
+        assert len(trajectory_to_data(trajectory, 1.0)) == 1
+
+    def test_an_env_without_tools_cannot_count_calls(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv(), rollout_limits=RolloutLimits(max_tool_calls=2))
+        with pytest.raises(ConfigurationError, match="max_tool_calls=2: EchoEnv counts no tool calls"):
+            play(env, [])
+
+    def test_every_turn_says_what_went_wrong_or_not(self, qwen: Renderer) -> None:
+        trajectory = play(EnvFromMessageEnv(qwen, EchoEnv(2)), [said(reply_ids(qwen, "x"))] * 2)
+        for turn in trajectory.transitions:
+            assert [turn.metrics[k] for k in ("parse_error", "max_tokens_reached", "context_overflow")] == [0, 0, 0]
+
+
+class TestGroups:
+    def test_members_do_not_share_an_env_and_leave_a_record(self, qwen: Renderer) -> None:
+        from tinker_cookbook.rl.rollouts import do_group_rollout
+
+        builder = MessageGroupBuilder(partial(EchoEnv, 2), 2, qwen, "echo", {"context_overflow_reward": -1.0})
+        turns = {0: [said(reply_ids(qwen, "a"))] * 2, 1: [said(reply_ids(qwen, "b"))] * 2}
+        group = asyncio.run(do_group_rollout(builder, ScriptedCompleter(turns)))
+        assert group.get_total_rewards() == [3, 3]
+        contents = [record.content for record in group.records]
+        assert [c["messages"][2]["content"] for c in contents] == ["a", "b"]
+        assert [len(c["turns"]) for c in contents] == [2, 2]
+        assert contents[0]["turns"][1]["completion_tokens"] == reply_ids(qwen, "a")
+
+    def test_builders_pickle(self, qwen: Renderer) -> None:
+        builder = pickle.loads(pickle.dumps(MessageGroupBuilder(partial(EchoEnv, 2), 2, qwen)))
+        assert len(asyncio.run(builder.make_envs())) == 2
+
+    def test_a_batch_depends_on_its_index_alone(self, qwen: Renderer) -> None:
+        def draws(order: Sequence[int]) -> dict[int, list[int]]:
+            dataset = SeededRLDataset(
+                lambda rng: MessageGroupBuilder(partial(EchoEnv, rng.randrange(10**6)), 1, qwen), 3, 4, seed=7
+            )
+            batches = {i: dataset.get_batch(i) for i in order}
+            return {i: [b.env_thunk.args[0] for b in batch] for i, batch in batches.items()}  # type: ignore[attr-defined]
+
+        forward = draws(range(4))
+        assert forward == draws([3, 1, 0, 2])
+        assert len({number for batch in forward.values() for number in batch}) == 12
+        with pytest.raises(IndexError):
+            draws([4])

@@ -1,0 +1,174 @@
+"""Tournaments within a group: who meets whom, what a win is worth, and that no position is favoured."""
+
+import asyncio
+import pickle
+from collections import Counter
+from typing import Any
+
+import chz
+import pytest
+import tinker
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes import ScriptedCompleter, said
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
+from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
+from tinker_cookbook.renderers import Message, get_renderer, get_text_content
+from tinker_cookbook.rl.preference_envs import (
+    PairwisePreferenceDataset,
+    PairwisePreferenceGroupBuilder,
+    PairwisePreferenceRLDatasetBuilder,
+    TournamentPattern,
+    get_pairs,
+    get_pairs_chunked,
+)
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+TINY = str(EXAMPLE_DATA / "tiny_chat")
+TOKENIZER = get_tokenizer(TINY)
+RENDERER = get_renderer("qwen3_instruct", TOKENIZER, model_name=TINY)
+BOTH, ONE = TournamentPattern.ALL_PAIRS_BOTH_WAYS, TournamentPattern.ALL_PAIRS_ONE_WAY
+PROMPT: list[Message] = [{"role": "user", "content": "Is it?"}]
+
+
+class Longer(PreferenceModel):
+    """The longer text is better, and position B a little."""
+
+    def __init__(self, bias: float = 0.0):
+        self.bias = bias
+
+    async def __call__(self, comparison: Comparison) -> float:
+        a, b = (len(get_text_content(c[0])) for c in (comparison.completion_A, comparison.completion_B))
+        return 0.5 * ((b > a) - (a > b)) + self.bias
+
+
+@chz.chz(typecheck=True)
+class LongerBuilder(PreferenceModelBuilder):
+    async def __call__(self) -> Longer:
+        return Longer()
+
+
+def rollout(texts: list[str], cut_off: tuple[int, ...] = (), **changes: Any) -> Any:
+    fields: dict[str, Any] = {"tournament_pattern": BOTH, "preference_model": Longer(), **changes}
+    builder = PairwisePreferenceGroupBuilder(PROMPT, RENDERER, num_envs=len(texts), **fields)
+    turns = {}
+    for i, text in enumerate(texts):
+        tokens = TOKENIZER.encode(text if i in cut_off else f"{text}<|im_end|>")
+        turns[i] = [said(tokens, "length" if i in cut_off else "stop")]
+    return asyncio.run(do_group_rollout(builder, ScriptedCompleter(turns)))
+
+
+class TestPairs:
+    @given(n=st.integers(2, 9))
+    def test_every_pair_once_or_once_in_each_order(self, n: int) -> None:
+        one, both = get_pairs(n, ONE), get_pairs(n, BOTH)
+        assert len({frozenset(pair) for pair in one}) == len(one) == n * (n - 1) // 2
+        assert sorted(both) == sorted([*one, *((j, i) for i, j in one)])
+
+    @given(n=st.integers(2, 12), chunk=st.integers(2, 12))
+    def test_in_chunks_everybody_meets_those_of_the_chunk(self, n: int, chunk: int) -> None:
+        if n % chunk == 1:
+            with pytest.raises(ConfigurationError, match="without an opponent"):
+                get_pairs_chunked(n, BOTH, chunk)
+            return
+        pairs = get_pairs_chunked(n, BOTH, chunk)
+        met = {i: {j for a, b in pairs for j in (a, b) if i in (a, b) and j != i} for i in range(n)}
+        assert all(met[i] == {j for j in range(n) if j != i and j // chunk == i // chunk} for i in range(n))
+        counts = Counter(i for pair in pairs for i in pair)
+        assert all(counts[i] == 2 * len(met[i]) for i in range(n))
+
+    @pytest.mark.parametrize(("n", "chunk"), [(1, 4), (4, 1)])
+    def test_nobody_plays_alone(self, n: int, chunk: int) -> None:
+        with pytest.raises(ConfigurationError, match="without an opponent"):
+            get_pairs_chunked(n, ONE, chunk)
+
+
+class TestRewards:
+    def test_a_reward_is_the_mean_preference_over_the_matchups(self) -> None:
+        group = rollout(["x", "x" * 9, "x" * 5])
+        assert group.get_total_rewards() == pytest.approx([-0.5, 0.5, 0.0])
+        assert [metrics["win_minus_loss"] for metrics in group.metrics_G] == pytest.approx([-0.5, 0.5, 0.0])
+
+    def test_both_orders_favour_no_position(self) -> None:
+        texts = ["x", "x" * 9, "x" * 5, "x"]
+        fair = rollout(texts).get_total_rewards()
+        assert rollout(texts, preference_model=Longer(bias=0.4)).get_total_rewards() == pytest.approx(fair)
+        one_way = rollout(texts, preference_model=Longer(bias=0.4), tournament_pattern=ONE).get_total_rewards()
+        assert one_way != pytest.approx(fair)
+        assert sum(fair) == pytest.approx(0)
+
+    def test_a_reply_that_was_cut_off_pays_for_it(self) -> None:
+        group = rollout(["x", "x" * 9], cut_off=(1,), format_coef=0.7)
+        assert group.get_total_rewards() == pytest.approx([-0.5, 0.5 - 0.7])
+        formats = [trajectory.transitions[0].metrics["format"] for trajectory in group.trajectories_G]
+        assert formats == [1.0, 0.0]
+
+    def test_the_model_sees_preprocessed_text(self) -> None:
+        rewards = rollout(["aaa", "bbbbbbbb"], content_preprocessor=lambda text: text[:2]).get_total_rewards()
+        assert rewards == [0.0, 0.0]
+
+    def test_records_hold_tokens_and_reward(self) -> None:
+        group = rollout(["x", "x" * 9])
+        assert [record.kind for record in group.records] == ["preference"] * 2
+        assert [record.content["reward"] for record in group.records] == pytest.approx([-0.5, 0.5])
+        assert group.records[0].content["question"] == "Is it?"
+
+    def test_a_builder_pickles(self) -> None:
+        builder = PairwisePreferenceGroupBuilder(PROMPT, RENDERER, BOTH, Longer(), 4)
+        again = pickle.loads(pickle.dumps(builder))
+        assert again.convo_prefix == PROMPT and again.num_envs == 4
+
+
+class TestDataset:
+    def dataset(self, prompts: int = 5, batch_size: int = 2, batches: int = 6) -> PairwisePreferenceDataset:
+        all_prompts: list[list[Message]] = [[{"role": "user", "content": str(i)}] for i in range(prompts)]
+
+        def make_group(prompt: list[Message]) -> PairwisePreferenceGroupBuilder:
+            return PairwisePreferenceGroupBuilder(prompt, RENDERER, BOTH, Longer(), 2)
+
+        return PairwisePreferenceDataset(all_prompts, batch_size, batches, make_group, seed=3)
+
+    def test_each_pass_asks_every_prompt_once_in_an_order_of_its_own(self) -> None:
+        data = self.dataset(batches=5)
+        asked = [int(str(group.convo_prefix[0]["content"])) for i in range(5) for group in data.get_batch(i)]
+        assert sorted(asked[:5]) == sorted(asked[5:]) == [0, 1, 2, 3, 4] and asked[:5] != asked[5:]
+        again = [int(str(group.convo_prefix[0]["content"])) for group in self.dataset().get_batch(3)]
+        assert again == asked[6:8]  # a batch does not depend on those before it
+
+    def test_what_cannot_be(self) -> None:
+        with pytest.raises(ConfigurationError, match="batch_size=6, but there are 5 prompts"):
+            self.dataset(batch_size=6)
+        with pytest.raises(IndexError):
+            self.dataset().get_batch(6)
+
+    def test_the_builder_asks_the_prompts_of_the_comparisons(self) -> None:
+        source = ComparisonBuilderFromJsonl(train_path=str(EXAMPLE_DATA / "comparisons.jsonl"), test_size=20)
+        builder = PairwisePreferenceRLDatasetBuilder(
+            comparison_builder=source,
+            preference_model_builder=LongerBuilder(),
+            policy_model_name=TINY,
+            policy_renderer_name="qwen3_instruct",
+            batch_size=8,
+            group_size=4,
+        )
+        train, test = asyncio.run(builder())
+        assert (len(train), len(train.get_batch(0))) == (15, 8)
+        assert test is not None and (len(test), len(test.get_batch(0))) == (1, 20)
+        group = train.get_batch(0)[0]
+        observation, stop = asyncio.run(asyncio.run(group.make_envs())[0].initial_observation())
+        assert isinstance(observation, tinker.ModelInput) and stop == RENDERER.get_stop_sequences()
+
+    def test_a_group_size_that_leaves_somebody_alone_is_refused_in_the_config(self) -> None:
+        with pytest.raises(ConfigurationError, match="5 members in chunks of 4"):
+            PairwisePreferenceRLDatasetBuilder(
+                comparison_builder=ComparisonBuilderFromJsonl(train_path="p.jsonl"),
+                preference_model_builder=LongerBuilder(),
+                policy_model_name=TINY,
+                policy_renderer_name="qwen3_instruct",
+                batch_size=8,
+                group_size=5,
+            )

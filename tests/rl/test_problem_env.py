@@ -1,0 +1,94 @@
+"""A problem with a checkable answer: its reward, what counts as well formed, and the group of attempts at it."""
+
+import asyncio
+import pickle
+from functools import partial
+
+import pytest
+
+from tests.fakes import ScriptedCompleter, said
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.renderers import Message, get_renderer
+from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import InitialObservationOverflow
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+TINY = str(EXAMPLE_DATA / "tiny_chat")
+RENDERER = get_renderer("qwen3_instruct", get_tokenizer(TINY), model_name=TINY)
+PREFIX: list[Message] = [{"role": "system", "content": "Answer as =N."}]
+
+
+class SumEnv(ProblemEnv):
+    """7 + 5, to be answered as =12."""
+
+    def get_question(self) -> str:
+        return "7 + 5"
+
+    def check_format(self, sample_str: str) -> bool:
+        return sample_str.startswith("=")
+
+    def check_answer(self, sample_str: str) -> bool:
+        return sample_str.removeprefix("=") == "12"
+
+    def get_reference_answer(self) -> str:
+        return "12"
+
+
+class LongEnv(SumEnv):
+    async def initial_observation(self):
+        return InitialObservationOverflow(-1.0)
+
+
+def speech(text: str, stopped: bool = True) -> TokensWithLogprobs:
+    ids = RENDERER.tokenizer.encode(text, add_special_tokens=False)
+    stop = RENDERER.get_stop_sequences()[0]
+    assert isinstance(stop, int)
+    return said([*ids, stop] if stopped else ids, "stop" if stopped else "length")
+
+
+def attempt(builder: ProblemGroupBuilder, *replies: TokensWithLogprobs):
+    policy = ScriptedCompleter({i: [reply] for i, reply in enumerate(replies)})
+    return asyncio.run(do_group_rollout(pickle.loads(pickle.dumps(builder)), policy)), policy.heard
+
+
+@pytest.mark.parametrize(
+    ("reply", "options", "well_formed", "correct", "reward"),
+    [
+        (speech("=12"), {}, 1, 1, 1.0),
+        (speech("12"), {}, 0, 1, 0.9),
+        (speech("=13"), {}, 1, 0, 0.0),
+        (speech("13"), {}, 0, 0, -0.1),
+        (speech("=12", stopped=False), {}, 0, 1, 0.9),
+        (speech("=12", stopped=False), {"require_stop_sequence_for_format": False}, 1, 1, 1.0),
+        (speech("12"), {"format_coef": 0.5}, 0, 1, 0.5),
+    ],
+)
+def test_reward_is_format_coef_times_format_less_one_plus_correct(reply, options, well_formed, correct, reward) -> None:
+    group, _ = attempt(ProblemGroupBuilder(partial(SumEnv, RENDERER, **options), 1), reply)
+    (transition,) = group.trajectories_G[0].transitions
+    assert transition.reward == pytest.approx(reward)
+    assert transition.metrics == {"format": well_formed, "correct": correct, "stop/completed": 1}
+
+
+def test_the_prompt_is_the_prefix_and_the_question() -> None:
+    _, heard = attempt(ProblemGroupBuilder(partial(SumEnv, RENDERER, PREFIX), 1), speech("=12"))
+    messages: list[Message] = [*PREFIX, {"role": "user", "content": "7 + 5"}]
+    assert heard[0] == [RENDERER.build_generation_prompt(messages).to_ints()]
+
+
+def test_a_group_is_so_many_attempts_with_a_record_of_each() -> None:
+    builder = ProblemGroupBuilder(partial(SumEnv, RENDERER), 2, "sums")
+    group, _ = attempt(builder, speech("=12"), speech("=13"))
+    assert group.get_total_rewards() == [1.0, 0.0] and builder.logging_tags() == ["sums"]
+    contents = [record.content for record in group.records]
+    assert [content["raw_response"] for content in contents] == ["=12", "=13"]
+    assert {content["ground_truth"] for content in contents} == {"12"}
+    assert [content["completion_tokens"] for content in contents] == [speech("=12").tokens, speech("=13").tokens]
+    assert not builder.coordinated and ProblemGroupBuilder(builder.env_thunk, 1).logging_tags() == ["problems"]
+
+
+def test_a_question_that_is_too_long_is_scored_and_recorded() -> None:
+    group, heard = attempt(ProblemGroupBuilder(partial(LongEnv, RENDERER), 1), speech("=12"))
+    assert group.get_total_rewards() == [-1.0] and heard == {} and len(group.records) == 1
