@@ -157,14 +157,15 @@ class FakeTrainingClient:
         logprobs = [outputs["logprobs"].to_torch().clone().requires_grad_() for outputs in output.loss_fn_outputs]
         loss, metrics = loss_fn(data, logprobs)
         loss.backward()
-        output.metrics = {**metrics, "loss:sum": float(loss.detach())}
+        output.metrics.update({**metrics, "loss:sum": float(loss.detach())})
         return Pending("forward_backward_custom", output, self.service.calls)
 
     def _output(self, data: list[tinker.Datum]) -> tinker.ForwardBackwardOutput:
         outputs = []
         for datum in data:
-            targets = datum.loss_fn_inputs["target_tokens"].tolist()
-            logprobs = np.array([fake_logprob(int(token)) for token in targets], dtype=np.float32)
+            targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+            logprobs = np.array([fake_logprob(int(token)) for token in targets.flat], dtype=np.float32)
+            logprobs = logprobs.reshape(targets.shape)  # (N,), or (N, K) for cross_entropy
             outputs.append({"logprobs": tinker.TensorData.from_numpy(logprobs)})
         metrics = {"loss:sum": float(len(data)), "ratio:mean": 1.0}
         return tinker.ForwardBackwardOutput(loss_fn_output_type="logprobs", loss_fn_outputs=outputs, metrics=metrics)

@@ -29,7 +29,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ OPTIM_STEP = "tinker_local_backend.engine.trainer:optim_step"
 SUBMIT_OPTIM_STEP = "tinker_local_backend.training_client:TrainingClient.optim_step"
 SAVE_STATE = "tinker_local_backend.training_client:TrainingClient.save_state"
 SAVED_FILE = "tinker_local_backend.storage.checkpoints:write_json"
-"""While a checkpoint is written: two calls per checkpoint, the tensors lie in a temporary folder."""
+"""While a checkpoint is written, its tensors in a temporary folder: two calls for weights to sample from, two for state."""
 METRICS_ROW = "tinker_cookbook.utils.ml_log:append_jsonl"
 CHECKPOINT_LINE = "tinker_cookbook.runs.checkpoints:append_jsonl"
 
@@ -104,21 +103,15 @@ class Outcome:
 
 def run_whole(start: Start, folder: Path) -> Outcome:
     """The run from beginning to end, in `folder`/log with `folder`/home as TINKER_LOCAL_HOME."""
-    _run(start, folder, None)
+    run_once(start, folder, None)
     return read_outcome(folder)
 
 
 def run_killed(start: Start, folder: Path, kills: Sequence[KillPoint]) -> Outcome:
     """The run killed at each point in turn, going on from what is there each time, and then run to its end."""
     for kill in kills:
-        _run(start, folder, kill)
+        run_once(start, folder, kill)
     return run_whole(start, folder)
-
-
-def copied(folder: Path, to: Path) -> Path:
-    """A copy of a run with its home, to kill one and the same half-done run in several ways."""
-    shutil.copytree(folder, to)
-    return to
 
 
 def assert_same(outcome: Outcome, expected: Outcome) -> None:
@@ -171,7 +164,8 @@ def _untimed(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if not key.startswith("time/")}
 
 
-def _run(start: Start, folder: Path, kill: KillPoint | None) -> None:
+def run_once(start: Start, folder: Path, kill: KillPoint | None) -> None:
+    """One process: to its end without a kill point, else to its death there. AssertionError for anything else."""
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -202,10 +196,15 @@ def _in_child(start: Start, folder: Path, kill: KillPoint | None) -> None:
     start(folder / "log")
 
 
-def _install(kill: KillPoint) -> None:
-    module_name, _, path = kill.target.partition(":")
+def resolve(target: str) -> tuple[Any, str]:
+    """The module or class of a `module:Class.method`, and the name in it."""
+    module_name, _, path = target.partition(":")
     *owners, name = path.split(".")
-    owner: Any = functools.reduce(getattr, owners, importlib.import_module(module_name))
+    return functools.reduce(getattr, owners, importlib.import_module(module_name)), name
+
+
+def _install(kill: KillPoint) -> None:
+    owner, name = resolve(kill.target)
     original = getattr(owner, name)
     calls = 0
 

@@ -18,7 +18,7 @@ from recipes.make_tiny_model.train import Schedule, Shape, encode, new_model, tr
 TINY = EXAMPLE_DATA / "tiny_chat"
 DATA_FILES = (
     "qa/arithmetic_train.jsonl", "qa/arithmetic_test.jsonl", "qa/test.jsonl",
-    "summary/articles_train.jsonl", "summary/articles_test.jsonl", "conversations.jsonl",
+    "summary/articles_train.jsonl", "summary/articles_test.jsonl", "conversations.jsonl", "comparisons.jsonl",
 )  # fmt: skip
 
 
@@ -128,6 +128,8 @@ def test_data_files_hold_what_they_promise() -> None:
     assert all(60 <= len(row["article"].split()) <= 110 for row in news)
     conversations = [json.dumps(row) for row in read_jsonl(EXAMPLE_DATA / "conversations.jsonl")]
     assert len(conversations) == len(set(conversations)) == 128
+    library = [json.dumps(row) for row in read_jsonl(EXAMPLE_DATA / "library.jsonl")]
+    assert len(library) == len(set(library)) == 64
 
 
 def test_corpus_depends_on_its_seed_only() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import chz
 
 from recipes.make_tiny_model import arithmetic
+from recipes.make_tiny_model.comparisons import plant_desk_comparisons
+from recipes.make_tiny_model.library_desk import library_desk_conversations
 from recipes.make_tiny_model.news import write_article
 from recipes.make_tiny_model.plant_desk import plant_desk_conversations
 
@@ -70,14 +72,16 @@ def write_all(folder: Path, seed: int = 0) -> None:
     write_jsonl(folder / "summary" / "articles_train.jsonl", written[:48])
     write_jsonl(folder / "summary" / "articles_test.jsonl", written[48:])
     write_jsonl(folder / "conversations.jsonl", plant_desk_conversations(128, seed))
+    write_jsonl(folder / "library.jsonl", library_desk_conversations(64, seed))
+    write_jsonl(folder / "comparisons.jsonl", plant_desk_comparisons(144, seed))
 
 
 @chz.chz(typecheck=True)
 class CLIConfig:
     """Where to write."""
 
-    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder that gets qa/, summary/ and conversations.jsonl")
-    seed: int = chz.field(default=0, doc="seed of the choice of questions, articles and conversations")
+    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder that gets qa/, summary/ and the .jsonl files")
+    seed: int = chz.field(default=0, doc="seed of the choice of questions, articles, conversations and comparisons")
 
 
 def main(config: CLIConfig) -> None:

@@ -1,32 +1,45 @@
-"""Datasets of conversations: an in-memory dataset that shuffles by epoch, and one read from a JSONL file.
+"""Datasets of conversations: from conversations to datums, rows in memory or in a Hugging Face dataset, a JSONL file.
 
-A line of the file is `{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}`.
+Reading is left to `conversations`, streams to `streaming`, several datasets at once to `mixture`, the hub to `hub`.
 """
 
-import json
 import logging
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import chz
 import tinker
-from pydantic import ValidationError
 
-from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, RendererError
-from tinker_cookbook.renderers import Content, Message, Renderer, ToolCall, TrainOnWhat
+from tinker_cookbook.exceptions import ConfigurationError, DataError, RendererError
+from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.common import Reduction, datum_from_model_input_weights
-from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.supervised.conversations import ConversationRow, read_conversations
+from tinker_cookbook.supervised.rows import rows_to_datums
+from tinker_cookbook.supervised.streaming import StreamingSupervisedDatasetFromHFDataset
+from tinker_cookbook.supervised.types import ChatDatasetBuilder, RowDataset, SupervisedDataset
+
+if TYPE_CHECKING:
+    import datasets
+
+__all__ = [
+    "ConversationRow",
+    "FromConversationFileBuilder",
+    "StreamingSupervisedDatasetFromHFDataset",
+    "SupervisedDatasetFromHFDataset",
+    "SupervisedDatasetFromList",
+    "conversation_to_datum",
+    "conversation_to_datums",
+    "read_conversations",
+]
 
 logger = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
 
-_EXPECTED = 'expected {"messages": [{"role": "user", "content": "..."}, ...]}'
-_MESSAGE_KEYS = {"role", "content", "tool_calls", "trainable", "tool_call_id", "name"}
-_PART_TEXT_KEYS = {"text": "text", "thinking": "thinking"}
+_MERGED_HISTORY = (TrainOnWhat.LAST_ASSISTANT_TURN, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+"""What may select several replies, of which a renderer without the extension property rewrites all but the last."""
 
 
 def conversation_to_datum(
@@ -45,42 +58,101 @@ def conversation_to_datum(
     return datum_from_model_input_weights(model_input, weights, max_length, reduction)
 
 
-class SupervisedDatasetFromList(SupervisedDataset, Generic[Row]):
-    """Rows in memory, turned into datums when their batch is asked for.
+def conversation_to_datums(
+    conversation: list[Message],
+    renderer: Renderer,
+    max_length: int | None,
+    train_on_what: TrainOnWhat = TrainOnWhat.ALL_ASSISTANT_MESSAGES,
+    reduction: Reduction = "mean",
+) -> list[tinker.Datum]:
+    """One conversation as few datums as train every selected reply on the tokens that the model would have written.
 
-    Rows keep their order until set_epoch, which shuffles anew from the given order. The last batch holds what is left
-    and may be smaller: no row is dropped.
+    With reduction="mean" each datum weighs the same, so a conversation that is split weighs as many times more.
+    Raises as conversation_to_datum.
     """
+    if renderer.has_extension_property or train_on_what not in _MERGED_HISTORY:
+        return [conversation_to_datum(conversation, renderer, max_length, train_on_what, reduction)]
+    examples = renderer.build_supervised_examples(conversation, train_on_what)
+    return [datum_from_model_input_weights(*example, max_length, reduction) for example in examples]
 
-    def __init__(self, rows: Sequence[Row], batch_size: int, to_datum: Callable[[Row], tinker.Datum]) -> None:
-        if not rows:
-            raise ConfigurationError("rows is empty: a dataset needs at least one example")
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size={batch_size}: must be at least 1")
-        self._rows = rows
-        self._batch_size = batch_size
-        self._to_datum = to_datum
-        self._order = list(range(len(rows)))
 
-    def get_batch(self, index: int) -> list[tinker.Datum]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
-        chosen = self._order[index * self._batch_size : (index + 1) * self._batch_size]
-        return [self._to_datum(self._rows[i]) for i in chosen]
+class _ShuffledRows(RowDataset, Generic[Row]):
+    """Rows by index. They keep their order until set_epoch, which shuffles anew from the given order."""
 
-    def __len__(self) -> int:
-        return -(-len(self._rows) // self._batch_size)
+    def __init__(self, rows: Sequence[Row], batch_size: int, to_datums: Callable[[Row], list[tinker.Datum]]) -> None:
+        super().__init__(len(rows), batch_size)
+        self._rows, self._to_datums = rows, to_datums
+        self._order: Sequence[int] = range(len(rows))
+
+    def get_row(self, position: int) -> list[tinker.Datum]:
+        return self._to_datums(self._rows[self._order[position]])
 
     def set_epoch(self, seed: int = 0) -> None:
-        self._order = list(range(len(self._rows)))
-        random.Random(seed).shuffle(self._order)
+        order = list(range(self.num_rows))
+        random.Random(seed).shuffle(order)
+        self._order = order
 
 
-class ConversationRow(NamedTuple):
-    """A conversation and where it stands, for error messages."""
+class SupervisedDatasetFromList(_ShuffledRows[Row]):
+    """Rows in memory, turned into datums when their batch is asked for.
 
-    place: str
-    messages: list[Message]
+    Give `to_datum`, or `flatmap_fn` for rows that become several datums each; batch_size counts rows.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        batch_size: int,
+        to_datum: Callable[[Row], tinker.Datum] | None = None,
+        flatmap_fn: Callable[[Row], list[tinker.Datum]] | None = None,
+    ) -> None:
+        super().__init__(rows, batch_size, rows_to_datums(to_datum, flatmap_fn))
+
+
+class SupervisedDatasetFromHFDataset(_ShuffledRows[dict[str, Any]]):
+    """Rows of a map-style Hugging Face dataset, turned into datums when their batch is asked for.
+
+    Args:
+        hf_dataset: the rows; shuffled by set_epoch, without touching the dataset or its cache files.
+        batch_size: rows per batch; the last batch has what is left.
+        map_fn: row -> datum.
+        flatmap_fn: row -> one or more datums. Exactly one of the two is given.
+
+    Errors of these functions are told with the row's index.
+    """
+
+    def __init__(
+        self,
+        hf_dataset: "datasets.Dataset",
+        batch_size: int,
+        map_fn: Callable[[dict[str, Any]], tinker.Datum] | None = None,
+        flatmap_fn: Callable[[dict[str, Any]], list[tinker.Datum]] | None = None,
+    ) -> None:
+        rows = cast(Sequence[dict[str, Any]], hf_dataset)
+        super().__init__(rows, batch_size, rows_to_datums(map_fn, flatmap_fn))
+
+    def get_row(self, position: int) -> list[tinker.Datum]:
+        index = self._order[position]
+        try:
+            return self._to_datums(self._rows[index])
+        except (RendererError, DataError) as error:
+            raise type(error)(f"row {index}: {error}") from error
+
+
+def conversation_mapper(builder: ChatDatasetBuilder, default: TrainOnWhat) -> Callable[[list[Message]], list]:
+    """How a builder's config turns a conversation into datums. `default`: train_on_what where the config leaves it open."""
+    config = builder.common_config
+    convert = conversation_to_datums if config.split_rewritten else _as_one
+    return partial(
+        convert,
+        renderer=builder.renderer,
+        max_length=config.max_length,
+        train_on_what=config.train_on_what or default,
+    )
+
+
+def _as_one(conversation: list[Message], **settings: Any) -> list[tinker.Datum]:
+    return [conversation_to_datum(conversation, **settings)]
 
 
 @chz.chz(typecheck=True)
@@ -105,123 +177,40 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
             )
         if self.shuffle_seed is not None:
             random.Random(self.shuffle_seed).shuffle(rows)
-        renderer, config = self.renderer, self.common_config
-        train_on_what = config.train_on_what or TrainOnWhat.ALL_ASSISTANT_MESSAGES
-        _warn_of_rewritten_history(rows, renderer, train_on_what)
-        to_datum = partial(_row_to_datum, renderer=renderer, max_length=config.max_length, train_on_what=train_on_what)
+        warn_of_rewritten_history([row.messages for row in rows], self)
+        convert = conversation_mapper(self, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+        to_datums = partial(_placed, convert=convert)
         test, train = rows[: self.test_size], rows[self.test_size :]
+        batch_size = self.common_config.batch_size
         return (
-            SupervisedDatasetFromList(train, config.batch_size, to_datum),
-            SupervisedDatasetFromList(test, config.batch_size, to_datum) if test else None,
+            SupervisedDatasetFromList(train, batch_size, flatmap_fn=to_datums),
+            SupervisedDatasetFromList(test, batch_size, flatmap_fn=to_datums) if test else None,
         )
 
 
-def _row_to_datum(
-    row: ConversationRow, renderer: Renderer, max_length: int | None, train_on_what: TrainOnWhat
-) -> tinker.Datum:
+def _placed(row: ConversationRow, convert: Callable[[list[Message]], list[tinker.Datum]]) -> list[tinker.Datum]:
     try:
-        return conversation_to_datum(row.messages, renderer, max_length, train_on_what)
+        return convert(row.messages)
     except (RendererError, DataError) as error:
         # The same error, told where it comes from.
         raise type(error)(f"{row.place}: {error}") from error
 
 
-def _warn_of_rewritten_history(rows: list[ConversationRow], renderer: Renderer, train_on_what: TrainOnWhat) -> None:
-    if train_on_what is not TrainOnWhat.ALL_ASSISTANT_MESSAGES or renderer.has_extension_property:
+def warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:
+    """Say so when replies are going to be trained in a form in which the model never writes them."""
+    config, renderer = builder.common_config, builder.renderer
+    train_on_what = config.train_on_what or TrainOnWhat.ALL_ASSISTANT_MESSAGES
+    if config.split_rewritten or renderer.has_extension_property:
         return
-    several = sum(sum(m["role"] == "assistant" for m in row.messages) > 1 for row in rows)
+    if train_on_what is not TrainOnWhat.ALL_ASSISTANT_MESSAGES:
+        return
+    several = sum(sum(m["role"] == "assistant" for m in messages) > 1 for messages in conversations)
     if several:
         logger.warning(
             "%d of %d conversations have several assistant messages, and %s renders earlier ones differently from how "
-            "the model writes them (without thinking): train_on_what=last_assistant_turn trains exactly what it writes",
+            "the model writes them (without thinking): split_rewritten=True, or train_on_what=last_assistant_turn, trains "
+            "exactly what it writes",
             several,
-            len(rows),
+            len(conversations),
             type(renderer).__name__,
         )
-
-
-def read_conversations(file_path: str) -> list[ConversationRow]:
-    """Every conversation of a JSONL file, checked. Blank lines are passed over.
-
-    Raises ConfigurationError when there is no such file, DataFormatError `path:line: what is wrong; expected form`
-    for the first malformed line, and DataFormatError for a file without conversations.
-    """
-    path = Path(file_path).expanduser()
-    if not path.is_file():
-        raise ConfigurationError(f"file_path={file_path!r}: there is no such file; name a JSONL file of conversations")
-    rows: list[ConversationRow] = []
-    # Split at line feeds only: JSON strings may hold other line separators.
-    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if raw.strip():
-            place = f"{path}:{number}"
-            rows.append(ConversationRow(place, _parse_line(raw, place)))
-    if not rows:
-        raise DataFormatError(f"{path}: the file holds no conversation; {_EXPECTED} on each line")
-    return rows
-
-
-def _parse_line(raw: bytes, place: str) -> list[Message]:
-    def wrong(what: str) -> DataFormatError:
-        return DataFormatError(f"{place}: {what}; {_EXPECTED}")
-
-    try:
-        line = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise wrong(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise wrong(f"not valid JSON ({error})") from error
-    if not isinstance(line, dict):
-        raise wrong(f"a {type(line).__name__} and not an object")
-    if "messages" not in line:
-        raise wrong(f"the key 'messages' is missing (keys: {sorted(line)})")
-    if extra := sorted(set(line) - {"messages"}):
-        raise wrong(f"unknown keys {extra}")
-    if not isinstance(line["messages"], list) or not line["messages"]:
-        raise wrong("'messages' must be a list with at least one message")
-    messages: list[Message] = []
-    for i, message in enumerate(line["messages"]):
-        try:
-            messages.append(_parse_message(message))
-        except ValueError as error:
-            raise wrong(f"messages[{i}]: {error}") from error
-    return messages
-
-
-def _parse_message(raw: object) -> Message:
-    if not isinstance(raw, dict):
-        raise ValueError(f"a {type(raw).__name__} and not an object")
-    if extra := sorted(set(raw) - _MESSAGE_KEYS):
-        raise ValueError(f"unknown keys {extra} (known: {sorted(_MESSAGE_KEYS)})")
-    for key in ("role", "content"):
-        if key not in raw:
-            raise ValueError(f"the key {key!r} is missing")
-    for key in ("role", "tool_call_id", "name"):
-        if key in raw and (not isinstance(raw[key], str) or not raw[key]):
-            raise ValueError(f"{key!r} must be a string that is not empty")
-    if "trainable" in raw and not isinstance(raw["trainable"], bool):
-        raise ValueError("'trainable' must be true or false")
-    _check_content(raw["content"])
-    message = Message(**raw)
-    if "tool_calls" in raw:
-        if not isinstance(raw["tool_calls"], list):
-            raise ValueError("'tool_calls' must be a list")
-        try:
-            message["tool_calls"] = [ToolCall.model_validate(call) for call in raw["tool_calls"]]
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(step) for step in first["loc"])
-            raise ValueError(f"tool_calls: {where}: {first['msg']}") from error
-    return message
-
-
-def _check_content(content: Content | object) -> None:
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise ValueError("'content' must be a string or a list of parts")
-    for i, part in enumerate(content):
-        key = _PART_TEXT_KEYS.get(part.get("type", "")) if isinstance(part, dict) else None
-        if key is None or set(part) != {"type", key} or not isinstance(part[key], str):
-            raise ValueError(
-                f'content[{i}] must be {{"type": "text", "text": "..."}} or {{"type": "thinking", "thinking": "..."}}'
-            )

@@ -1,32 +1,39 @@
 """Supervised fine-tuning: batches of weighted tokens, cross-entropy, Adam with a schedule.
 
-Batch i + 1 is submitted before batch i is awaited, so the engine never waits for us. Before an evaluation or a checkpoint
-the pipeline is drained: what is measured or saved at step i has seen exactly i batches.
+Up to `submit_ahead` batches are submitted before the oldest is awaited, so the engine never waits for us. Before an
+evaluation or a checkpoint the pipeline is drained: what is measured or saved at step i has seen exactly i batches, and
+their metrics are on disk.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import chz
 import tinker
+from rich.console import Console
 from tinker.types import OptimStepResponse
 
-from tinker_cookbook import backends
-from tinker_cookbook.checkpoint_utils import save_checkpoint
+from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.completers import derive_seed
-from tinker_cookbook.eval.evaluators import Evaluator, EvaluatorBuilder, TrainingClientEvaluator
+from tinker_cookbook.display import example_text
+from tinker_cookbook.eval.evaluators import EvaluatorBuilder
+from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.bootstrap import Run, open_run
-from tinker_cookbook.runs.resume import open_training_client
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll
 from tinker_cookbook.supervised.evaluators import NLLEvaluator
-from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinker_cookbook.utils.misc_utils import timed
 
@@ -34,36 +41,54 @@ logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float | int | str]
 
+CHECKED_BATCHES = 100
+"""Batches rendered before a model is loaded. A dataset of that size is thereby checked whole."""
+SHOWN_TOKENS = 512
+BATCHES_KEY, SCHEDULE_KEY = "batches_per_epoch", "schedule_steps"
+
 
 @chz.chz(typecheck=True)
-class Config:
+class Config(RunConfig):
     """A supervised run."""
 
-    log_path: str = chz.field(doc="folder of the run")
-    model_name: str = chz.field(doc="base model: a directory or a hub id")
-    recipe_name: str = chz.field(doc="name of the recipe, for metadata")
     dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
-    backend: str | None = chz.field(default=None, doc="local or tinker; None: TINKER_BACKEND, else local")
-    base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
-    load_checkpoint_path: str | None = chz.field(default=None, doc="start from these weights (tinker://...)")
     learning_rate: float = chz.field(default=1e-4, doc="peak learning rate", validator=chz.validators.gt(0))
-    lr_schedule: Literal["linear", "cosine", "constant"] = chz.field(default="linear", doc="how it falls over the run")
+    lr_schedule: Literal["linear", "cosine", "constant"] = chz.field(
+        default="linear", doc="how it falls over the run: over all epochs, or over max_steps where that is less"
+    )
     num_epochs: int = chz.field(default=1, doc="passes over the data", validator=chz.validators.gt(0))
-    max_steps: int | None = chz.field(default=None, doc="stop after this many batches")
-    lora_rank: int = chz.field(default=32, doc="rank of the adapter", validator=chz.validators.gt(0))
-    seed: int = chz.field(default=0, doc="seed of adapter and order")
-    eval_every: int = chz.field(default=10, doc="evaluate before every n-th batch and at the end; 0 means never")
-    save_every: int = chz.field(default=20, doc="save a checkpoint after every n-th batch; 0 means only at the end")
+    eval_every: int = chz.field(
+        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
+    infrequent_eval_every: int = chz.field(
+        default=100, doc="the same for infrequent_evaluator_builders", validator=chz.validators.ge(0)
+    )
     evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set's NLL")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of periodic checkpoints; None keeps them")
+    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
     adam_beta1: float = chz.field(default=0.9, doc="Adam's beta1")
     adam_beta2: float = chz.field(default=0.95, doc="Adam's beta2")
     adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
     submit_ahead: int = chz.field(
         default=1, doc="batches submitted before the oldest is awaited", validator=chz.validators.ge(0)
     )
-    wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project")
-    wandb_name: str | None = chz.field(default=None, doc="name of the W&B run")
+
+    @chz.validate
+    def _check(self) -> None:
+        for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
+            if not 0 <= beta < 1:
+                raise ConfigurationError(f"{name}={beta}: must be at least 0 and less than 1")
+        if self.adam_eps <= 0:
+            raise ConfigurationError(f"adam_eps={self.adam_eps}: must be greater than 0")
+        _check_renderer(self.renderer_name, self.dataset_builder)
+
+
+def _check_renderer(name: str | None, builder: SupervisedDatasetBuilder) -> None:
+    """What is recorded with the checkpoints is what made the data."""
+    used = builder.common_config.renderer_name if isinstance(builder, ChatDatasetBuilder) else name
+    if name is not None and used != name:
+        raise ConfigurationError(
+            f"renderer_name={name!r}, but the dataset is rendered by {used!r}; name the same one, or leave it out"
+        )
 
 
 @dataclass
@@ -78,7 +103,11 @@ class _Submitted:
 
 
 def check_config(config: Config) -> tuple[SupervisedDataset, SupervisedDataset | None, int]:
-    """Everything that can be wrong without loading a model. Returns training set, test set and number of steps."""
+    """Everything that can be wrong without loading a model. Returns training set, test set and number of steps.
+
+    The first batches of training are rendered, and the whole test set: an example that cannot be used should not end the
+    run at step 90.
+    """
     backends.check_backend(config.backend, config.model_name, config.base_url)
     dataset, test_dataset = config.dataset_builder()
     total = len(dataset) * config.num_epochs
@@ -87,83 +116,152 @@ def check_config(config: Config) -> tuple[SupervisedDataset, SupervisedDataset |
     total = total if config.max_steps is None else min(total, config.max_steps)
     if total < 1:
         raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={config.max_steps}")
-    # Every example is rendered once before any weight is loaded: one that cannot be used must not end the run at step 900.
-    for part in (dataset, test_dataset):
-        for index in range(len(part) if part is not None else 0):
-            part.get_batch(index)  # pyright: ignore[reportOptionalMemberAccess]
+    compute_schedule_lr_multiplier(config.lr_schedule, 0, total)
+    context = model_info.get_context_length(config.model_name)
+    _order(config, dataset, epoch=0)
+    for index in range(min(len(dataset), CHECKED_BATCHES)):
+        _check_lengths(dataset.get_batch(index), context, f"batch {index}")
+    for index in range(len(test_dataset) if test_dataset is not None else 0):
+        _check_lengths(test_dataset.get_batch(index), context, f"test batch {index}")  # pyright: ignore[reportOptionalMemberAccess]
     return dataset, test_dataset, total
+
+
+def _check_lengths(data: list[tinker.Datum], context: int | None, where: str) -> None:
+    if not data:
+        raise ConfigurationError(f"{where} of the dataset is empty; a batch needs at least one datum")
+    longest = max(datum.model_input.length for datum in data)
+    if context is not None and longest > context:
+        raise ConfigurationError(
+            f"{where} has an example of {longest} tokens, but the model has a context of {context}; "
+            f"set the dataset's max_length to {context} or less"
+        )
+
+
+def _order(config: Config, dataset: SupervisedDataset, epoch: int) -> None:
+    dataset.set_epoch(derive_seed(config.seed, "epoch", epoch))
 
 
 async def main(config: Config) -> None:
     """Run or resume: the whole life of a supervised run."""
     dataset, test_dataset, total = check_config(config)
-    with open_run(
-        config.log_path,
-        config=config,
-        recipe_name=config.recipe_name,
-        wandb_project=config.wandb_project,
-        wandb_name=config.wandb_name,
-    ) as run:
-        service = backends.create_service_client(config.backend, config.base_url)
-        client, record = await open_training_client(
-            run, service, config.model_name, config.lora_rank, config.seed, config.load_checkpoint_path
+    _check_resumed(config, dataset, total)
+    builders = list(config.evaluator_builders)
+    if test_dataset is not None:
+        builders.append(partial(NLLEvaluator, test_dataset))
+    rounds = EvaluationRounds.build(
+        builders, config.eval_every, config.infrequent_evaluator_builders, config.infrequent_eval_every
+    )
+    if config.renderer_name is None and isinstance(config.dataset_builder, ChatDatasetBuilder):
+        config = chz.replace(config, renderer_name=config.dataset_builder.common_config.renderer_name)
+    async with open_session(config) as session:
+        session.checkpoints.loop_state |= {BATCHES_KEY: len(dataset), SCHEDULE_KEY: total}
+        await _train(config, session, dataset, rounds, total)
+
+
+def _check_resumed(config: Config, dataset: SupervisedDataset, total: int) -> None:
+    """A cursor means the same batch only in the same data; a longer run has another schedule than the one begun."""
+    record = get_last_checkpoint(config.log_path)
+    if record is None:
+        return
+    if (batches := record.get(BATCHES_KEY, len(dataset))) != len(dataset):
+        raise ConfigurationError(
+            f"log_path={config.log_path!r}: the run has {batches} batches per epoch, and the dataset now gives {len(dataset)}; "
+            "resume it with the data and batch_size it began with, or start in another log_path"
         )
-        start = (record.epoch or 0) * len(dataset) + record.batch if record is not None else 0
-        if start < total:
-            run.rewind_metrics(start)
-        evaluators: list[Evaluator] = [build() for build in config.evaluator_builders]
-        if test_dataset is not None:
-            evaluators.append(NLLEvaluator(test_dataset))
-        await _train(config, run, client, dataset, evaluators, start, total)
+    if (steps := record.get(SCHEDULE_KEY, total)) != total and config.lr_schedule != "constant":
+        logger.warning(
+            "the run began with a %s schedule over %d steps and goes on with one over %d: the steps that are done keep their "
+            "learning rates, so the result is not that of a run of %d steps from the start",
+            config.lr_schedule,
+            steps,
+            total,
+            total,
+        )
 
 
 async def _train(
-    config: Config,
-    run: Run,
-    client: TrainingClient,
-    dataset: SupervisedDataset,
-    evaluators: Sequence[Evaluator],
-    start: int,
-    total: int,
+    config: Config, session: Session, dataset: SupervisedDataset, rounds: EvaluationRounds, total: int
 ) -> None:
+    run, client, checkpoints = session.run, session.training_client, session.checkpoints
+    start = session.start_step(len(dataset))
+    session.rewind(start, total)
+    if start >= total:
+        return
+    clock = _Clock()
     pending: deque[_Submitted] = deque()
 
     async def finish(limit: int) -> None:
         while len(pending) > limit:
-            await _finish(run, client, pending.popleft())
+            await _finish(session, pending.popleft(), clock)
 
+    metrics: Metrics = {}
     ordered_epoch = None
     for step in range(start, total):
         epoch, batch = divmod(step, len(dataset))
         if epoch != ordered_epoch:
-            dataset.set_epoch(derive_seed(config.seed, "epoch", epoch))
+            _order(config, dataset, epoch)
             ordered_epoch = epoch
-        metrics: Metrics = {"epoch": epoch, "progress": step / total}
-        if config.eval_every > 0 and step % config.eval_every == 0:
+        metrics |= {"epoch": epoch, "progress": step / total}
+        if due := rounds.due(step):
             await finish(0)
             with timed("evals", metrics):
-                metrics |= await run_evaluators(evaluators, client)
-        with timed("get_batch", metrics):
-            data = dataset.get_batch(batch)
-        pending.append(_submit(config, client, step, data, total, metrics))
-        await finish(config.submit_ahead)
-        if config.save_every > 0 and (step + 1) % config.save_every == 0 and step + 1 < total:
+                metrics |= await run_evaluators(due, client)
+        try:
+            with timed("get_batch", metrics):
+                data = dataset.get_batch(batch)
+        except Exception:
             await finish(0)
-            cursor = _cursor(step + 1, dataset)
-            await save_checkpoint(client, f"{step + 1:06d}", run.log_path, cursor, "both", config.ttl_seconds)
+            if step > start:
+                await checkpoints.save_stopped(step, _cursor(step, dataset))
+            raise
+        if step == 0:
+            _show_first(data[0], client.get_tokenizer())
+        pending.append(_submit(config, client, step, data, total, metrics))
+        metrics = {}
+        checkpoints.tokens += _num_tokens(data)
+        # Asked once: what is due by the clock must not become due between waiting for the batches and saving.
+        if step + 1 < total and checkpoints.should_save(step + 1):
+            await finish(0)
+            with timed("save_checkpoint", metrics):
+                await checkpoints.maybe_save(step + 1, _cursor(step + 1, dataset))
+        else:
+            await finish(config.submit_ahead)
     await finish(0)
-    if start >= total:
-        logger.info("nothing left to do: the run had reached step %d of %d", start, total)
-        return
-    if config.eval_every > 0 and evaluators:
-        run.logger.log_metrics({"progress": 1.0, **await run_evaluators(evaluators, client)}, step=total)
-    await save_checkpoint(client, "final", run.log_path, {**_cursor(total, dataset), "final": True}, "both")
+    if last := rounds.at_end():
+        with timed("evals", metrics):
+            metrics |= {"progress": 1.0, **await run_evaluators(last, client)}
+        metrics["time/total"] = clock.lap()
+        run.logger.log_metrics(metrics, step=total)
+    await checkpoints.save_final(_cursor(total, dataset))
+
+
+class _Clock:
+    """Seconds from one row of metrics to the next, so that they add up to the run's."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        return elapsed
 
 
 def _cursor(step: int, dataset: SupervisedDataset) -> dict[str, Any]:
     """Where the next batch stands, as checkpoints record it."""
     epoch, batch = divmod(step, len(dataset))
     return {"epoch": epoch, "batch": batch}
+
+
+def _num_tokens(data: list[tinker.Datum]) -> int:
+    return sum(datum.model_input.length for datum in data)
+
+
+def _show_first(datum: tinker.Datum, tokenizer: Tokenizer) -> None:
+    """The first example on the terminal: a wrong renderer or a wrong selection is seen at once."""
+    console = Console(soft_wrap=True, highlight=False)
+    console.print("The first example (green: trained, yellow: not trained)", style="bold")
+    console.print(example_text(datum, tokenizer, max_tokens=SHOWN_TOKENS))
 
 
 def _submit(
@@ -178,7 +276,7 @@ def _submit(
     return _Submitted(step, data, forward_backward, client.optim_step(adam), metrics)
 
 
-async def _finish(run: Run, client: TrainingClient, batch: _Submitted) -> None:
+async def _finish(session: Session, batch: _Submitted, clock: _Clock) -> None:
     metrics = batch.metrics
     with timed("step", metrics):
         output = await batch.forward_backward
@@ -186,25 +284,14 @@ async def _finish(run: Run, client: TrainingClient, batch: _Submitted) -> None:
     logprobs = [fields["logprobs"] for fields in output.loss_fn_outputs]
     weights = [datum.loss_fn_inputs["weights"] for datum in batch.data]
     targets = [datum.loss_fn_inputs["target_tokens"] for datum in batch.data]
+    tokenizer = session.training_client.get_tokenizer()
     metrics |= {
         "num_sequences": len(batch.data),
-        "num_tokens": sum(datum.model_input.length for datum in batch.data),
+        "num_tokens": _num_tokens(batch.data),
         "num_loss_tokens": sum(int((weight.to_numpy() != 0).sum()) for weight in weights),
         "train_mean_nll": compute_mean_nll(logprobs, weights),
-        "train_mean_bpb": compute_mean_bpb(logprobs, weights, targets, client.get_tokenizer()),
+        "train_mean_bpb": compute_mean_bpb(logprobs, weights, targets, tokenizer),
         **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
+        "time/total": clock.lap(),
     }
-    run.logger.log_metrics(metrics, step=batch.step)
-
-
-async def run_evaluators(evaluators: Sequence[Evaluator], client: TrainingClient) -> dict[str, float]:
-    """All evaluators at the client's current weights; those that sample share one snapshot."""
-    metrics: dict[str, float] = {}
-    snapshot = None
-    for evaluator in evaluators:
-        if isinstance(evaluator, TrainingClientEvaluator):
-            metrics |= await evaluator(client)
-        else:
-            snapshot = snapshot or await client.save_weights_and_get_sampling_client()
-            metrics |= await evaluator(snapshot)
-    return metrics
+    session.run.logger.log_metrics(metrics, step=batch.step)

@@ -25,6 +25,37 @@ class SupervisedDataset(ABC):
         """Order the examples for the epoch that `seed` stands for; the same seed gives the same order."""
 
 
+class RowDataset(SupervisedDataset):
+    """A dataset that also gives single rows, so that several of them can be mixed. A row may become several datums.
+
+    A batch has `batch_size` rows, the last one what is left: no row is dropped.
+
+    Raises:
+        ConfigurationError: there is no row, or batch_size is below 1.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int) -> None:
+        if num_rows < 1:
+            raise ConfigurationError("rows is empty: a dataset needs at least one example")
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size={batch_size}: must be at least 1")
+        self.num_rows = num_rows
+        self._batch_size = batch_size
+
+    @abstractmethod
+    def get_row(self, position: int) -> list[tinker.Datum]:
+        """The datums of the row at `position` of the current epoch, 0 <= position < num_rows."""
+
+    def get_batch(self, index: int) -> list[tinker.Datum]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
+        end = min((index + 1) * self._batch_size, self.num_rows)
+        return [datum for position in range(index * self._batch_size, end) for datum in self.get_row(position)]
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self._batch_size)
+
+
 @chz.chz(typecheck=True)
 class SupervisedDatasetBuilder:
     """Config that makes the training set and, where it has one, the test set."""
@@ -42,6 +73,11 @@ class ChatDatasetBuilderCommonConfig:
     max_length: int | None = chz.field(doc="Longest sequence in tokens; what is beyond is cut off. None: no limit.")
     batch_size: int = chz.field(doc="Examples per batch.")
     train_on_what: TrainOnWhat | None = chz.field(default=None, doc="None: the dataset's own choice.")
+    split_rewritten: bool = chz.field(
+        default=False,
+        doc="Where the renderer rewrites earlier messages (drops their thinking), train each reply in an example of its "
+        "own, on the tokens that the model writes.",
+    )
 
     @chz.validate
     def _check(self) -> None:

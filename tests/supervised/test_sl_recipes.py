@@ -1,0 +1,148 @@
+"""The supervised recipes from command line to files, on the shipped tiny model."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipes import chat_sl, sl_basic, sl_loop
+from recipes.chat_sl import parse_mixture
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import TrainOnWhat
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TINKER_BACKEND", raising=False)
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def run(recipe: ModuleType, log_path: Path, *argv: str) -> list[dict[str, Any]]:
+    run_recipe(recipe.CLIConfig, recipe.main, argv=[f"log_path={log_path}", *argv])
+    return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def fails(recipe: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str, code: int = 2) -> str:
+    with pytest.raises(SystemExit) as raised:
+        run_recipe(recipe.CLIConfig, recipe.main, argv=list(argv))
+    assert raised.value.code == code
+    return capsys.readouterr().err
+
+
+def test_a_mixture_is_learned(tmp_path: Path) -> None:
+    rows = run(chat_sl, tmp_path / "run", "max_steps=8", "eval_every=8", "lora_rank=8", "test_size=8")
+    before, after = (row["test/nll"] for row in rows if "test/nll" in row)
+    assert after < 0.9 * before
+    assert [row["num_sequences"] for row in rows[:-1]] == [16] * 8
+
+
+def test_a_folder_of_the_hub_s_form_is_trained_on(tmp_path: Path) -> None:
+    lines = [
+        {"messages": [{"role": "user", "content": f"Q{n}"}, {"role": "assistant", "content": "A"}]} for n in range(9)
+    ]
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ("test_size=3", "batch_size=2", "num_epochs=1", "lora_rank=2", "eval_every=3", "train_on_what=all_tokens")
+    rows = run(sl_basic, tmp_path / "run", f"dataset={tmp_path / 'chats'}", *argv)
+    assert len(rows) == 4 and rows[-1]["test/nll"] < rows[0]["test/nll"]
+    assert all(row["num_loss_tokens"] == row["num_tokens"] for row in rows[:-1])
+
+
+def test_the_plain_loop_learns_and_starts_anew_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("num_epochs=1", "lora_rank=8", "batch_size=32")
+    rows = run(sl_loop, tmp_path / "run", *argv)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert rows[3]["train_mean_nll"] < 0.95 * rows[0]["train_mean_nll"]
+    path = capsys.readouterr().out.partition("Weights: tinker://")[2].splitlines()[0]
+    assert (tmp_path / "home" / "runs" / path / "adapter_model.safetensors").is_file()
+    assert "cannot resume; name a new folder" in fails(sl_loop, capsys, f"log_path={tmp_path / 'run'}", *argv)
+
+
+def test_the_plain_loop_fits_on_a_screen() -> None:
+    assert sl_loop.__file__ is not None
+    assert len(Path(sl_loop.__file__).read_text().splitlines()) <= 90
+
+
+@pytest.mark.parametrize("train_on_what", list(TrainOnWhat))
+def test_every_selection_can_be_asked_for(
+    tmp_path: Path, train_on_what: TrainOnWhat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_DEBATE_LOG_ROOT", str(tmp_path))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    if train_on_what is TrainOnWhat.CUSTOMIZED:
+        messages = [{**message, "trainable": message["role"] == "user"} for message in messages]
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"messages": messages}) + "\n")
+    configs = []
+
+    def keep(cli: sl_basic.CLIConfig) -> None:
+        configs.append(sl_basic.build_config(cli))
+
+    run_recipe(
+        sl_basic.CLIConfig, keep, argv=[f"dataset={file}", "test_size=0", f"train_on_what={train_on_what.value}"]
+    )
+    assert configs[0].dataset_builder.common_config.train_on_what is train_on_what
+
+
+@pytest.mark.parametrize(
+    ("mixture", "parsed"),
+    [
+        ("a.jsonl:0.7,b.jsonl:0.3", (["a.jsonl", "b.jsonl"], [0.7, 0.3])),
+        ("tulu3", (["tulu3"], None)),
+        ("owner/name, library", (["owner/name", "library"], None)),
+        ("conversations:3", (["conversations"], [3.0])),
+    ],
+)
+def test_mixtures_are_read(mixture: str, parsed: tuple[list[str], list[float] | None]) -> None:
+    assert parse_mixture(mixture) == parsed
+
+
+@pytest.mark.parametrize(
+    ("mixture", "message"),
+    [
+        ("a:0.7,b", "give every dataset a share, or none"),
+        ("a:much,b:1", "the share 'much' of 'a' is not a number"),
+        ("a:1,,b:1", "a dataset has no name"),
+        ("", "a dataset has no name"),
+        ("a:1,a:2", "a dataset is named twice"),
+    ],
+)
+def test_bad_mixtures(mixture: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_mixture(mixture)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("mixture=conversations:0,library:1",), "each must be greater than 0"),
+        (
+            ("mixture=conversations,nonesuch",),
+            "dataset='nonesuch' is unknown; use a shipped name (conversations, library)",
+        ),
+        (("mixture=library", "streaming=true"), "streaming=True: library is a file"),
+        (("test_size=64",), "test_size=64 leaves nothing to train on"),
+        (("max_length=5",), "no trained token is left"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setenv("TINKER_DEBATE_LOG_ROOT", str(tmp_path / "logs"))
+    assert message in fails(chat_sl, capsys, *argv)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_selection_that_the_data_do_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (f"log_path={tmp_path / 'run'}", "train_on_what=customized")
+    message = fails(sl_basic, capsys, *argv, code=1)
+    assert "conversations.jsonl:" in message and "lacks the key 'trainable'" in message
+    assert not (tmp_path / "run").exists()

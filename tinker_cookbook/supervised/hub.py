@@ -1,0 +1,206 @@
+"""Chat datasets by name: a shipped file, a JSONL file of one's own, or a Hugging Face dataset, whole or as a stream."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import chz
+import tinker
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import TrainOnWhat
+from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row
+from tinker_cookbook.supervised.data import (
+    FromConversationFileBuilder,
+    SupervisedDatasetFromHFDataset,
+    conversation_mapper,
+    warn_of_rewritten_history,
+)
+from tinker_cookbook.supervised.streaming import StreamingSupervisedDatasetFromHFDataset
+from tinker_cookbook.supervised.types import (
+    ChatDatasetBuilder,
+    ChatDatasetBuilderCommonConfig,
+    RowDataset,
+    SupervisedDataset,
+)
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+
+if TYPE_CHECKING:
+    import datasets
+
+SHIPPED = {"conversations": "conversations.jsonl", "library": "library.jsonl"}
+"""Name -> file of a shipped chat dataset."""
+
+
+class HubChat(NamedTuple):
+    """A well-known chat dataset on the hub. `test_split` is None where there is none."""
+
+    repository: str
+    test_split: str | None = None
+
+
+HUB_CHATS = {
+    "tulu3": HubChat("allenai/tulu-3-sft-mixture"),
+    "no_robots": HubChat("HuggingFaceH4/no_robots", "test"),
+}
+
+_LOOKED_AT = 1000
+"""Rows of a large dataset that are looked at for the warning of rewritten history."""
+
+
+@chz.chz(typecheck=True)
+class FromHFConversationsBuilder(ChatDatasetBuilder):
+    """Conversations from a Hugging Face dataset. All assistant messages are trained unless common_config says otherwise."""
+
+    dataset: str = chz.field(doc="Dataset id on the hub (owner/name), or a folder with its files.")
+    config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
+    split: str = chz.field(default="train", doc="Split to train on.")
+    test_split: str | None = chz.field(default=None, doc="Split to test on; None: hold out test_size rows.")
+    test_size: int = chz.field(default=0, doc="Rows of the test set at most; 0: no test set.")
+    messages_column: str = chz.field(default=MESSAGES, doc="Column that holds the list of messages.")
+    shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before rows are held out; None keeps the order.")
+    streaming: bool = chz.field(default=False, doc="Read as a stream: nothing is downloaded beforehand.")
+    stream_length: int | None = chz.field(default=None, doc="Rows of a stream's epoch; None: what the dataset says.")
+    stream_buffer: int = chz.field(default=10_000, doc="Rows that the shuffle of a stream draws from.")
+
+    @chz.validate
+    def _check(self) -> None:
+        if self.test_size < 0:
+            raise ConfigurationError(f"test_size={self.test_size}: must be 0 (no test set) or more")
+        if self.stream_length is not None and not self.streaming:
+            raise ConfigurationError(f"stream_length={self.stream_length} is for streams; set streaming=True with it")
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        return self._streamed() if self.streaming else self._whole()
+
+    def _to_datums(self) -> Any:
+        convert = conversation_mapper(self, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+        column = self.messages_column
+
+        def flatmap_fn(row: Mapping[str, Any]) -> list[tinker.Datum]:
+            return convert(messages_of_row(row, column))
+
+        return flatmap_fn
+
+    def _whole(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        train, test = self._load(self.split), None
+        order = list(range(len(train)))
+        if self.shuffle_seed is not None:
+            random.Random(self.shuffle_seed).shuffle(order)
+        if self.test_split is not None and self.test_size:
+            test = self._load(self.test_split)
+            test = test.select(range(min(self.test_size, len(test))))
+        elif self.test_size >= len(train):
+            raise ConfigurationError(
+                f"test_size={self.test_size} leaves nothing to train on: {self._name(self.split)} has {len(train)} rows"
+            )
+        elif self.test_size:
+            test = train.select(order[: self.test_size])
+        rows = train if test is None or self.test_split is not None else train.select(order[self.test_size :])
+        seen = rows.select(range(min(_LOOKED_AT, len(rows))))
+        warn_of_rewritten_history([messages_of_row(row, self.messages_column) for row in seen], self)
+        batch_size, to_datums = self.common_config.batch_size, self._to_datums()
+        return (
+            SupervisedDatasetFromHFDataset(rows, batch_size, flatmap_fn=to_datums),
+            SupervisedDatasetFromHFDataset(test, batch_size, flatmap_fn=to_datums) if test is not None else None,
+        )
+
+    def _streamed(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        rows, test = self._load(self.split), None
+        held_out = self.test_size if self.test_split is None else 0
+        length = self.stream_length or self._known_length(rows) - held_out
+        if length < 1:
+            raise ConfigurationError(f"test_size={self.test_size} leaves nothing to train on; lower test_size")
+        if self.test_size:
+            source = rows if self.test_split is None else self._load(self.test_split)
+            test = self._test_rows(source)
+        batch_size = self.common_config.batch_size
+        training = StreamingSupervisedDatasetFromHFDataset(
+            rows.skip(held_out) if held_out else rows,
+            batch_size,
+            length,
+            flatmap_fn=self._to_datums(),
+            buffer_size=self.stream_buffer,
+        )
+        return training, test
+
+    def _test_rows(self, stream: datasets.IterableDataset) -> RowDataset:
+        """The first rows of a stream, held in memory."""
+        import datasets
+
+        rows = datasets.Dataset.from_list(list(stream.take(self.test_size)))
+        return SupervisedDatasetFromHFDataset(rows, self.common_config.batch_size, flatmap_fn=self._to_datums())
+
+    def _known_length(self, stream: datasets.IterableDataset) -> int:
+        splits = stream.info.splits
+        known = splits[self.split].num_examples if splits and self.split in splits else None
+        if not known:
+            raise ConfigurationError(
+                f"stream_length: {self._name(self.split)} does not say how many rows it has; set stream_length to what an "
+                "epoch shall have"
+            )
+        return known
+
+    def _load(self, split: str) -> Any:
+        import datasets
+
+        try:
+            return datasets.load_dataset(
+                str(Path(self.dataset).expanduser()), self.config_name, split=split, streaming=self.streaming
+            )
+        except Exception as error:  # the hub raises many kinds, all of which mean that the dataset is not to be had
+            raise ConfigurationError(f"dataset {self._name(split)} could not be loaded: {error}") from error
+
+    def _name(self, split: str) -> str:
+        return f"{self.dataset}[{split}]"
+
+
+def chat_dataset_builder(
+    dataset: str,
+    common_config: ChatDatasetBuilderCommonConfig,
+    test_size: int = 0,
+    seed: int = 0,
+    streaming: bool = False,
+) -> ChatDatasetBuilder:
+    """The builder of a chat dataset by name.
+
+    Args:
+        dataset: a name in SHIPPED, a .jsonl file, a name in HUB_CHATS, a hub id (owner/name), or a folder of its files.
+        test_size: conversations held out; the first ones of the test split, where the dataset is known to have one.
+        seed: of the choice of what is held out.
+        streaming: read a dataset of the hub as a stream.
+
+    Raises:
+        ConfigurationError: the name is none of these, or a file is to be streamed.
+    """
+    is_file = dataset in SHIPPED or dataset.endswith(".jsonl")
+    if is_file and streaming:
+        raise ConfigurationError(f"streaming=True: {dataset} is a file, which is read whole; drop streaming")
+    if is_file:
+        file = EXAMPLE_DATA / SHIPPED[dataset] if dataset in SHIPPED else Path(dataset).expanduser()
+        if not file.is_file():
+            raise ConfigurationError(f"dataset={dataset!r}: no such file; {_choices()}")
+        return FromConversationFileBuilder(
+            common_config=common_config, file_path=str(file), test_size=test_size, shuffle_seed=seed
+        )
+    known = HUB_CHATS.get(dataset)
+    if known is None and "/" not in dataset and not Path(dataset).expanduser().is_dir():
+        raise ConfigurationError(f"dataset={dataset!r} is unknown; {_choices()}")
+    return FromHFConversationsBuilder(
+        common_config=common_config,
+        dataset=known.repository if known else dataset,
+        test_split=known.test_split if known else None,
+        test_size=test_size,
+        shuffle_seed=seed,
+        streaming=streaming,
+    )
+
+
+def _choices() -> str:
+    return (
+        f"use a shipped name ({', '.join(SHIPPED)}), a .jsonl file of conversations, {' or '.join(HUB_CHATS)}, or the id of "
+        "a Hugging Face dataset (owner/name)"
+    )
