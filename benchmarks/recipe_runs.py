@@ -1,0 +1,345 @@
+"""Every recipe with its defaults, in a process of its own: how long it takes, and whether its numbers move as it says.
+
+    python -m benchmarks.recipe_runs
+    python -m benchmarks.recipe_runs only=recipes.rl_basic,recipes.tool_use
+
+The table `RECIPES` is also what the smoke test runs, with small settings. Ends with exit code 1 when a recipe fails, takes more
+than the limit, or moves a number the wrong way.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import chz
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import facts
+from tinker_cookbook import cli_utils
+from tinker_cookbook.runs.files import read_jsonl, write_json, write_text
+from tinker_cookbook.runs.outcome import before_and_after, first_and_last
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that a recipe says it moves."""
+
+    key: str
+    better: Literal["up", "down"]
+    at: Literal["evaluations", "steps"] = "evaluations"
+    """first against last evaluation, or means over the first and the last five steps"""
+    folder: str = ""
+    """of the metrics.jsonl, below the run's folder"""
+
+    def read(self, log_path: Path) -> tuple[float, float] | None:
+        rows = read_jsonl(log_path / self.folder / "metrics.jsonl", tolerate_torn_tail=True)
+        return (before_and_after if self.at == "evaluations" else first_and_last)(rows, self.key)
+
+    def moved_right(self, before: float, after: float) -> bool:
+        return after > before if self.better == "up" else after < before
+
+
+@dataclass(frozen=True)
+class RecipeRun:
+    """How a recipe is run. `{folder}` is a fresh folder of its own, `{sl_basic}` the folder of a finished sl_basic run."""
+
+    module: str
+    folder_key: str | None = "log_path"
+    """the key that takes the folder; None for a recipe without one"""
+    arguments: tuple[str, ...] = ()
+    """besides its defaults, what it cannot do without"""
+    small: tuple[str, ...] = ()
+    """what makes it a matter of seconds"""
+    measures: tuple[Measure, ...] = ()
+    files: tuple[str, ...] = ()
+    """what must be in the folder afterwards"""
+    stdin: str = ""
+    needs: tuple[str, ...] = field(default=())
+    """packages of an extra, without which it does not run"""
+
+    def command(self, folder: Path, sl_basic: Path, small: bool) -> list[str]:
+        keys = [f"{self.folder_key}={{folder}}"] if self.folder_key else []
+        keys += [*self.arguments, *(self.small if small else ())]
+        filled = [key.format(folder=folder, sl_basic=sl_basic) for key in keys]
+        return [sys.executable, "-m", self.module, *filled]
+
+
+_RL = ("max_steps=2", "eval_every=2", "lora_rank=4", "on_zero_advantages=skip")
+_CORRECT = Measure("env/all/correct", "up", "steps")
+_FEW_ROLLOUTS = ("num_rollouts=16", "num_groups=2", "max_eval_items=4")
+
+RECIPES: tuple[RecipeRun, ...] = (
+    RecipeRun(
+        "recipes.sl_basic",
+        small=("max_steps=3", "eval_every=3", "lora_rank=4"),
+        measures=(Measure("test/nll", "down"),),
+    ),
+    RecipeRun(
+        "recipes.sl_loop", small=("num_epochs=1", "lora_rank=4"), measures=(Measure("train_mean_nll", "down", "steps"),)
+    ),
+    RecipeRun(
+        "recipes.chat_sl",
+        small=("max_steps=3", "eval_every=3", "lora_rank=4"),
+        measures=(Measure("test/nll", "down"),),
+    ),
+    RecipeRun(
+        "recipes.rl_basic",
+        small=(*_RL, "groups_per_batch=4", "num_test=4"),
+        measures=(Measure("env/all/reward/total", "up", "steps"), Measure("test/env/all/correct", "up")),
+    ),
+    RecipeRun(
+        "recipes.rl_loop",
+        small=("max_steps=2", "groups_per_batch=4", "lora_rank=4"),
+        measures=(Measure("reward", "up", "steps"),),
+    ),
+    RecipeRun(
+        "recipes.single_turn",
+        small=(*_RL, *_FEW_ROLLOUTS),
+        measures=(Measure("env/all/task_reward", "up", "steps"), Measure("test/env/all/correct", "up")),
+    ),
+    RecipeRun(
+        "recipes.math_rl",
+        small=(*_RL, "groups_per_batch=2", "group_size=4"),
+        measures=(_CORRECT, Measure("test/env/all/correct", "up")),
+    ),
+    RecipeRun(
+        "recipes.guess_number",
+        small=(*_RL, "groups_per_batch=2", "group_size=4"),
+        measures=(Measure("env/all/reward/total", "up", "steps"), Measure("test/env/all/reward/total", "up")),
+    ),
+    RecipeRun(
+        "recipes.twenty_questions",
+        small=(*_RL, "groups_per_batch=2", "group_size=4", "warm_up_steps=2"),
+        measures=(Measure("env/all/won", "up", "steps"), Measure("test/env/all/won", "up")),
+    ),
+    RecipeRun(
+        "recipes.tool_use",
+        small=(*_RL, "groups_per_batch=2", "group_size=4", "warm_up_steps=2"),
+        measures=(_CORRECT, Measure("test/env/all/correct", "up")),
+    ),
+    RecipeRun(
+        "recipes.debate_rs_grpo",
+        small=(*_RL, *_FEW_ROLLOUTS),
+        measures=(Measure("test/env/all/correct", "up"),),
+    ),
+    RecipeRun(
+        "recipes.demo",
+        folder_key=None,
+        small=("max_steps=1", *_FEW_ROLLOUTS, "on_zero_advantages=skip", "log_path={folder}"),
+    ),
+    RecipeRun(
+        "recipes.shorter",
+        small=(*_RL, "groups_per_batch=2", "group_size=4"),
+        measures=(Measure("env/all/ac_tokens_per_turn", "down", "steps"),),
+    ),
+    RecipeRun(
+        "recipes.preference.train",
+        small=("max_steps=2", "eval_every=2", "lora_rank=4"),
+        measures=(Measure("test/accuracy", "up"), Measure("test/margin", "up")),
+    ),
+    RecipeRun(
+        "recipes.preference.rlhf_pipeline",
+        small=(
+            "sft_epochs=1",
+            "preference_epochs=1",
+            "rl_steps=1",
+            "groups_per_batch=2",
+            "group_size=4",
+            "lora_rank=4",
+        ),
+        measures=(
+            Measure("test/nll", "down", folder="sft"),
+            Measure("test/accuracy", "up", folder="preference_model"),
+            Measure("test/win_rate", "up", folder="rl"),
+        ),
+    ),
+    RecipeRun(
+        "recipes.distillation.on_policy",
+        small=("max_steps=2", "teacher_epochs=1", "eval_every=2", "groups_per_batch=4", "lora_rank=4"),
+        measures=(Measure("teacher_kl", "down", "steps"), Measure("held_out/env/all/correct", "up")),
+    ),
+    RecipeRun(
+        "recipes.distillation.off_policy",
+        small=("max_steps=2", "teacher_epochs=1", "eval_every=2", "lora_rank=4"),
+        measures=(Measure("test/kl", "down"),),
+    ),
+    RecipeRun(
+        "recipes.prompt_distillation.create_data",
+        folder_key="output_path",
+        small=("max_lines=20",),
+        files=("train.jsonl", "test.jsonl"),
+    ),
+    RecipeRun(
+        "recipes.prompt_distillation.train",
+        small=("max_steps=2", "eval_every=2", "lora_rank=4", "max_lines=40"),
+        measures=(Measure("test/agreement", "up"),),
+    ),
+    RecipeRun(
+        "recipes.sweep",
+        folder_key="sweep_dir",
+        small=("set.max_steps=1", "set.groups_per_batch=2", "set.eval_every=0", "set.on_zero_advantages=skip"),
+        files=("sweep.csv", "sweep.parquet", "summary.json", "summary.md"),
+    ),
+    RecipeRun(
+        "recipes.eval_benchmarks",
+        folder_key="save_dir",
+        small=("limit=4",),
+        files=("summary.json",),
+    ),
+    RecipeRun("recipes.eval_inspect", folder_key="log_dir", small=("limit=4",), needs=("inspect_ai",)),
+    RecipeRun(
+        "recipes.export",
+        folder_key="output",
+        arguments=("log_path={sl_basic}",),
+        files=("adapter_config.json", "adapter_model.safetensors", "README.md"),
+    ),
+    RecipeRun("recipes.chat", folder_key=None, arguments=("seed=0",), stdin="What is 2 + 3?\n/quit\n"),
+)
+
+NOT_SMOKED = {
+    "recipes.make_tiny_model": "trains the shipped model, for half an hour",
+    "recipes.prompt_distillation.multilingual": "writes a shipped data file",
+    "recipes.make_tiny_model.data_files": "writes the shipped data files",
+}
+"""Commands that are no recipes to try out, and why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run."""
+
+    run: RecipeRun
+    seconds: float
+    returncode: int
+    output: str
+    values: tuple[tuple[float, float] | None, ...]
+    missing: tuple[str, ...]
+
+    def problems(self, limit: float) -> list[str]:
+        """Why the run is not what it should be; empty if it is."""
+        found = [] if self.returncode == 0 else [f"exit code {self.returncode}"]
+        if self.seconds > limit:
+            found.append(f"took {self.seconds:.0f} s, more than {limit:.0f}")
+        found += [f"no {name}" for name in self.missing]
+        for measure, values in zip(self.run.measures, self.values, strict=True):
+            if values is None:
+                found.append(f"{measure.key} is not there twice")
+            elif not measure.moved_right(*values):
+                found.append(f"{measure.key} did not go {measure.better}")
+        return found
+
+
+def run_recipe(run: RecipeRun, folder: Path, sl_basic: Path, small: bool = False, timeout: float = 900.0) -> Outcome:
+    """One recipe in a process of its own; its checkpoints go below `folder`'s parent."""
+    environment = {**os.environ, "TINKER_LOCAL_HOME": str(sl_basic.parent / "home"), "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("TINKER_BACKEND", None)
+    started = time.perf_counter()
+    done = subprocess.run(
+        run.command(folder, sl_basic, small), cwd=ROOT, env=environment, input=run.stdin, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout,
+    )  # fmt: skip
+    seconds = time.perf_counter() - started
+    has_run = done.returncode == 0
+    values = tuple(measure.read(folder) if has_run else None for measure in run.measures)
+    missing = tuple(name for name in run.files if not (folder / name).exists())
+    return Outcome(run, seconds, done.returncode, done.stdout, values, missing)
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m benchmarks.recipe_runs`."""
+
+    only: tuple[str, ...] = chz.field(default=(), doc="these recipes alone, by module; default: all")
+    limit: float = chz.field(default=120.0, doc="seconds that a recipe may take", validator=chz.validators.gt(0))
+    write: bool = chz.field(default=False, doc="write the table to benchmarks/results/recipes.{json,md}")
+
+
+def main(config: CLIConfig) -> int:
+    chosen = [run for run in RECIPES if not config.only or run.module in config.only]
+    if unknown := set(config.only) - {run.module for run in chosen}:
+        raise SystemExit(f"only={','.join(sorted(unknown))}: not in the table of recipes")
+    with tempfile.TemporaryDirectory(prefix="recipes-") as root:
+        sl_basic = Path(root) / "recipes.sl_basic"
+        if any("{sl_basic}" in argument for run in chosen for argument in run.arguments):
+            chosen = [*(run for run in RECIPES if run.module == "recipes.sl_basic" and run not in chosen), *chosen]
+        outcomes = []
+        for run in chosen:
+            print(f"{run.module} ...", flush=True)
+            outcome = run_recipe(run, Path(root) / run.module, sl_basic)
+            outcomes.append(outcome)
+            problems = outcome.problems(config.limit)
+            print(f"    {outcome.seconds:.0f} s  {'; '.join(problems) or 'ok'}", flush=True)
+            if outcome.returncode:
+                print(outcome.output[-2000:], flush=True)
+    rows = table_rows(outcomes, config.limit)
+    table = Table(title="Recipes with their defaults", title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    if config.write:
+        _write(rows, outcomes)
+    return int(any(outcome.problems(config.limit) for outcome in outcomes))
+
+
+COLUMNS = ("recipe", "seconds", "before -> after", "remark")
+
+
+def table_rows(outcomes: Sequence[Outcome], limit: float) -> list[list[str]]:
+    rows = []
+    for outcome in outcomes:
+        moved = [
+            f"{measure.folder + ': ' if measure.folder else ''}{measure.key} "
+            + (f"{values[0]:.3f} -> {values[1]:.3f}" if values else "not measured")
+            for measure, values in zip(outcome.run.measures, outcome.values, strict=True)
+        ]
+        problems = "; ".join(outcome.problems(limit)) or "ok"
+        rows.append([outcome.run.module, f"{outcome.seconds:.0f}", "; ".join(moved), problems])
+    return rows
+
+
+def _write(rows: Sequence[Sequence[str]], outcomes: Sequence[Outcome]) -> None:
+    results = Path(__file__).parent / "results"
+    content = {
+        "facts": facts(1),
+        "runs": [
+            {
+                "recipe": outcome.run.module,
+                "seconds": outcome.seconds,
+                "returncode": outcome.returncode,
+                "measures": {
+                    f"{measure.folder}/{measure.key}".lstrip("/"): list(values) if values else None
+                    for measure, values in zip(outcome.run.measures, outcome.values, strict=True)
+                },
+            }
+            for outcome in outcomes
+        ],
+    }
+    write_json(results / "recipes.json", content)
+    lines = [
+        "# Recipes with their defaults",
+        "",
+        "`python -m benchmarks.recipe_runs write=True`",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * len(COLUMNS),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    write_text(results / "recipes.md", "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(cli_utils.run_recipe(CLIConfig, main))

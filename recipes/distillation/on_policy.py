@@ -1,0 +1,177 @@
+"""On-policy distillation: the student answers, and a teacher says of each token how likely it would have been to it.
+
+    python -m recipes.distillation.on_policy
+    python -m recipes.distillation.on_policy dataset=deepmath model_name=Qwen/Qwen3-8B teacher_model=Qwen/Qwen3-32B
+
+No reward is involved. Without a named teacher the shipped model is fine-tuned on right answers to small sums first; a fresh
+student, which answers every second sum wrongly, then learns from that teacher on its own attempts. The KL to the teacher falls
+(`teacher_kl`), and with it held-out sums are answered rightly more often.
+"""
+
+import json
+from pathlib import Path
+
+import chz
+
+from recipes.common import (
+    MAX_TOKENS,
+    TINY_CHAT,
+    TINY_MAX_TOKENS,
+    dataset_label,
+    learning_rate,
+    open_log_path,
+    resolve_model,
+    run_settings,
+)
+from recipes.distillation.teacher import TeacherKeys, make_teacher, named_teacher, teacher_run
+from tinker_cookbook import model_info
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.distillation import train_on_policy
+from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyDatasetBuilder
+from tinker_cookbook.distillation.teachers import TeacherConfig
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.train import LOSS_FNS
+from tinker_cookbook.runs.files import write_text
+from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA, load_items
+from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
+
+RECIPE = "distillation.on_policy"
+SHIPPED = "arithmetic"
+LEARNING_RATE = 1e-4
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(TeacherKeys):
+    """Keys of `python -m recipes.distillation.on_policy`."""
+
+    dataset: str = chz.field(
+        default=SHIPPED, doc="arithmetic (shipped sums), a .txt or .jsonl file of prompts, deepmath, tulu3, or a hub id"
+    )
+    teacher_epochs: int = chz.field(
+        default=2, doc="passes over the sums that make the teacher, where none is named", validator=chz.validators.gt(0)
+    )
+    test_size: int = chz.field(default=50, doc="prompts held out", validator=chz.validators.ge(0))
+    groups_per_batch: int = chz.field(default=32, doc="prompts per step", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=4, doc="attempts per prompt", validator=chz.validators.gt(0))
+    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
+    max_tokens: int | None = chz.field(
+        default=None, doc=f"longest completion; default: {TINY_MAX_TOKENS} for tiny_chat, else {MAX_TOKENS}"
+    )
+    learning_rate: float | None = chz.field(
+        default=None, doc=f"Adam's learning rate; default: 0.001 for tiny_chat, {LEARNING_RATE:g} for other models"
+    )
+    kl_penalty_coef: float = chz.field(
+        default=1.0, doc="weight of the reverse KL to the teacher", validator=chz.validators.gt(0)
+    )
+    kl_discount_factor: float = chz.field(
+        default=0.0, doc="how far a token answers for the ones after it; 0: for itself alone"
+    )
+    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
+    num_substeps: int = chz.field(default=1, doc="optimizer steps per batch", validator=chz.validators.gt(0))
+    eval_every: int = chz.field(
+        default=10, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0)
+    )
+
+
+def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
+    """The run's full config, and whether its teacher is yet to be made. Raises ConfigurationError with the mend."""
+    model, renderer_name = resolve_model(cli)
+    teacher = named_teacher(cli, model)
+    if teacher is None and cli.dataset != SHIPPED:
+        raise ConfigurationError(
+            f"dataset={cli.dataset!r} has no answers to make a teacher from; name one by teacher_model or "
+            f"teacher_checkpoint, or use dataset={SHIPPED}"
+        )
+    longest = cli.max_tokens or (TINY_MAX_TOKENS if cli.model_name == TINY_CHAT else MAX_TOKENS)
+    context = model_info.get_context_length(model)
+    shipped = cli.dataset == SHIPPED
+    evaluator = TaskEvaluatorBuilder(
+        name="held_out",
+        task="qa",
+        split="test",
+        model_name=model,
+        renderer_name=renderer_name,
+        max_tokens=longest,
+        seed=cli.seed,
+    )
+    prompts = PromptOnlyDatasetBuilder(
+        dataset_name=str(EXAMPLE_DATA / "qa" / "arithmetic_train.jsonl") if shipped else cli.dataset,
+        groups_per_batch=cli.groups_per_batch,
+        group_size=cli.group_size,
+        model_name_for_tokenizer=model,
+        renderer_name=renderer_name,
+        system_prompt=QA_SYSTEM if shipped else None,
+        max_prompt_tokens=None if context is None else context - longest,
+        test_size=cli.test_size,
+        num_epochs=cli.max_steps * cli.groups_per_batch,  # enough, however few the prompts: max_steps is the limit
+        seed=cli.seed,
+    )
+    config = train_on_policy.Config(
+        **run_settings(cli, RECIPE, model),
+        learning_rate=learning_rate(cli, cli.learning_rate, LEARNING_RATE),
+        dataset_configs=[
+            DistillationDatasetConfig(
+                dataset_builder=prompts,
+                teacher_config=teacher or TeacherConfig(base_model=model),
+                groups_per_batch=cli.groups_per_batch,
+            )
+        ],
+        max_tokens=longest,
+        kl_penalty_coef=cli.kl_penalty_coef,
+        kl_discount_factor=cli.kl_discount_factor,
+        loss_fn=cli.loss_fn,
+        num_substeps=cli.num_substeps,
+        evaluator_builders=[evaluator] if shipped else [],
+    )
+    train_on_policy.check_config(config)
+    folder = open_log_path(cli, RECIPE, dataset_label(cli.dataset, SHIPPED))
+    return chz.replace(config, log_path=folder), teacher is None
+
+
+def write_right_answers(path: Path) -> None:
+    """The shipped sums with their answers, as conversations for the teacher."""
+    items, _ = load_items(get_task("qa", None), SHIPPED)
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": QA_SYSTEM},
+                {"role": "user", "content": item.question},
+                {"role": "assistant", "content": f"<SOLUTION>{item.reference}</SOLUTION>"},
+            ]
+        }
+        for item in items
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+async def main(cli: CLIConfig) -> None:
+    config, teacher_is_missing = build_config(cli)
+    if teacher_is_missing:
+        data = config.dataset_configs[0]
+        file = Path(config.log_path) / "teacher.jsonl"
+        write_right_answers(file)
+        common = ChatDatasetBuilderCommonConfig(
+            model_name_for_tokenizer=config.model_name,
+            renderer_name=str(config.renderer_name),
+            max_length=None,
+            batch_size=32,
+        )
+        answers = FromConversationFileBuilder(common_config=common, file_path=str(file))
+        teacher = await make_teacher(teacher_run(cli, config, answers))
+        config = chz.replace(config, dataset_configs=[chz.replace(data, teacher_config=teacher)])
+    await train_on_policy.main(config)
+    print_changes(
+        config.log_path,
+        {"test/teacher_kl": "held-out prompts", "held_out/env/all/correct": "held-out sums"},
+        {"teacher_kl": "rollouts"},
+    )
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

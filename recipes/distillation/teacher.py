@@ -1,0 +1,76 @@
+"""The teacher of the distillation recipes: the one that is named, or one made on the spot by a short supervised run.
+
+The made one is an adapter on the student's own base model, trained in the folder `teacher` of the run. A run that resumes goes
+on with it where it stopped, or takes it as it is.
+"""
+
+from pathlib import Path
+
+import chz
+
+from recipes.common import SL_LEARNING_RATE, TINY_CHAT, CommonConfig
+from tinker_cookbook.distillation.teachers import TeacherConfig
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.supervised import train
+from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
+
+TINY_TEACHER_LEARNING_RATE = 2e-3
+
+
+@chz.chz(typecheck=True)
+class TeacherKeys(CommonConfig):
+    """Keys of the distillation recipes that say who teaches."""
+
+    teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; default: the student's")
+    teacher_checkpoint: str | None = chz.field(
+        default=None, doc="sampler weights of the teacher (tinker://<run>/sampler_weights/<name>)"
+    )
+    teacher_epochs: int = chz.field(
+        default=6, doc="passes over the data that make the teacher, where none is named", validator=chz.validators.gt(0)
+    )
+
+
+def named_teacher(cli: TeacherKeys, model: str) -> TeacherConfig | None:
+    """The teacher that the keys name; None when one is to be made, which only the shipped model's is.
+
+    Raises ConfigurationError for another model without a teacher, or a checkpoint that is none to sample from.
+    """
+    if cli.teacher_model is None and cli.teacher_checkpoint is None:
+        if cli.model_name != TINY_CHAT:
+            raise ConfigurationError(
+                f"model_name={cli.model_name!r} needs a teacher: set teacher_model to a larger model of its family, or "
+                "teacher_checkpoint to sampler weights"
+            )
+        return None
+    base = model if cli.teacher_model in (None, TINY_CHAT) else cli.teacher_model
+    return TeacherConfig(base_model=base, load_checkpoint_path=cli.teacher_checkpoint)
+
+
+def teacher_run(cli: TeacherKeys, config: RunConfig, dataset_builder: SupervisedDatasetBuilder) -> train.Config:
+    """The supervised run that makes a teacher on `config.model_name`."""
+    return train.Config(
+        log_path=str(Path(config.log_path) / "teacher"),
+        model_name=config.model_name,
+        recipe_name=f"{config.recipe_name}.teacher",
+        dataset_builder=dataset_builder,
+        backend=cli.backend,
+        base_url=cli.base_url,
+        renderer_name=config.renderer_name,
+        learning_rate=TINY_TEACHER_LEARNING_RATE if cli.model_name == TINY_CHAT else SL_LEARNING_RATE,
+        num_epochs=cli.teacher_epochs,
+        lora_rank=cli.lora_rank,
+        seed=cli.seed,
+        eval_every=0,
+        save_every=cli.save_every,
+    )
+
+
+async def make_teacher(config: train.Config) -> TeacherConfig:
+    """Run or resume the teacher's own training."""
+    await train.main(config)
+    record = get_last_checkpoint(config.log_path, "sampler_path")
+    if record is None or not record.final:
+        raise CheckpointError(f"{config.log_path} holds no finished teacher; delete the folder and start over")
+    return TeacherConfig(base_model=config.model_name, load_checkpoint_path=record.sampler_path)

@@ -1,0 +1,84 @@
+"""Which comparisons the preference recipes learn from: the keys, and the dataset that they name."""
+
+from pathlib import Path
+
+import chz
+
+from recipes.common import CommonConfig, resolve_model
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.preference.preference_datasets import (
+    ComparisonBuilderFromHF,
+    ComparisonBuilderFromJsonl,
+    ComparisonDatasetBuilder,
+)
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+
+SHIPPED = "comparisons"
+SHIPPED_TEST_SIZE = 32
+
+
+@chz.chz(typecheck=True)
+class ComparisonConfig(CommonConfig):
+    """Keys of every recipe that learns from comparisons."""
+
+    dataset: str = chz.field(
+        default=SHIPPED, doc="comparisons (shipped), a .jsonl file, a hub id (owner/name) or a saved dataset's folder"
+    )
+    test_dataset: str | None = chz.field(
+        default=None, doc="with a .jsonl dataset: a .jsonl file of held-out comparisons"
+    )
+    test_split: str | None = chz.field(default=None, doc="with a hub dataset: its split of held-out comparisons")
+    train_split: str = chz.field(default="train", doc="with a hub dataset: its split to train on")
+    prompt_column: str | None = chz.field(
+        default="prompt", doc="with a hub dataset; None: the prompt is what chosen and rejected begin with"
+    )
+    test_size: int | None = chz.field(
+        default=None,
+        doc=f"comparisons held out of the training ones; default: {SHIPPED_TEST_SIZE} of the shipped, else 0",
+    )
+    batch_size: int = chz.field(default=16, doc="comparisons per step", validator=chz.validators.gt(0))
+    max_length: int = chz.field(default=1024, doc="longest sequence in tokens", validator=chz.validators.gt(1))
+
+
+def comparison_source(cli: ComparisonConfig) -> ComparisonDatasetBuilder:
+    """Where the comparisons come from. Raises ConfigurationError for a key that the source does not take."""
+    is_file = cli.dataset == SHIPPED or cli.dataset.endswith(".jsonl")
+    if not is_file and cli.test_dataset is not None:
+        raise ConfigurationError(
+            f"test_dataset={cli.test_dataset!r} goes with a .jsonl dataset; set test_split instead"
+        )
+    if is_file and cli.test_split is not None:
+        raise ConfigurationError(f"test_split={cli.test_split!r} goes with a hub dataset; set test_dataset instead")
+    if is_file and (cli.train_split, cli.prompt_column) != ("train", "prompt"):
+        raise ConfigurationError(
+            "train_split and prompt_column go with a hub dataset; leave them out with a .jsonl file"
+        )
+    if not is_file:
+        return ComparisonBuilderFromHF(
+            dataset_name=cli.dataset,
+            train_split=cli.train_split,
+            test_split=cli.test_split,
+            prompt_column=cli.prompt_column,
+            test_size=cli.test_size or 0,
+            shuffle_seed=cli.seed,
+        )
+    default_size = SHIPPED_TEST_SIZE if cli.dataset == SHIPPED and cli.test_dataset is None else 0
+    path = EXAMPLE_DATA / "comparisons.jsonl" if cli.dataset == SHIPPED else Path(cli.dataset)
+    return ComparisonBuilderFromJsonl(
+        train_path=str(path),
+        test_path=cli.test_dataset,
+        test_size=default_size if cli.test_size is None else cli.test_size,
+        shuffle_seed=cli.seed,
+    )
+
+
+def chat_config(cli: ComparisonConfig) -> ChatDatasetBuilderCommonConfig:
+    """Tokenizer, renderer, lengths and batch size; the model is checked before anything is loaded."""
+    model, renderer_name = resolve_model(cli)
+    return ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=model,
+        renderer_name=renderer_name,
+        max_length=cli.max_length,
+        batch_size=cli.batch_size,
+    )

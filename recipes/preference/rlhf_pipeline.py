@@ -1,0 +1,279 @@
+"""Reinforcement learning from human feedback in its three classical stages, each in a folder of its own:
+
+    sft/                supervised warm start on the replies of the comparisons
+    preference_model/   the warm model learns to say which of two replies is better
+    rl/                 the warm model's replies are compared by the preference model, and winners are reinforced
+
+A stage that is finished is not run again, so an interrupted pipeline goes on where it stopped:
+
+    python -m recipes.preference.rlhf_pipeline
+    python -m recipes.preference.rlhf_pipeline dataset=my_comparisons.jsonl model_name=Qwen/Qwen3-4B-Instruct-2507
+    python -m recipes.preference.rlhf_pipeline log_path=runs/rlhf behavior_if_log_dir_exists=resume
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import chz
+
+from recipes.common import (
+    RL_LEARNING_RATE,
+    SL_LEARNING_RATE,
+    TINY_CHAT,
+    TINY_MAX_TOKENS,
+    dataset_label,
+    learning_rate,
+    open_log_path,
+)
+from recipes.preference.data import SHIPPED, ComparisonConfig, chat_config, comparison_source
+from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_last_checkpoint
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.preference.comparison_policy_evaluator import ComparisonEvaluator, LabelAccuracyEvaluator
+from tinker_cookbook.preference.preference_datasets import (
+    ChatDatasetBuilderFromComparisons,
+    ComparisonDatasetBuilder,
+    ComparisonRow,
+)
+from tinker_cookbook.preference.types import PreferenceModelBuilderFromChatRenderer
+from tinker_cookbook.renderers import Message, TrainOnWhat
+from tinker_cookbook.rl import train as rl_train
+from tinker_cookbook.rl.preference_envs import PairwisePreferenceRLDatasetBuilder
+from tinker_cookbook.runs.metadata import write_run_metadata
+from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.supervised import train as sl_train
+from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
+from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+
+RECIPE = "rlhf_pipeline"
+SFT, PREFERENCE_MODEL, RL = "sft", "preference_model", "rl"
+RL_MAX_TOKENS = 512
+TINY_SFT_RATE, TINY_PREFERENCE_RATE = 1e-2, 2e-3
+"""The shipped data are few, and the tiny model has to learn a new style and a new task from them."""
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(ComparisonConfig):
+    """Keys of `python -m recipes.preference.rlhf_pipeline`."""
+
+    demonstrations: Literal["both", "chosen"] = chz.field(
+        default="both", doc="what the warm start imitates: both replies of a comparison, or the chosen one"
+    )
+    sft_epochs: int = chz.field(default=3, doc="passes of the warm start", validator=chz.validators.gt(0))
+    preference_epochs: int = chz.field(default=3, doc="passes of the preference model", validator=chz.validators.gt(0))
+    sft_learning_rate: float | None = chz.field(
+        default=None,
+        doc=f"of the warm start; default: {TINY_SFT_RATE:g} for tiny_chat, {SL_LEARNING_RATE:g} for others",
+    )
+    preference_learning_rate: float | None = chz.field(
+        default=None,
+        doc=f"of the preference model; default: {TINY_PREFERENCE_RATE:g} for tiny_chat, {SL_LEARNING_RATE:g} for others",
+    )
+    rl_learning_rate: float | None = chz.field(
+        default=None, doc=f"of the last stage; default: 0.001 for tiny_chat, {RL_LEARNING_RATE:g} for other models"
+    )
+    rl_steps: int = chz.field(default=10, doc="steps of the last stage", validator=chz.validators.gt(0))
+    groups_per_batch: int = chz.field(
+        default=8, doc="prompts per step of the last stage", validator=chz.validators.gt(0)
+    )
+    group_size: int = chz.field(default=4, doc="replies per prompt", validator=chz.validators.gt(1))
+    max_tokens: int | None = chz.field(
+        default=None, doc=f"longest reply; default: {TINY_MAX_TOKENS} for tiny_chat, else {RL_MAX_TOKENS}"
+    )
+    max_steps: int | None = chz.field(default=None, doc="no stage takes more steps than this")
+    eval_every: int = chz.field(
+        default=10, doc="evaluate every n steps of each stage and at its end; 0: never", validator=chz.validators.ge(0)
+    )
+
+
+@chz.chz(typecheck=True)
+class DemonstrationsBuilder(ChatDatasetBuilder):
+    """The replies of comparisons as conversations to imitate."""
+
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")
+    demonstrations: Literal["both", "chosen"] = chz.field(doc="which replies")
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        train, test = self.comparison_builder.get_rows()
+        return self._dataset(train), self._dataset(test) if test else None
+
+    def _dataset(self, rows: list[ComparisonRow]) -> SupervisedDataset:
+        conversations = [conversation for row in rows for conversation in self._conversations(row)]
+        to_datum = partial(
+            conversation_to_datum,
+            renderer=self.renderer,
+            max_length=self.common_config.max_length,
+            train_on_what=TrainOnWhat.LAST_ASSISTANT_TURN,
+        )
+        return SupervisedDatasetFromList(conversations, self.common_config.batch_size, to_datum)
+
+    def _conversations(self, row: ComparisonRow) -> list[list[Message]]:
+        comparison, chosen = row.labeled.comparison, row.labeled.chosen
+        both = [comparison.completion_A, comparison.completion_B]
+        replies = both if self.demonstrations == "both" or chosen is None else [chosen]
+        return [[*comparison.prompt_conversation, *reply] for reply in replies]
+
+
+@chz.chz(typecheck=True)
+class LabelAccuracyBuilder:
+    """Evaluates the preference model in training on the held-out comparisons."""
+
+    data: ChatDatasetBuilderFromComparisons = chz.field(doc="tokenizer, renderer and comparisons")
+
+    def __call__(self) -> LabelAccuracyEvaluator:
+        _, test = self.data.comparison_builder.get_labeled_comparisons()
+        return LabelAccuracyEvaluator(test or [], self.data.renderer)
+
+
+@chz.chz(typecheck=True)
+class WinRateBuilder:
+    """Lets the policy compete with the replies at A of the held-out comparisons; the preference model judges."""
+
+    data: PairwisePreferenceRLDatasetBuilder = chz.field(doc="prompts, judge, tokenizer and renderer")
+    max_tokens: int = chz.field(doc="longest reply")
+    seed: int = chz.field(doc="seed of the replies")
+
+    def __call__(self) -> ComparisonEvaluator:
+        _, test = self.data.comparison_builder.get_labeled_comparisons()
+        return ComparisonEvaluator(
+            self.data.preference_model_builder,
+            [one.comparison for one in test or []],
+            self.data.policy_renderer_name,
+            self.data.policy_model_name,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            name="test",
+        )
+
+
+def common_fields(cli: CLIConfig, log_path: Path, stage: str) -> dict:
+    """The fields that the configs of all stages have."""
+    common = chat_config(cli)
+    return {
+        "log_path": str(log_path / stage),
+        "model_name": common.model_name_for_tokenizer,
+        "recipe_name": f"{RECIPE}/{stage}",
+        "renderer_name": common.renderer_name,
+        "backend": cli.backend,
+        "base_url": cli.base_url,
+        "lora_rank": cli.lora_rank,
+        "seed": cli.seed,
+        "eval_every": cli.eval_every,
+        "save_every": cli.save_every,
+        "wandb_project": cli.wandb_project,
+        "wandb_name": cli.wandb_name and f"{cli.wandb_name}-{stage}",
+    }
+
+
+def sl_learning_rate(cli: CLIConfig, given: float | None, tiny: float) -> float:
+    """That of a supervised stage."""
+    return learning_rate(cli, tiny if given is None and cli.model_name == TINY_CHAT else given, SL_LEARNING_RATE)
+
+
+def sft_config(cli: CLIConfig, log_path: Path) -> sl_train.Config:
+    """Stage 1."""
+    return sl_train.Config(
+        **common_fields(cli, log_path, SFT),
+        load_checkpoint_path=cli.load_checkpoint_path,
+        dataset_builder=DemonstrationsBuilder(
+            common_config=chat_config(cli),
+            comparison_builder=comparison_source(cli),
+            demonstrations=cli.demonstrations,
+        ),
+        learning_rate=sl_learning_rate(cli, cli.sft_learning_rate, TINY_SFT_RATE),
+        num_epochs=cli.sft_epochs,
+        max_steps=cli.max_steps,
+    )
+
+
+def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | None) -> sl_train.Config:
+    """Stage 2, from the weights of stage 1."""
+    data = ChatDatasetBuilderFromComparisons(common_config=chat_config(cli), comparison_builder=comparison_source(cli))
+    has_test = data.comparison_builder.get_rows()[1] is not None
+    return sl_train.Config(
+        **common_fields(cli, log_path, PREFERENCE_MODEL),
+        load_checkpoint_path=warm_path,
+        dataset_builder=data,
+        learning_rate=sl_learning_rate(cli, cli.preference_learning_rate, TINY_PREFERENCE_RATE),
+        num_epochs=cli.preference_epochs,
+        max_steps=cli.max_steps,
+        evaluator_builders=[LabelAccuracyBuilder(data=data)] if has_test else [],
+    )
+
+
+def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path: str | None) -> rl_train.Config:
+    """Stage 3, from the weights of stage 1, judged by those of stage 2."""
+    fields = common_fields(cli, log_path, RL)
+    data = PairwisePreferenceRLDatasetBuilder(
+        comparison_builder=comparison_source(cli),
+        preference_model_builder=PreferenceModelBuilderFromChatRenderer(
+            model_name=fields["model_name"],
+            renderer_name=fields["renderer_name"],
+            model_path=judge_path,
+            backend=cli.backend,
+            base_url=cli.base_url,
+        ),
+        policy_model_name=fields["model_name"],
+        policy_renderer_name=fields["renderer_name"],
+        batch_size=cli.groups_per_batch,
+        group_size=cli.group_size,
+        with_test_set=False,
+        num_batches=cli.rl_steps if cli.max_steps is None else min(cli.max_steps, cli.rl_steps),
+        seed=cli.seed,
+    )
+    default_tokens = TINY_MAX_TOKENS if cli.model_name == TINY_CHAT else RL_MAX_TOKENS
+    max_tokens = cli.max_tokens if cli.max_tokens is not None else default_tokens
+    has_test = data.comparison_builder.get_rows()[1] is not None
+    return rl_train.Config(
+        **fields,
+        load_checkpoint_path=warm_path,
+        dataset_builder=data,
+        learning_rate=learning_rate(cli, cli.rl_learning_rate, RL_LEARNING_RATE),
+        max_tokens=max_tokens,
+        evaluator_builders=[WinRateBuilder(data=data, max_tokens=max_tokens, seed=cli.seed)] if has_test else [],
+    )
+
+
+def finished(stage_path: Path) -> CheckpointRecord | None:
+    """The last checkpoint of a stage that came to its end."""
+    record = get_last_checkpoint(stage_path) if stage_path.is_dir() else None
+    return record if record is not None and record.final else None
+
+
+def paths_of(stage_path: Path) -> tuple[str, str]:
+    """State and sampler weights of a finished stage."""
+    record = finished(stage_path)
+    if record is None or record.state_path is None or record.sampler_path is None:
+        raise CheckpointError(f"{stage_path}: the stage ended without a final checkpoint; run it again")
+    return record.state_path, record.sampler_path
+
+
+async def main(cli: CLIConfig) -> None:
+    if cli.max_steps is not None and cli.max_steps < 1:
+        raise ConfigurationError(f"max_steps={cli.max_steps}: must be at least 1")
+    # All three configs are checked before the first stage loads anything; paths that do not exist yet stay open.
+    nowhere = Path()
+    sl_train.check_config(sft_config(cli, nowhere))
+    sl_train.check_config(preference_model_config(cli, nowhere, None))
+    rl_train.check_config(rl_config(cli, nowhere, None, None))
+    log_path = Path(open_log_path(cli, RECIPE, dataset_label(cli.dataset, SHIPPED))).expanduser()
+    log_path.mkdir(parents=True, exist_ok=True)
+    write_run_metadata(log_path, config=cli, recipe_name=RECIPE)
+
+    if finished(log_path / SFT) is None:
+        await sl_train.main(sft_config(cli, log_path))
+    warm_path, _ = paths_of(log_path / SFT)
+    if finished(log_path / PREFERENCE_MODEL) is None:
+        await sl_train.main(preference_model_config(cli, log_path, warm_path))
+    _, judge_path = paths_of(log_path / PREFERENCE_MODEL)
+    if finished(log_path / RL) is None:
+        await rl_train.main(rl_config(cli, log_path, warm_path, judge_path))
+
+    print_changes(log_path / SFT, {"test/nll": "held-out replies"}, {})
+    print_changes(log_path / PREFERENCE_MODEL, {"test/accuracy": "held-out comparisons"}, {})
+    print_changes(log_path / RL, {"test/win_rate": "against held-out replies"}, {"env/all/format": "rollouts"})
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

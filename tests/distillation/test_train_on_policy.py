@@ -1,0 +1,121 @@
+"""On-policy distillation on the fakes: two datasets with two teachers, and what is refused before anything is created."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distillation.test_teacher_kl import Shifted
+from tests.distillation.test_teachers import other_vocabulary
+from tests.fakes import FakeServiceClient
+from tests.rl.loop import TINY, rows, untimed
+from tinker_cookbook import backends
+from tinker_cookbook.distillation import train_on_policy
+from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyDatasetBuilder
+from tinker_cookbook.distillation.teachers import TeacherConfig
+from tinker_cookbook.distillation.train_on_policy import Config
+from tinker_cookbook.exceptions import ConfigurationError
+
+
+class TwoTeachers(FakeServiceClient):
+    """The teacher on the base model itself finds everything likelier by 0.5, any other less likely by 1."""
+
+    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None):
+        async def create() -> Shifted:
+            return Shifted(0.5 if base_model == TINY else -1.0)
+
+        return create()
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> TwoTeachers:
+    fake = TwoTeachers()
+    monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
+    return fake
+
+
+def source(folder: Path, name: str, groups: int, teacher: str = TINY, test_size: int = 0) -> DistillationDatasetConfig:
+    path = folder / f"{name}.txt"
+    path.write_text("".join(f"{name} {i}\n" for i in range(6 + test_size)))
+    prompts = PromptOnlyDatasetBuilder(
+        dataset_name=str(path),
+        groups_per_batch=5,
+        group_size=2,
+        model_name_for_tokenizer=TINY,
+        renderer_name="qwen3_instruct",
+        test_size=test_size,
+    )
+    return DistillationDatasetConfig(
+        dataset_builder=prompts, teacher_config=TeacherConfig(base_model=teacher), groups_per_batch=groups
+    )
+
+
+def make_config(folder: Path, *sources: DistillationDatasetConfig, **changes: Any) -> Config:
+    base: dict[str, Any] = {
+        "learning_rate": 0.5,
+        "dataset_configs": list(sources) or [source(folder, "one", 2)],
+        "model_name": TINY,
+        "recipe_name": "test",
+        "max_tokens": 4,
+        "log_path": str(folder / "log"),
+        "eval_every": 0,
+        "save_every": 0,
+    }
+    return Config(**{**base, **changes})
+
+
+def test_every_dataset_is_judged_by_its_own_teacher(service: TwoTeachers, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "other")
+    sources = [
+        source(tmp_path, "one", 1, test_size=2),
+        source(tmp_path, "two", 2, str(tmp_path / "other"), test_size=1),
+    ]
+    asyncio.run(train_on_policy.main(make_config(tmp_path, *sources, kl_penalty_coef=2.0, eval_every=10)))
+    metrics = untimed(tmp_path / "log")
+    assert [row["step"] for row in metrics] == list(range(7))  # six prompts one at a time, and the last evaluation
+    for row in metrics[:-1]:
+        assert row["teacher_kl/dataset_0"] == pytest.approx(-0.5) and row["teacher_kl/dataset_1"] == pytest.approx(1.0)
+        assert row["teacher_kl"] == pytest.approx((-0.5 + 2 * 1.0) / 3)
+        assert row["env/all/total_episodes"] == 6 and row["env/dataset_0/total_episodes"] == 2
+    for row in (metrics[0], metrics[-1]):
+        assert row["test/teacher_kl"] == pytest.approx((2 * -0.5 + 1.0) / 3)
+        assert row["test/env/all/ended"] == 1.0
+    for passed in service.trainers[0].passes:
+        advantages = [datum.loss_fn_inputs["advantages"].to_numpy() for datum in passed.data]
+        assert [float(values[-1]) for values in advantages] == pytest.approx([1.0] * 2 + [-2.0] * 4)
+        assert all(np.count_nonzero(values) == 1 for values in advantages)  # the sampled token, and not the prompt
+
+
+def test_the_runs_files_name_teachers_and_penalty(service: TwoTeachers, tmp_path: Path) -> None:
+    asyncio.run(train_on_policy.main(make_config(tmp_path, kl_penalty_coef=2.0, kl_discount_factor=0.5)))
+    text = (tmp_path / "log" / "config.json").read_text()
+    assert '"teacher_kl_coef": 2.0' in text and '"teacher_kl_discount": 0.5' in text and '"teacher_config"' in text
+    assert rows(tmp_path / "log", "checkpoints.jsonl")[-1]["final"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset_configs": []}, "dataset_configs is empty"),
+        ({"temperature": 0.7}, "set temperature=1.0"),
+        ({"kl_discount_factor": 1.5}, "kl_discount_factor=1.5: must be between 0 and 1"),
+        ({"loss_fn": "cross_entropy"}, "loss_fn='cross_entropy'"),
+        ({"model_name": "/no/such/model"}, "/no/such/model"),
+    ],
+)
+def test_refused_before_anything_is_created(
+    service: TwoTeachers, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        asyncio.run(train_on_policy.main(make_config(tmp_path, **changes)))
+    assert service.calls == [] and not (tmp_path / "log").exists()
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(service: TwoTeachers, tmp_path: Path) -> None:
+    config = make_config(tmp_path, source(tmp_path, "one", 2, other_vocabulary(tmp_path / "other")))
+    with pytest.raises(ConfigurationError, match="different vocabularies"):
+        asyncio.run(train_on_policy.main(config))
+    assert service.calls == []

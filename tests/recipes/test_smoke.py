@@ -1,0 +1,76 @@
+"""Every recipe runs from the command line with small settings; none is missing here or in the README."""
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.recipe_runs import NOT_SMOKED, RECIPES, ROOT, RecipeRun, run_recipe
+
+README = (ROOT / "README.md").read_text()
+
+
+def commands() -> set[str]:
+    """Modules of `recipes` that are run as commands."""
+    found = set()
+    for path in (ROOT / "recipes").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "__main__" in path.read_text() or parts[-1] == "__main__":
+            found.add(".".join(parts[:-1] if parts[-1] == "__main__" else parts))
+    return found
+
+
+def test_every_recipe_is_in_the_table() -> None:
+    assert commands() == {run.module for run in RECIPES} | NOT_SMOKED.keys()
+
+
+@pytest.mark.parametrize("run", RECIPES, ids=lambda run: run.module)
+def test_every_recipe_is_documented(run: RecipeRun) -> None:
+    rows = [line for line in README.splitlines() if line.startswith("|") and f"`{run.module}`" in line]
+    assert len(rows) == 1, f"the README's table of recipes has {len(rows)} rows for {run.module}"
+    what, expected = [cell.strip() for cell in rows[0].split("|")[2:4]]
+    assert len(what) > 10 and len(expected) > 10
+    spec = importlib.util.find_spec(run.module)
+    assert spec is not None and spec.origin is not None
+    documentation = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+    assert re.search(rf"python -m {re.escape(run.module)}\b", documentation)
+
+
+@pytest.fixture(scope="module")
+def sl_basic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of sl_basic, which other recipes take."""
+    folder = tmp_path_factory.mktemp("recipes") / "sl_basic"
+    (run,) = (run for run in RECIPES if run.module == "recipes.sl_basic")
+    outcome = run_recipe(run, folder, folder, small=True)
+    assert outcome.returncode == 0, outcome.output[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("run", RECIPES, ids=lambda run: run.module)
+def test_smoke(run: RecipeRun, sl_basic: Path, tmp_path: Path) -> None:
+    for package in run.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    outcome = run_recipe(run, tmp_path / "run", sl_basic, small=True)
+    assert outcome.returncode == 0, outcome.output[-3000:]
+    assert "Traceback" not in outcome.output
+    assert outcome.missing == ()
+    # Two steps need not move a number the right way, but each number that the recipe reports on must be there.
+    for measure, values in zip(run.measures, outcome.values, strict=True):
+        assert values is not None, f"{measure.key} is not in {measure.folder or 'the run'}'s metrics"
+
+
+@pytest.mark.parametrize("run", RECIPES, ids=lambda run: run.module)
+def test_help_names_every_key(run: RecipeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(run.module)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as exit_info:
+        patched.setattr(sys, "argv", [run.module, "--help"])
+        from tinker_cookbook.cli_utils import run_recipe as run_command
+
+        run_command(module.CLIConfig, module.main)
+    assert exit_info.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"python -m {run.module}" in shown

@@ -1,0 +1,133 @@
+"""Prompt distillation: a prompted teacher labels lines of text, and a student learns to do so without the prompt.
+
+What stands here is the labelling and the measure of success; training is plain supervised fine-tuning on the conversations
+that the labelling wrote. See Askell et al. 2021, "A General Language Assistant as a Laboratory for Alignment", section 2.1
+(context distillation).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tinker
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.completers import derive_seed
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.utils.misc_utils import gather_all
+
+CONCURRENCY = 64
+"""Lines asked at a time; the next ones wait, so that what shares a batch never depends on timing."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How replies are drawn; at temperature 0 each is the likeliest."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A line and what the prompted teacher replied. `answer` is what the reply says; None: it could not be read."""
+
+    line: str
+    reply: str
+    answer: str | None
+
+
+def read_answer(pattern: re.Pattern[str], reply: str) -> str | None:
+    """The first group of the pattern's last match in a reply; None without a match."""
+    found = pattern.findall(reply)
+    if not found:
+        return None
+    return (found[-1] if isinstance(found[-1], str) else found[-1][0]).strip()
+
+
+def check_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile an answer pattern. Raises ConfigurationError unless it is a regular expression with a group."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigurationError(f"answer_pattern={pattern!r} is no regular expression: {error}") from error
+    if compiled.groups < 1:
+        raise ConfigurationError(f"answer_pattern={pattern!r} has no group; put the answer in parentheses")
+    return compiled
+
+
+async def ask_lines(
+    client: SamplingClient, renderer: Renderer, lines: Sequence[str], sampling: Sampling, system: str | None = None
+) -> list[str]:
+    """The model's reply to each line as a user message, in order, after the system prompt if there is one."""
+
+    async def ask(number: int, line: str) -> str:
+        messages: list[Message] = [{"role": "user", "content": line}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        params = tinker.SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            stop=renderer.get_stop_sequences(),
+            seed=derive_seed(sampling.seed, "line", number),
+        )
+        response = await client.sample(renderer.build_generation_prompt(messages), 1, params)
+        message, _ = renderer.parse_response(list(response.sequences[0].tokens))
+        return get_text_content(message)
+
+    replies: list[str] = []
+    for first in range(0, len(lines), CONCURRENCY):
+        wave = lines[first : first + CONCURRENCY]
+        replies += await gather_all(ask(first + i, line) for i, line in enumerate(wave))
+    return replies
+
+
+async def label_lines(
+    teacher: SamplingClient,
+    renderer: Renderer,
+    prompt: str,
+    lines: Sequence[str],
+    pattern: re.Pattern[str],
+    sampling: Sampling,
+) -> list[Labelled]:
+    """What the teacher, given `prompt` as its system prompt, says to each line."""
+    replies = await ask_lines(teacher, renderer, lines, sampling, prompt)
+    return [Labelled(line, reply, read_answer(pattern, reply)) for line, reply in zip(lines, replies, strict=True)]
+
+
+class AgreementEvaluator(SamplingClientEvaluator):
+    """Asks the lines without the prompt. <name>/agreement: share of replies whose answer is the teacher's; <name>/readable:
+    share of replies with an answer at all.
+
+    Args:
+        lines: what is asked.
+        answers: the teacher's answers to them.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        lines: Sequence[str],
+        answers: Sequence[str],
+        pattern: re.Pattern[str],
+        sampling: Sampling,
+        name: str = "test",
+    ):
+        if not lines or len(lines) != len(answers):
+            raise ConfigurationError(f"{len(lines)} lines and {len(answers)} answers: give one per line, at least one")
+        self._renderer, self._lines, self._answers = renderer, list(lines), list(answers)
+        self._pattern, self._sampling, self._name = pattern, sampling, name
+
+    async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
+        replies = await ask_lines(sampling_client, self._renderer, self._lines, self._sampling)
+        found = [read_answer(self._pattern, reply) for reply in replies]
+        agreeing = sum(own == theirs for own, theirs in zip(found, self._answers, strict=True))
+        return {
+            f"{self._name}/agreement": agreeing / len(self._lines),
+            f"{self._name}/readable": sum(answer is not None for answer in found) / len(self._lines),
+        }

@@ -1,0 +1,116 @@
+"""What a teacher thinks of given text, as training targets: its likeliest tokens at every position and their probabilities.
+
+A datum has N inputs and N targets. The teacher reads the N inputs and the last target, N + 1 tokens; what it says of token
+i + 1 belongs to position i, where the student predicts the same token. Only the K likeliest tokens are known: their
+probabilities are divided by their sum, so that each position's weights sum to what the datum gave that position, and what
+the teacher would have given to other tokens is shared out among the K in proportion. `teacher_mass` says how much the K
+had before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import tinker
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.rl.metrics import full_sequence
+
+LEAST_TOP_LOGPROB = -40.0
+"""The likeliest of V tokens has at least the probability 1 / V; anything below this is a filler for "not computed"."""
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherScores:
+    """The teacher's likeliest tokens where a datum's positions predict: ids int64 and logprobs float64, both (N, K)."""
+
+    token_ids_NK: npt.NDArray[np.int64]
+    logprobs_NK: npt.NDArray[np.float64]
+
+
+async def score_datum(teacher: SamplingClient, datum: tinker.Datum, k: int) -> TeacherScores:
+    """Ask the teacher for its `k` likeliest tokens at each position of a datum, at temperature 1.
+
+    The client must also sample something, so the sequence needs one more position of the teacher's context.
+
+    Raises DataValidationError when the answer does not cover every position with a probability that is a number.
+    """
+    sequence = full_sequence(datum)
+    # Nobody reads the sampled token; a seed keeps it from using up the engine's own random numbers.
+    params = tinker.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
+    response = await teacher.sample(sequence, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=k)
+    topk = response.topk_prompt_logprobs_np
+    if topk is None or topk.token_ids.shape != (sequence.length, k) or topk.logprobs.shape != (sequence.length, k):
+        shape = None if topk is None else topk.token_ids.shape
+        raise DataValidationError(
+            f"the teacher returned top-k logprobs of shape {shape}, expected {(sequence.length, k)}"
+        )
+    logprobs_NK = topk.logprobs[1:].astype(np.float64)
+    is_missing = ~np.isfinite(logprobs_NK).all(axis=1) | (logprobs_NK[:, 0] < LEAST_TOP_LOGPROB)
+    if is_missing.any():
+        bad = int(np.argmax(is_missing)) + 1
+        raise DataValidationError(f"the teacher returned no probabilities for token {bad} of {sequence.length}")
+    return TeacherScores(topk.token_ids[1:].astype(np.int64), logprobs_NK)
+
+
+def renormalised(scores: TeacherScores) -> npt.NDArray[np.float64]:
+    """q (N, K): the teacher's probabilities among its K likeliest tokens, summing to 1 at every position."""
+    shifted = np.exp(scores.logprobs_NK - scores.logprobs_NK.max(axis=1, keepdims=True))
+    return shifted / shifted.sum(axis=1, keepdims=True)
+
+
+def soft_target_datum(datum: tinker.Datum, scores: TeacherScores) -> tinker.Datum:
+    """The datum with the teacher's tokens as targets: target_tokens int64 (N, K), weights float32 (N, K) = w_i q_ik.
+
+    With cross_entropy its loss is -sum_i w_i sum_k q_ik log p(token_ik), whose gradient is that of w_i KL(q_i || p_i).
+    """
+    weights_N = position_weights(datum)
+    weights_NK = (weights_N[:, None] * renormalised(scores)).astype(np.float32)
+    return tinker.Datum(
+        model_input=datum.model_input,
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(scores.token_ids_NK),
+            "weights": tinker.TensorData.from_numpy(weights_NK),
+        },
+    )
+
+
+def position_weights(datum: tinker.Datum) -> npt.NDArray[np.float64]:
+    """The weights (N,) of a datum's positions."""
+    return datum.loss_fn_inputs["weights"].to_numpy().astype(np.float64)
+
+
+def soft_target_metrics(
+    data_D: Sequence[tinker.Datum], scores_D: Sequence[TeacherScores], logprobs_D: Sequence[npt.NDArray]
+) -> dict[str, float]:
+    """Means over positions, weighted as the loss weighs them. In nats per token, but for the mass:
+
+    - nll: -sum_k q_k log p_k, the student's cross-entropy against the teacher's targets (the loss per weight)
+    - kl: KL(q || p) = nll - H(q); the student's p is not renormalised, so 0 means that it puts nothing outside the top k
+    - teacher_entropy: H(q)
+    - teacher_mass: the teacher's probability of its k likeliest tokens together, at most 1
+
+    Args:
+        data_D: datums with weights (N,), before they got soft targets.
+        logprobs_D: the student's log p of the teacher's tokens, (N, K).
+    """
+    totals = np.zeros(4)
+    for i, (datum, scores, logprobs_NK) in enumerate(zip(data_D, scores_D, logprobs_D, strict=True)):
+        if logprobs_NK.shape != scores.logprobs_NK.shape:
+            raise DataValidationError(
+                f"datum {i}: the trainer returned logprobs of shape {logprobs_NK.shape} for targets of shape "
+                f"{scores.logprobs_NK.shape}"
+            )
+        weights_N, q_NK = position_weights(datum), renormalised(scores)
+        nll_N = -(q_NK * logprobs_NK.astype(np.float64)).sum(axis=1)
+        entropy_N = -(q_NK * np.log(np.maximum(q_NK, np.finfo(np.float64).tiny))).sum(axis=1)
+        mass_N = np.exp(scores.logprobs_NK).sum(axis=1)
+        totals += [(weights_N * values).sum() for values in (np.ones_like(nll_N), nll_N, entropy_N, mass_N)]
+    if totals[0] <= 0:
+        raise DataValidationError(f"the weights of {len(data_D)} datums sum to {totals[0]:g}: there is no mean")
+    nll, entropy, mass = (float(total) for total in totals[1:] / totals[0])
+    return {"nll": nll, "kl": nll - entropy, "teacher_entropy": entropy, "teacher_mass": mass}

@@ -1,0 +1,104 @@
+"""The teacher as a penalty: every sampled token is told how much likelier it was to the student than to the teacher.
+
+adv -= coef * mask * (logp_student - logp_teacher), where logp_student is that of the sampling. In expectation over the student's
+samples the difference is the reverse KL from student to teacher, and a policy-gradient step with it lowers that KL. It is not
+centered: the advantage of a token that both find equally likely is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import tinker
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.distillation.datasets import DATASET_KEY
+from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
+from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized
+from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.misc_utils import gather_all
+
+
+def teacher_advantages(
+    difference_N: npt.NDArray[np.float64], mask_N: npt.NDArray[np.float64], coef: float, discount: float = 0.0
+) -> npt.NDArray[np.float64]:
+    """What the teacher adds to a datum's advantages, float64 (N,); 0 where the mask is.
+
+    Args:
+        difference_N: logp_student - logp_teacher of each target.
+        discount: 0 counts a token's own difference only; otherwise a token also answers for those after it, the k-th
+            weighted by discount^k.
+    """
+    change_N = -coef * mask_N * difference_N
+    return mask_N * discounted_future_sum_vectorized(change_N, discount) if discount > 0 else change_N
+
+
+class TeacherKL:
+    """A penalty for `rl.train.run`: the reverse KL to the teacher of the dataset that a group came from.
+
+    Metrics: `teacher_kl`, the mean of logp_student - logp_teacher over sampled tokens, and with several teachers
+    `teacher_kl/dataset_<i>` over those of one dataset.
+
+    Args:
+        teachers: by index of the dataset, as `GroupOfDataset` notes it.
+        coef: weight of the penalty.
+        discount: see `teacher_advantages`.
+    """
+
+    def __init__(self, teachers: Sequence[SamplingClient], coef: float = 1.0, discount: float = 0.0):
+        self._teachers, self._coef, self._discount = list(teachers), coef, discount
+
+    async def __call__(
+        self, data_D: list[tinker.Datum], groups: Sequence[TrajectoryGroup], metadata_D: Sequence[DatumMetadata]
+    ) -> tuple[list[tinker.Datum], dict[str, float]]:
+        dataset_D = [_dataset(groups, metadata) for metadata in metadata_D]
+        differences_D = await self._differences(data_D, dataset_D)
+        changed: list[tinker.Datum] = []
+        sums: dict[int, tuple[float, float]] = {}
+        for datum, dataset, difference_N in zip(data_D, dataset_D, differences_D, strict=True):
+            mask_N = datum.loss_fn_inputs["mask"].to_numpy().astype(np.float64)
+            change_N = teacher_advantages(difference_N, mask_N, self._coef, self._discount)
+            advantages_N = datum.loss_fn_inputs["advantages"].to_numpy() + change_N
+            changed.append(replace_inputs(datum, advantages=advantages_N.astype(np.float32)))
+            total, tokens = sums.get(dataset, (0.0, 0.0))
+            sums[dataset] = total + float((mask_N * difference_N).sum()), tokens + float(mask_N.sum())
+        return changed, self._metrics(sums)
+
+    async def _differences(
+        self, data_D: Sequence[tinker.Datum], dataset_D: Sequence[int]
+    ) -> list[npt.NDArray[np.float64]]:
+        """logp_student - logp_teacher of each datum's targets; all teachers are asked at once."""
+        of_dataset = {d: [i for i, other in enumerate(dataset_D) if other == d] for d in sorted(set(dataset_D))}
+        answers = await gather_all(
+            compute_target_logprobs([data_D[i] for i in own], self._teachers[d]) for d, own in of_dataset.items()
+        )
+        teacher_D = {
+            i: lp
+            for own, found in zip(of_dataset.values(), answers, strict=True)
+            for i, lp in zip(own, found, strict=True)
+        }
+        return [
+            datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - teacher_D[i]
+            for i, datum in enumerate(data_D)
+        ]
+
+    def _metrics(self, sums: dict[int, tuple[float, float]]) -> dict[str, float]:
+        total, tokens = (sum(values) for values in zip(*sums.values(), strict=True))
+        if tokens == 0:
+            return {}
+        metrics = {"teacher_kl": total / tokens}
+        if len(self._teachers) > 1:
+            metrics |= {f"teacher_kl/dataset_{d}": own / count for d, (own, count) in sorted(sums.items()) if count}
+        return metrics
+
+
+def _dataset(groups: Sequence[TrajectoryGroup], metadata: DatumMetadata) -> int:
+    infos = groups[metadata["group_idx"]].member_info_G
+    if metadata["traj_idx"] >= len(infos) or DATASET_KEY not in infos[metadata["traj_idx"]]:
+        raise DataValidationError(
+            f"group {metadata['group_idx']} does not say which dataset it came from; draw it from a CompositeDataset"
+        )
+    return infos[metadata["traj_idx"]][DATASET_KEY]

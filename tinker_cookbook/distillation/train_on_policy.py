@@ -1,0 +1,176 @@
+"""On-policy distillation: the student samples, the teacher says of every token how likely it would have been to it.
+
+    student answers the prompts of all datasets               (rl.train, synchronous)
+    the teacher of each dataset scores the sampled tokens     (teacher_kl.TeacherKL)
+    advantage of a token: reward's, if the dataset has one, minus coef * (logp_student - logp_teacher)
+    policy-gradient step; the next batch comes from the new weights
+
+Sampling, datums, the step, checkpoints and resume are those of the reinforcement learning loop. See Agarwal et al. 2024,
+"On-Policy Distillation of Language Models", for learning from one's own samples.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import chz
+import torch
+
+from tinker_cookbook import backends
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
+from tinker_cookbook.distillation.datasets import CompositeDataset, DistillationDatasetConfig, GroupOfDataset
+from tinker_cookbook.distillation.teacher_kl import TeacherKL
+from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, SamplingClientEvaluatorBuilder
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.data_processing import assemble_training_data
+from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
+from tinker_cookbook.rl.rollouts import do_batch_rollout
+from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
+from tinker_cookbook.runs.config import RunConfig
+
+
+@chz.chz(typecheck=True)
+class Config(RunConfig):
+    """An on-policy distillation run."""
+
+    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="what is asked, and who judges the answers")
+    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    temperature: float = chz.field(
+        default=1.0,
+        doc="sampling temperature; the teacher scores at 1, so it must be 1",
+        validator=chz.validators.gt(0),
+    )
+    kl_penalty_coef: float = chz.field(
+        default=1.0, doc="weight of the reverse KL to the teacher", validator=chz.validators.gt(0)
+    )
+    kl_discount_factor: float = chz.field(
+        default=0.0, doc="how far a token answers for the ones after it; 0: for itself alone"
+    )
+    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(train.LOSS_FNS))
+    loss_fn_config: dict[str, float] | None = chz.field(default=None, doc="settings of the loss")
+    num_substeps: int = chz.field(
+        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
+    )
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
+    )
+    compute_post_kl: bool = chz.field(
+        default=False, doc="score each batch again after its update, for optim/kl_pre_post"
+    )
+    evaluator_builders: list[SamplingClientEvaluatorBuilder] = chz.field(
+        default_factory=list, doc="run with the KL to the teacher on held-out prompts"
+    )
+    write_records: bool = chz.field(
+        default=True, doc="write each group's and each step's tokens, logprobs and advantages"
+    )
+
+
+@chz.chz(typecheck=True)
+class CompositeDatasetBuilder(RLDatasetBuilder):
+    """The training sets of all datasets as one. Their test sets are left to `HeldOutTeacherKL`."""
+
+    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets with their teachers")
+
+    async def __call__(self) -> tuple[CompositeDataset, None]:
+        made = [await config.dataset_builder() for config in self.dataset_configs]
+        counts = [config.groups_per_batch for config in self.dataset_configs]
+        return CompositeDataset([dataset for dataset, _ in made], counts), None
+
+
+@chz.chz(typecheck=True)
+class _LoopConfig(train.Config):
+    """What the loop runs on, with what it leaves to the penalty, so that the run's files tell both."""
+
+    teacher_kl_coef: float = chz.field(doc="weight of the reverse KL to the teacher")
+    teacher_kl_discount: float = chz.field(doc="how far a token answers for the ones after it")
+
+
+def check_config(config: Config) -> None:
+    """Everything that can be wrong without loading a model or reading data. Raises ConfigurationError with the mend."""
+    if not config.dataset_configs:
+        raise ConfigurationError("dataset_configs is empty: give at least one dataset with its teacher")
+    if not 0 <= config.kl_discount_factor <= 1:
+        raise ConfigurationError(f"kl_discount_factor={config.kl_discount_factor}: must be between 0 and 1")
+    if config.temperature != 1.0:
+        raise ConfigurationError(
+            f"temperature={config.temperature}: the KL compares sampled logprobs with the teacher's at temperature 1; "
+            "set temperature=1.0"
+        )
+    train.check_config(_loop_config(config, []))
+    check_teachers(_teachers(config), config.model_name, config.backend, config.base_url)
+
+
+async def main(config: Config) -> None:
+    """Run or resume: the whole life of an on-policy distillation run."""
+    check_config(config)
+    tests = [(await dataset_config.dataset_builder())[1] for dataset_config in config.dataset_configs]
+    service = backends.create_service_client(config.backend, config.base_url)
+    teachers = await open_teachers(service, _teachers(config))
+    penalty = TeacherKL(teachers, config.kl_penalty_coef, config.kl_discount_factor)
+    builders = list(config.evaluator_builders)
+    if any(test is not None for test in tests):
+        seed = derive_seed(config.seed, "test")
+        builders.append(partial(HeldOutTeacherKL, tests, teachers, config.max_tokens, seed))
+    await train.run(_loop_config(config, builders), penalties=[penalty])
+
+
+def _teachers(config: Config) -> list[TeacherConfig]:
+    return [dataset_config.teacher_config for dataset_config in config.dataset_configs]
+
+
+def _loop_config(config: Config, evaluator_builders: Sequence[SamplingClientEvaluatorBuilder]) -> _LoopConfig:
+    shared = {name: getattr(config, name) for name in chz.chz_fields(RunConfig)}
+    return _LoopConfig(
+        **shared,
+        learning_rate=config.learning_rate,
+        dataset_builder=CompositeDatasetBuilder(dataset_configs=config.dataset_configs),
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        loss_fn=config.loss_fn,
+        loss_fn_config=config.loss_fn_config,
+        num_substeps=config.num_substeps,
+        grad_clip_norm=config.grad_clip_norm,
+        compute_post_kl=config.compute_post_kl,
+        evaluator_builders=list(evaluator_builders),
+        write_records=config.write_records,
+        teacher_kl_coef=config.kl_penalty_coef,
+        teacher_kl_discount=config.kl_discount_factor,
+    )
+
+
+class HeldOutTeacherKL(SamplingClientEvaluator):
+    """The student answers held-out prompts; metrics come as <name>/teacher_kl (see `TeacherKL`) and <name>/env/all/...
+
+    Args:
+        tests: the test set of each dataset, or None, in the order of `teachers`.
+        seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the student.
+    """
+
+    def __init__(
+        self,
+        tests: Sequence[RLDataset | None],
+        teachers: Sequence[SamplingClient],
+        max_tokens: int,
+        seed: int,
+        name: str = "test",
+    ):
+        self._builders = [
+            GroupOfDataset(builder, d)
+            for d, test in enumerate(tests)
+            if test is not None
+            for builder in dataset_to_env_group_builders(test)
+        ]
+        self._measure = TeacherKL(teachers)
+        self._max_tokens, self._seed, self._name = max_tokens, seed, name
+
+    async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
+        policy = TinkerTokenCompleter(sampling_client, self._max_tokens, seed=self._seed)
+        groups = await do_batch_rollout(self._builders, policy)
+        zeros_P = [torch.zeros(len(group.trajectories_G)) for group in groups]
+        data_D, metadata_D = assemble_training_data(groups, zeros_P, keep_zero=True)
+        _, kl = await self._measure(data_D, groups, metadata_D)
+        env = compute_trajectory_metrics(groups, [builder.logging_tags() for builder in self._builders])
+        return {f"{self._name}/{key}": value for key, value in {**kl, **env}.items()}

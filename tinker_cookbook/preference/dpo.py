@@ -1,0 +1,175 @@
+"""The DPO loss and what it needs: reply logprobs, those of a frozen reference, and an evaluator. The loop is train_dpo.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
+import tinker
+import torch
+
+from tinker_cookbook.clients import CustomLossFn, SamplingClient, TrainingClient
+from tinker_cookbook.eval.evaluators import TrainingClientEvaluator
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.supervised.common import compute_mean_nll
+from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.utils.misc_utils import gather_all
+
+LossType: TypeAlias = Literal["dpo", "ipo", "dpo_norm"]
+Scalars: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+
+
+def compute_dpo_loss(
+    chosen_logprobs: Scalars,
+    rejected_logprobs: Scalars,
+    ref_chosen_logprobs: Scalars,
+    ref_rejected_logprobs: Scalars,
+    beta: float,
+    loss_type: LossType = "dpo",
+    chosen_lengths: Scalars | None = None,
+    rejected_lengths: Scalars | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Mean loss over B pairs, and metrics.
+
+    With r the log-ratio of a reply, log p(reply) - log p_ref(reply), summed over its tokens, and n its number of tokens:
+
+        dpo        -log sigmoid(beta (r_chosen - r_rejected))           Rafailov et al. 2023, eq. 7; TRL: sigmoid
+        dpo_norm   -log sigmoid(beta (r_chosen/n - r_rejected/n))       Lambert et al. 2024 (Tulu 3); TRL: sigmoid_norm
+        ipo        (r_chosen/n - r_rejected/n - 1/(2 beta))^2           Azar et al. 2023, eq. 17, per token as in TRL
+
+    Args:
+        chosen_logprobs: (B,) or B scalars, the sums over reply tokens; the loss is differentiable in these and in
+            rejected_logprobs. The two ref_ arguments are constants.
+        chosen_lengths: (B,) numbers of reply tokens; only the two length-normalised losses need them.
+
+    Returns:
+        The scalar loss, and dpo_loss, accuracy (how often r_chosen > r_rejected), chosen_reward and rejected_reward
+        (mean beta r) and margin (their difference), whatever the loss.
+
+    Raises:
+        ConfigurationError: unknown loss_type, beta not positive, or lengths missing.
+        DataValidationError: no pair, or arguments of different lengths.
+    """
+    if loss_type not in get_args(LossType):
+        raise ConfigurationError(f"loss_type={loss_type!r} is unknown; use {', '.join(get_args(LossType))}")
+    if not beta > 0:
+        raise ConfigurationError(f"dpo_beta={beta}: must be greater than 0")
+    parts = [_vector(x) for x in (chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs)]
+    _check_lengths(parts)
+    chosen, rejected = parts[0] - parts[2].detach(), parts[1] - parts[3].detach()
+    if loss_type == "dpo":
+        losses = _pair_losses(chosen - rejected, beta, loss_type)
+    else:
+        if chosen_lengths is None or rejected_lengths is None:
+            raise ConfigurationError(f"loss_type={loss_type!r} needs chosen_lengths and rejected_lengths")
+        counts = [_vector(chosen_lengths).to(chosen), _vector(rejected_lengths).to(chosen)]
+        _check_lengths([chosen, *counts])
+        chosen_mean, rejected_mean = chosen / counts[0], rejected / counts[1]
+        losses = _pair_losses(chosen_mean - rejected_mean, beta, loss_type)
+    loss = losses.mean()
+    rewards = beta * chosen.detach(), beta * rejected.detach()
+    metrics = {
+        "dpo_loss": float(loss.detach()),
+        "accuracy": float((rewards[0] > rewards[1]).double().mean()),
+        "margin": float((rewards[0] - rewards[1]).mean()),
+        "chosen_reward": float(rewards[0].mean()),
+        "rejected_reward": float(rewards[1].mean()),
+    }
+    return loss, metrics
+
+
+def _pair_losses(difference: torch.Tensor, beta: float, loss_type: LossType) -> torch.Tensor:
+    if loss_type == "ipo":
+        return (difference - 1 / (2 * beta)) ** 2
+    return -torch.nn.functional.logsigmoid(beta * difference)
+
+
+def _vector(values: Scalars) -> torch.Tensor:
+    return values if isinstance(values, torch.Tensor) else torch.stack(list(values)) if values else torch.zeros(0)
+
+
+def _check_lengths(parts: Sequence[torch.Tensor]) -> None:
+    shapes = {tuple(part.shape) for part in parts}
+    if len(shapes) > 1 or len(next(iter(shapes))) != 1 or next(iter(shapes)) == (0,):
+        raise DataValidationError(f"the loss takes one number per pair in each argument, got shapes {sorted(shapes)}")
+
+
+def check_pairs(data: Sequence[tinker.Datum], where: str, context: int | None = None) -> None:
+    """Raise DataValidationError unless the datums are pairs that fit the context, with weights of 0 and 1."""
+    if len(data) % 2 or not data:
+        raise DataValidationError(f"{where} has {len(data)} datums; DPO takes chosen and rejected in turn")
+    for i, datum in enumerate(data):
+        weights = datum.loss_fn_inputs["weights"].to_torch()
+        if not weights.any() or not ((weights == 0) | (weights == 1)).all():
+            raise DataValidationError(
+                f"datum {i} of {where}: weights must be 1 on the reply and 0 elsewhere (reduction='none')"
+            )
+        length = datum.model_input.length + 1
+        if context is not None and length > context:
+            raise DataValidationError(
+                f"datum {i} of {where} has {length} tokens, but the model has a context of {context}; "
+                f"set the dataset's max_length to {context} or less"
+            )
+
+
+async def compute_reference_logprobs(reference: SamplingClient, data: Sequence[tinker.Datum]) -> list[torch.Tensor]:
+    """The reference's logprob of every target token, float32 (N,) per datum, all datums at once."""
+    return await gather_all(_target_logprobs(reference, datum) for datum in data)
+
+
+async def _target_logprobs(reference: SamplingClient, datum: tinker.Datum) -> torch.Tensor:
+    last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
+    logprobs = (await reference.compute_logprobs(datum.model_input.append_int(last)))[1:]
+    if len(logprobs) != datum.model_input.length or None in logprobs:
+        raise DataValidationError(
+            f"the reference gave {len(logprobs)} logprobs, {logprobs.count(None)} of them empty, for a sequence with "
+            f"{datum.model_input.length} targets"
+        )
+    return torch.tensor(logprobs, dtype=torch.float32)
+
+
+def dpo_loss_fn(reference_logprobs: Sequence[torch.Tensor], beta: float, loss_type: LossType) -> CustomLossFn:
+    """The loss for forward_backward_custom on interleaved pairs, given the reference's logprobs of the same datums."""
+
+    def loss_fn(data: list[tinker.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        # Weight 0 selects by index and not by product: a logprob there may be -inf.
+        kept = [datum.loss_fn_inputs["weights"].to_torch() != 0 for datum in data]
+        policy = [lp[mask].double().sum() for lp, mask in zip(logprobs, kept, strict=True)]
+        reference = [lp[mask].double().sum() for lp, mask in zip(reference_logprobs, kept, strict=True)]
+        lengths = [mask.sum() for mask in kept]
+        return compute_dpo_loss(
+            policy[::2], policy[1::2], reference[::2], reference[1::2], beta, loss_type, lengths[::2], lengths[1::2]
+        )
+
+    return loss_fn
+
+
+class DPOEvaluator(TrainingClientEvaluator):
+    """The loss and its metrics on held-out pairs as <name>/dpo_loss, <name>/accuracy, ..., and <name>/nll over all replies.
+
+    The reference's logprobs are computed at the first evaluation and kept.
+    """
+
+    def __init__(
+        self,
+        dataset: SupervisedDataset,
+        reference: SamplingClient,
+        beta: float,
+        loss_type: LossType,
+        name: str = "test",
+    ):
+        self._batches = [dataset.get_batch(i) for i in range(len(dataset))]
+        self._data = [datum for batch in self._batches for datum in batch]
+        self._reference, self._beta, self._name = reference, beta, name
+        self._loss_type: LossType = loss_type
+        self._reference_logprobs: list[torch.Tensor] | None = None
+
+    async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
+        if self._reference_logprobs is None:
+            self._reference_logprobs = await compute_reference_logprobs(self._reference, self._data)
+        passes = [training_client.forward(batch, "cross_entropy") for batch in self._batches]
+        outputs = [await forward for forward in passes]
+        logprobs = [fields["logprobs"].to_torch() for output in outputs for fields in output.loss_fn_outputs]
+        _, metrics = dpo_loss_fn(self._reference_logprobs, self._beta, self._loss_type)(self._data, logprobs)
+        metrics["nll"] = compute_mean_nll(logprobs, [datum.loss_fn_inputs["weights"] for datum in self._data])
+        return {f"{self._name}/{key}": value for key, value in metrics.items()}

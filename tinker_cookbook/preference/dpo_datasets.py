@@ -1,0 +1,98 @@
+"""Labeled comparisons as pairs of sequences for DPO: each batch is chosen, rejected, chosen, rejected, ..."""
+
+import logging
+from dataclasses import dataclass
+
+import chz
+import tinker
+
+from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError, RendererError
+from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
+from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
+from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
+from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PairRenderer:
+    """A comparison as two datums (chosen, rejected) whose `weights` are 1 on the tokens of the reply, 0 elsewhere."""
+
+    renderer: Renderer
+    max_length: int | None
+    train_on_what: TrainOnWhat
+
+    def __call__(self, row: ComparisonRow) -> tuple[tinker.Datum, tinker.Datum]:
+        """Raises, naming the place of the row: RendererError, or DataValidationError when truncation leaves no pair."""
+        labeled = row.labeled
+        assert labeled.chosen is not None and labeled.rejected is not None, "ties are left out before"
+        prompt = labeled.comparison.prompt_conversation
+        try:
+            pair = (self._datum(prompt, labeled.chosen, "chosen"), self._datum(prompt, labeled.rejected, "rejected"))
+            if _is_same(*pair):
+                raise DataValidationError(
+                    f"chosen and rejected are the same {pair[0].model_input.length + 1} tokens with "
+                    f"max_length={self.max_length}; raise max_length, or leave the comparison out"
+                )
+        except (RendererError, DataError) as error:
+            raise type(error)(f"{row.place}: {error}") from error
+        return pair
+
+    def _datum(self, prompt: list[Message], completion: list[Message], which: str) -> tinker.Datum:
+        conversation = [*prompt, *completion]
+        datum = conversation_to_datum(conversation, self.renderer, self.max_length, self.train_on_what, "none")
+        if not datum.loss_fn_inputs["weights"].to_numpy().any():
+            raise DataValidationError(
+                f"max_length={self.max_length} leaves no token of the {which} reply; raise max_length, or leave the "
+                "comparison out"
+            )
+        return datum
+
+
+def _is_same(left: tinker.Datum, right: tinker.Datum) -> bool:
+    targets = [datum.loss_fn_inputs["target_tokens"].tolist() for datum in (left, right)]
+    return left.model_input == right.model_input and targets[0] == targets[1]
+
+
+def pair_dataset(rows: Rows, batch_size: int, to_pair: PairRenderer) -> SupervisedDataset:
+    """Batches of `batch_size` pairs, 2 * batch_size datums. A pair is never divided; the last batch holds what is left."""
+    return SupervisedDatasetFromList(rows, batch_size, flatmap_fn=lambda row: list(to_pair(row)))
+
+
+@chz.chz(typecheck=True)
+class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
+    """Pairs from labeled comparisons; `common_config.batch_size` counts pairs.
+
+    Ties say nothing about which reply is better: they are left out, and how many is logged. The last assistant turn is
+    compared unless common_config.train_on_what says otherwise.
+    """
+
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")
+
+    @chz.validate
+    def _check_common_config(self) -> None:
+        if self.common_config.split_rewritten:
+            raise ConfigurationError("split_rewritten=True: a pair is two sequences; leave split_rewritten out")
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        train, test = self.comparison_builder.get_rows()
+        config = self.common_config
+        to_pair = PairRenderer(
+            self.renderer, config.max_length, config.train_on_what or TrainOnWhat.LAST_ASSISTANT_TURN
+        )
+        train_pairs = _without_ties(train, "training")
+        if not train_pairs:
+            raise ConfigurationError("there is nothing to train on: all training comparisons are ties")
+        test_pairs = _without_ties(test, "test") if test else []
+        return (
+            pair_dataset(train_pairs, config.batch_size, to_pair),
+            pair_dataset(test_pairs, config.batch_size, to_pair) if test_pairs else None,
+        )
+
+
+def _without_ties(rows: Rows, which: str) -> Rows:
+    kept = [row for row in rows if row.labeled.chosen is not None]
+    if len(kept) < len(rows):
+        logger.info("%d of %d %s comparisons are ties, which DPO leaves out", len(rows) - len(kept), len(rows), which)
+    return kept

@@ -1,0 +1,285 @@
+"""Where labeled comparisons come from, and how they become examples that train a preference model.
+
+A line of a JSONL file is `{"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]},
+"label": "A"}`, with messages as in conversation files. A Hugging Face dataset has columns for the prompt, the chosen and
+the rejected reply.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import chz
+import tinker
+
+from tinker_cookbook.completers import derive_seed
+from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, RendererError
+from tinker_cookbook.preference.types import (
+    LABELS,
+    Comparison,
+    ComparisonRenderer,
+    ComparisonRendererFromChatRenderer,
+    LabeledComparison,
+)
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.supervised.common import datum_from_model_input_weights
+from tinker_cookbook.supervised.conversations import messages_of_row
+from tinker_cookbook.supervised.data import SupervisedDatasetFromList
+from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+
+_COMPARISON_KEYS = ("prompt_conversation", "completion_A", "completion_B")
+_EXPECTED = 'expected {"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"}'
+
+
+class ComparisonRow(NamedTuple):
+    """A labeled comparison and where it stands, for error messages."""
+
+    place: str
+    labeled: LabeledComparison
+
+
+Rows = list[ComparisonRow]
+
+
+@chz.chz(typecheck=True)
+class ComparisonDatasetBuilder:
+    """Config that reads labeled comparisons. A source of one's own defines `read`."""
+
+    test_size: int = chz.field(
+        default=0, doc="comparisons held out of the training ones; 0: none", validator=chz.validators.ge(0)
+    )
+    shuffle_seed: int | None = chz.field(default=0, doc="shuffles before the split; None keeps the order")
+
+    def read(self) -> tuple[Rows, Rows | None]:
+        """Training comparisons, and test comparisons where the source has its own."""
+        raise NotImplementedError(f"{type(self).__name__} must define read")
+
+    def get_rows(self) -> tuple[Rows, Rows | None]:
+        """Training and test comparisons after the split. Raises ConfigurationError when nothing is left to train on."""
+        train, test = self.read()
+        if self.shuffle_seed is not None:
+            random.Random(self.shuffle_seed).shuffle(train)
+        if self.test_size == 0:
+            return train, test
+        if test is not None:
+            raise ConfigurationError(
+                f"test_size={self.test_size}: the comparisons have a test set of their own; set test_size=0"
+            )
+        if self.test_size >= len(train):
+            raise ConfigurationError(
+                f"test_size={self.test_size} leaves nothing to train on: there are {len(train)} comparisons; "
+                "lower test_size"
+            )
+        return train[self.test_size :], train[: self.test_size]
+
+    def get_labeled_comparisons(self) -> tuple[list[LabeledComparison], list[LabeledComparison] | None]:
+        """As `get_rows`, without the places."""
+        train, test = self.get_rows()
+        return [row.labeled for row in train], None if test is None else [row.labeled for row in test]
+
+
+@chz.chz(typecheck=True)
+class ComparisonBuilderFromJsonl(ComparisonDatasetBuilder):
+    """Labeled comparisons from JSONL files."""
+
+    train_path: str = chz.field(doc="JSONL file, one labeled comparison per line")
+    test_path: str | None = chz.field(default=None, doc="JSONL file of held-out comparisons")
+
+    def read(self) -> tuple[Rows, Rows | None]:
+        train = read_comparisons(self.train_path, "train_path")
+        return train, None if self.test_path is None else read_comparisons(self.test_path, "test_path")
+
+
+def read_comparisons(file_path: str, field: str = "file_path") -> Rows:
+    """Every comparison of a JSONL file, checked. Blank lines are passed over.
+
+    Raises ConfigurationError when there is no such file, and DataFormatError `path:line: what is wrong; expected form`.
+    """
+    path = Path(file_path).expanduser()
+    if not path.is_file():
+        raise ConfigurationError(f"{field}={file_path!r}: there is no such file; name a JSONL file of comparisons")
+    rows: Rows = []
+    # Split at line feeds only: JSON strings may hold other line separators.
+    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            rows.append(ComparisonRow(place, _parse_line(json.loads(raw.decode("utf-8")))))
+        except (ValueError, RecursionError) as error:  # also of JSON and UTF-8
+            raise DataFormatError(f"{place}: {error}; {_EXPECTED}") from error
+    if not rows:
+        raise DataFormatError(f"{path}: the file holds no comparison; {_EXPECTED} on each line")
+    return rows
+
+
+def _parse_line(line: object) -> LabeledComparison:
+    _check_keys("the line", line, ("comparison", "label"))
+    row = cast(dict[str, Any], line)
+    _check_keys("'comparison'", row["comparison"], _COMPARISON_KEYS)
+    if row["label"] not in LABELS:
+        raise ValueError(f"label {row['label']!r} must be one of {', '.join(LABELS)}")
+    parts = [_messages(row["comparison"], key) for key in _COMPARISON_KEYS]
+    return LabeledComparison(Comparison(*parts), row["label"])
+
+
+def _check_keys(what: str, value: object, keys: Sequence[str]) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is a {type(value).__name__} and not an object")
+    if missing := [key for key in keys if key not in value]:
+        raise ValueError(f"{what} lacks {missing}")
+    if extra := sorted(set(value) - set(keys)):
+        raise ValueError(f"{what} has unknown keys {extra}")
+
+
+def _messages(row: Mapping[str, Any], key: str) -> list[Message]:
+    try:
+        return messages_of_row(row, key)
+    except DataFormatError as error:
+        raise DataFormatError(f"{key}: {error}") from error
+
+
+@chz.chz(typecheck=True)
+class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
+    """Chosen and rejected replies from a Hugging Face dataset: a hub id, or a folder written by `save_to_disk`.
+
+    A column holds text (one message) or a list of messages. Where chosen and rejected are whole conversations, the prompt
+    is taken off their front; with prompt_column=None it is what they have in common there. The chosen reply comes to
+    stand at A or at B by a seed, so that neither side is favoured.
+    """
+
+    dataset_name: str = chz.field(doc="hub id (owner/name), or a folder written by save_to_disk")
+    dataset_config: str | None = chz.field(default=None, doc="name of the hub dataset's configuration")
+    train_split: str = chz.field(default="train", doc="split to train on")
+    test_split: str | None = chz.field(default=None, doc="split of held-out comparisons")
+    prompt_column: str | None = chz.field(default="prompt", doc="None: the common beginning of chosen and rejected")
+    chosen_column: str = chz.field(default="chosen", doc="the better reply")
+    rejected_column: str = chz.field(default="rejected", doc="the worse reply")
+
+    def read(self) -> tuple[Rows, Rows | None]:
+        splits = self._load()
+        train = self._rows(splits, self.train_split)
+        return train, None if self.test_split is None else self._rows(splits, self.test_split)
+
+    def _load(self) -> Mapping[str, Any]:
+        import datasets
+
+        try:
+            if Path(self.dataset_name).expanduser().is_dir():
+                loaded = datasets.load_from_disk(str(Path(self.dataset_name).expanduser()))
+            else:
+                loaded = datasets.load_dataset(self.dataset_name, self.dataset_config)
+        except Exception as error:  # the hub raises many kinds, all of which mean that the dataset is not to be had
+            raise ConfigurationError(f"dataset_name={self.dataset_name!r} could not be loaded: {error}") from error
+        return cast(Mapping[str, Any], loaded if isinstance(loaded, Mapping) else {"train": loaded})
+
+    def _rows(self, splits: Mapping[str, Any], split: str) -> Rows:
+        if split not in splits:
+            raise ConfigurationError(
+                f"dataset_name={self.dataset_name!r} has no split {split!r}; it has {', '.join(sorted(splits))}"
+            )
+        rows = []
+        for i, row in enumerate(splits[split]):
+            place = f"{self.dataset_name}[{split}][{i}]"
+            try:
+                labeled = LabeledComparison(self._comparison(row), "A")
+            except ValueError as error:
+                raise DataFormatError(f"{place}: {error}") from error
+            rows.append(ComparisonRow(place, labeled.swap() if derive_seed("side", split, i) & 1 else labeled))
+        if not rows:
+            raise DataFormatError(f"{self.dataset_name}[{split}] holds no comparison")
+        return rows
+
+    def _comparison(self, row: Mapping[str, Any]) -> Comparison:
+        """With the chosen reply at A."""
+        chosen, rejected = (self._column(row, name, "assistant") for name in (self.chosen_column, self.rejected_column))
+        if self.prompt_column is None:
+            prompt = _common_beginning(chosen, rejected)
+            if not prompt:
+                raise ValueError(
+                    f"{self.chosen_column!r} and {self.rejected_column!r} have no beginning in common; name prompt_column"
+                )
+        else:
+            prompt = self._column(row, self.prompt_column, "user")
+        replies = [_without_beginning(messages, prompt) for messages in (chosen, rejected)]
+        for name, reply in zip((self.chosen_column, self.rejected_column), replies, strict=True):
+            if not reply:
+                raise ValueError(f"{name!r} has nothing after the prompt")
+        return Comparison(prompt, *replies)
+
+    def _column(self, row: Mapping[str, Any], name: str, role: str) -> list[Message]:
+        if name not in row:
+            raise ValueError(f"there is no column {name!r}; it has {', '.join(sorted(row))}")
+        value = row[name]
+        if isinstance(value, str) and value.strip():
+            return [{"role": role, "content": value}]
+        if isinstance(value, list):
+            return _messages(row, name)
+        raise ValueError(f"column {name!r} must be text or a list of messages, not {value!r}")
+
+
+def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
+    """What both begin with, ending before the last assistant turn at the latest."""
+    common = []
+    for a, b in zip(left[:-1], right[:-1], strict=False):
+        if a != b:
+            break
+        common.append(a)
+    return common
+
+
+def _without_beginning(messages: list[Message], prompt: list[Message]) -> list[Message]:
+    return messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+
+
+@chz.chz(typecheck=True)
+class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
+    """Labeled comparisons as supervised examples of the label, which train a preference model.
+
+    The label alone carries weight; common_config.train_on_what does not apply.
+    """
+
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")
+    both_orders: bool = chz.field(
+        default=True, doc="train on each comparison also with A and B exchanged, against a preference for a position"
+    )
+
+    @chz.validate
+    def _check_common_config(self) -> None:
+        if self.common_config.train_on_what is not None:
+            raise ConfigurationError(
+                f"train_on_what={self.common_config.train_on_what.value!r}: a preference model trains on the label; "
+                "leave train_on_what out"
+            )
+        if self.common_config.split_rewritten:
+            raise ConfigurationError("split_rewritten=True: a comparison is one example; leave split_rewritten out")
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        train, test = self.comparison_builder.get_rows()
+        renderer, config = ComparisonRendererFromChatRenderer(self.renderer), self.common_config
+        to_datum = partial(_label_datum, renderer=renderer, max_length=config.max_length)
+        return (
+            SupervisedDatasetFromList(self._ordered(train), config.batch_size, to_datum),
+            SupervisedDatasetFromList(self._ordered(test), config.batch_size, to_datum) if test else None,
+        )
+
+    def _ordered(self, rows: Rows) -> Rows:
+        if not self.both_orders:
+            return rows
+        return [order for row in rows for order in (row, row._replace(labeled=row.labeled.swap()))]
+
+
+def _label_datum(row: ComparisonRow, renderer: ComparisonRenderer, max_length: int | None) -> tinker.Datum:
+    try:
+        tokens, weights = renderer.to_model_input_weights(row.labeled)
+        if max_length is not None and tokens.length > max_length:
+            raise DataFormatError(
+                f"the comparison has {tokens.length} tokens, max_length={max_length} would cut off its label; "
+                "raise max_length or leave the comparison out"
+            )
+        return datum_from_model_input_weights(tokens, weights, reduction="mean")
+    except (RendererError, DataError) as error:
+        raise type(error)(f"{row.place}: {error}") from error

@@ -1,0 +1,225 @@
+"""Two replies to one conversation, which of them is better, and models that say so.
+
+How comparisons are read from files is in preference_datasets.py; training on them is in train_dpo.py (directly) and
+rl/preference_envs.py (through a preference model).
+"""
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, Self, TypeAlias, get_args
+
+import chz
+import tinker
+import torch
+
+from tinker_cookbook import backends
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
+from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
+from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
+from tinker_cookbook.utils.misc_utils import gather_all
+
+Label: TypeAlias = Literal["A", "B", "Tie"]
+LABELS: tuple[Label, ...] = get_args(Label)
+LABEL_SCORES: dict[Label, float] = {"A": -1.0, "Tie": 0.0, "B": 1.0}
+"""What a label is worth as a preference: +1 when B is better."""
+
+_SWAPPED: dict[Label, Label] = {"A": "B", "B": "A", "Tie": "Tie"}
+
+Scoring: TypeAlias = Literal["expected", "sampled"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A conversation and two ways to go on; each completion is one message or a turn of several."""
+
+    prompt_conversation: list[Message]
+    completion_A: list[Message]
+    completion_B: list[Message]
+
+    def swap(self) -> Self:
+        """The same with A and B exchanged."""
+        return dataclasses.replace(self, completion_A=self.completion_B, completion_B=self.completion_A)
+
+
+@dataclass(frozen=True)
+class LabeledComparison:
+    """A comparison and which completion is better. Raises DataFormatError for a label that is not A, B or Tie."""
+
+    comparison: Comparison
+    label: Label
+
+    def __post_init__(self) -> None:
+        if self.label not in LABELS:
+            raise DataFormatError(f"label={self.label!r}: must be one of {', '.join(LABELS)}")
+
+    def swap(self) -> Self:
+        """The same judgement with A and B exchanged."""
+        return dataclasses.replace(self, comparison=self.comparison.swap(), label=_SWAPPED[self.label])
+
+    @property
+    def chosen(self) -> list[Message] | None:
+        """The better completion; None for a tie."""
+        return {"A": self.comparison.completion_A, "B": self.comparison.completion_B, "Tie": None}[self.label]
+
+    @property
+    def rejected(self) -> list[Message] | None:
+        """The worse completion; None for a tie."""
+        return {"A": self.comparison.completion_B, "B": self.comparison.completion_A, "Tie": None}[self.label]
+
+
+class ComparisonRenderer(ABC):
+    """How a comparison is put before a language model that answers with a label."""
+
+    @abstractmethod
+    def build_generation_prompt(self, comparison: Comparison) -> tinker.ModelInput:
+        """The prompt after which the model writes the label."""
+
+    @abstractmethod
+    def to_model_input_weights(self, labeled_comparison: LabeledComparison) -> tuple[tinker.ModelInput, torch.Tensor]:
+        """The prompt with its label as (N positions, weights float32 (N,)), weight 1 on the label's tokens."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer: ...
+
+
+COMPARISON_REQUEST = "Which reply is better? Answer A, B or Tie."
+
+
+class ComparisonRendererFromChatRenderer(ComparisonRenderer):
+    """The comparison as one user message, the label as the assistant's reply, in the chat format of `convo_renderer`.
+
+    Only text is shown: of a completion with tool calls the model sees what was said around them.
+    """
+
+    def __init__(self, convo_renderer: Renderer):
+        self.convo_renderer = convo_renderer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.convo_renderer.tokenizer
+
+    def build_generation_prompt(self, comparison: Comparison) -> tinker.ModelInput:
+        return self.convo_renderer.build_generation_prompt([self._question(comparison)])
+
+    def to_model_input_weights(self, labeled_comparison: LabeledComparison) -> tuple[tinker.ModelInput, torch.Tensor]:
+        question = self._question(labeled_comparison.comparison)
+        answer: Message = {"role": "assistant", "content": labeled_comparison.label}
+        return self.convo_renderer.build_supervised_example([question, answer])
+
+    def _question(self, comparison: Comparison) -> Message:
+        parts = (
+            ("Conversation", _transcript(comparison.prompt_conversation)),
+            ("Reply A", _reply(comparison.completion_A)),
+            ("Reply B", _reply(comparison.completion_B)),
+        )
+        sections = [f"{title}:\n{text}" for title, text in parts]
+        return {"role": "user", "content": "\n\n".join([*sections, COMPARISON_REQUEST])}
+
+
+def _transcript(messages: list[Message]) -> str:
+    return "\n".join(f"{message['role']}: {get_text_content(message)}" for message in messages)
+
+
+def _reply(messages: list[Message]) -> str:
+    """A lone assistant message goes without the name of its role."""
+    if len(messages) == 1 and messages[0]["role"] == "assistant":
+        return get_text_content(messages[0])
+    return _transcript(messages)
+
+
+class PreferenceModel(ABC):
+    """Says which of two completions is better."""
+
+    @abstractmethod
+    async def __call__(self, comparison: Comparison) -> float:
+        """In [-1, 1]: +1 when B is better, -1 when A is, 0 for a tie."""
+
+
+class PreferenceModelFromChatRenderer(PreferenceModel):
+    """A language model that was trained to answer comparisons with a label (ChatDatasetBuilderFromComparisons).
+
+    `scoring="expected"` is the mean label, sum(p score) / sum(p) over A, B and Tie, with p the probability of the label and
+    its end of message: graded, and defined whatever else the model might say. `"sampled"` takes one label's worth of
+    tokens at temperature 0.
+
+    Raises TrainingError when `sampled` and the model says something that is no label.
+    """
+
+    def __init__(self, convo_renderer: Renderer, sampling_client: SamplingClient, scoring: Scoring = "expected"):
+        if scoring not in get_args(Scoring):
+            raise ConfigurationError(f"scoring={scoring!r} is unknown; use {' or '.join(get_args(Scoring))}")
+        self.comparison_renderer = ComparisonRendererFromChatRenderer(convo_renderer)
+        self.sampling_client = sampling_client
+        self.scoring = scoring
+
+    async def __call__(self, comparison: Comparison) -> float:
+        return await (self._expected(comparison) if self.scoring == "expected" else self._sampled(comparison))
+
+    async def _expected(self, comparison: Comparison) -> float:
+        logprobs = await gather_all(self._label_logprob(comparison, label) for label in LABELS)
+        highest = max(logprobs)
+        weights = [math.exp(logprob - highest) for logprob in logprobs]
+        scores = [LABEL_SCORES[label] for label in LABELS]
+        return sum(w * s for w, s in zip(weights, scores, strict=True)) / sum(weights)
+
+    async def _label_logprob(self, comparison: Comparison, label: Label) -> float:
+        tokens, weights = self.comparison_renderer.to_model_input_weights(LabeledComparison(comparison, label))
+        logprobs = await self.sampling_client.compute_logprobs(tokens)
+        return sum(lp for lp, weight in zip(logprobs, weights.tolist(), strict=True) if weight and lp is not None)
+
+    async def _sampled(self, comparison: Comparison) -> float:
+        renderer = self.comparison_renderer.convo_renderer
+        prompt = self.comparison_renderer.build_generation_prompt(comparison)
+        longest = max(
+            int(self.comparison_renderer.to_model_input_weights(LabeledComparison(comparison, label))[1].sum())
+            for label in LABELS
+        )
+        params = tinker.SamplingParams(max_tokens=longest, temperature=0.0, stop=renderer.get_stop_sequences())
+        response = await self.sampling_client.sample(prompt, 1, params)
+        reply, _ = renderer.parse_response(list(response.sequences[0].tokens))
+        said = get_text_content(reply).strip()
+        for label in LABELS:
+            if said == label:
+                return LABEL_SCORES[label]
+        raise TrainingError(
+            f"the preference model answered {said!r} to a comparison and not {', '.join(LABELS)}: train it on labeled "
+            "comparisons, or use scoring=expected"
+        )
+
+
+@chz.chz(typecheck=True)
+class PreferenceModelBuilder:
+    """Config that opens a preference model."""
+
+    async def __call__(self) -> PreferenceModel:
+        raise NotImplementedError(f"{type(self).__name__} must define __call__")
+
+
+@chz.chz(typecheck=True)
+class PreferenceModelBuilderFromChatRenderer(PreferenceModelBuilder):
+    """Opens a preference model from weights that were trained on labeled comparisons."""
+
+    model_name: str = chz.field(doc="base model: a directory or a hub id")
+    renderer_name: str = chz.field(doc="the renderer that it was trained with")
+    model_path: str | None = chz.field(
+        default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
+    )
+    scoring: Scoring = chz.field(default="expected", doc="expected: mean over the labels; sampled: the likeliest")
+    backend: str | None = chz.field(
+        default=None, doc="where it runs: local or tinker; None: TINKER_BACKEND, else local"
+    )
+    base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
+
+    async def __call__(self) -> PreferenceModel:
+        backends.check_backend(self.backend, self.model_name, self.base_url)
+        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+        service = backends.create_service_client(self.backend, self.base_url)
+        if self.model_path is not None:
+            client = await service.create_sampling_client(model_path=self.model_path)
+        else:
+            client = await service.create_sampling_client(base_model=self.model_name)
+        return PreferenceModelFromChatRenderer(renderer, client, self.scoring)
