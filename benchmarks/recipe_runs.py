@@ -136,7 +136,9 @@ RECIPES: tuple[RecipeRun, ...] = (
     RecipeRun(
         "recipes.demo",
         folder_key=None,
-        small=("max_steps=1", *_FEW_ROLLOUTS, "on_zero_advantages=skip", "log_path={folder}"),
+        arguments=("log_path={folder}",),
+        small=("max_steps=1",),
+        measures=(Measure("test/env/all/correct", "up"),),
     ),
     RecipeRun(
         "recipes.shorter",
@@ -177,24 +179,24 @@ RECIPES: tuple[RecipeRun, ...] = (
     RecipeRun(
         "recipes.prompt_distillation.create_data",
         folder_key="output_path",
-        small=("max_lines=20",),
+        small=("max_lines=20", "test_size=5"),
         files=("train.jsonl", "test.jsonl"),
     ),
     RecipeRun(
         "recipes.prompt_distillation.train",
-        small=("max_steps=2", "eval_every=2", "lora_rank=4", "max_lines=40"),
+        small=("max_steps=2", "eval_every=2", "lora_rank=4", "max_lines=40", "test_size=10", "batch_size=8"),
         measures=(Measure("test/agreement", "up"),),
     ),
     RecipeRun(
         "recipes.sweep",
         folder_key="sweep_dir",
-        small=("set.max_steps=1", "set.groups_per_batch=2", "set.eval_every=0", "set.on_zero_advantages=skip"),
+        small=("recipe=recipes.rl_basic", "grid.learning_rate=1e-4", "set.max_steps=1", "set.num_test=4"),
         files=("sweep.csv", "sweep.parquet", "summary.json", "summary.md"),
     ),
     RecipeRun(
         "recipes.eval_benchmarks",
         folder_key="save_dir",
-        small=("limit=4",),
+        small=("max_items=4",),
         files=("summary.json",),
     ),
     RecipeRun("recipes.eval_inspect", folder_key="log_dir", small=("limit=4",), needs=("inspect_ai",)),

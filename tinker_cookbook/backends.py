@@ -78,9 +78,10 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
         return cast(ServiceClient, tinker.ServiceClient(base_url=base_url))
     import tinker_local_backend
 
-    client = _local_clients.get("local")
+    home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves where this pointed when it was made
+    client = _local_clients.get(home)
     if client is None:
-        client = _local_clients["local"] = tinker_local_backend.ServiceClient()
+        client = _local_clients[home] = tinker_local_backend.ServiceClient()
     return cast(ServiceClient, client)
 
 
@@ -98,3 +99,23 @@ def is_checkpoint_error(error: BaseException) -> bool:
 
     local = sys.modules.get("tinker_local_backend")
     return isinstance(error, tinker.NotFoundError) or (local is not None and isinstance(error, local.CheckpointError))
+
+
+def merge_adapter(
+    adapter: str | Path, output: str | Path, base_model: str, dtype: str | None, overwrite: bool
+) -> float:
+    """Write a base model with a PEFT adapter merged in. The merging is plain arithmetic and the same for every engine.
+
+    Returns:
+        The largest difference of logits between the saved model and base model plus adapter, both in float32.
+
+    Raises:
+        ConfigurationError: unknown dtype, or an output that may not be written to.
+        LocalBackendError: adapter or base model cannot be loaded or do not fit each other; nothing is written then.
+    """
+    from tinker_local_backend import merge
+
+    if dtype is not None and dtype not in merge.DTYPES:
+        raise ConfigurationError(f"dtype={dtype!r}: must be {', '.join(merge.DTYPES)}, or None for the base model's")
+    torch_dtype = None if dtype is None else merge.DTYPES[dtype]
+    return merge.merge_adapter(str(adapter), output, base_model, torch_dtype, overwrite).max_abs_diff

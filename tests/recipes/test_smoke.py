@@ -70,7 +70,8 @@ def test_help_names_every_key(run: RecipeRun, capsys: pytest.CaptureFixture[str]
         patched.setattr(sys, "argv", [run.module, "--help"])
         from tinker_cookbook.cli_utils import run_recipe as run_command
 
-        run_command(module.CLIConfig, module.main)
+        config = getattr(module, "CLIConfig", None) or module.DemoConfig
+        run_command(config, module.main)
     assert exit_info.value.code == 0
     shown = capsys.readouterr().out
     assert f"python -m {run.module}" in shown

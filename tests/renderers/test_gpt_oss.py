@@ -33,7 +33,6 @@ from tinker_cookbook.renderers import (
     get_renderer,
 )
 from tinker_cookbook.renderers.gpt_oss import GptOssRenderer
-from tinker_cookbook.renderers.typescript import declare_namespace
 
 USER = Message(role="user", content="U")
 RESULT = Message(role="tool", content="2")
@@ -123,6 +122,14 @@ def test_tools_without_instructions_and_the_system_message_left_out() -> None:
 def test_the_date_is_what_the_constructor_was_given() -> None:
     renderer = GptOssRenderer(harmony_tokenizer(), current_date="2031-02-03")
     assert "Current date: 2031-02-03\n" in words(renderer.build_generation_prompt([USER]).to_ints())
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_the_name_says_the_effort(effort: str | None) -> None:
+    name = f"gpt_oss_{effort}_reasoning" if effort else "gpt_oss_no_sysprompt"
+    assert get_renderer(name, harmony_tokenizer()).build_generation_prompt([USER]) == make(
+        effort
+    ).build_generation_prompt([USER])
 
 
 def test_channels_of_a_turn() -> None:
@@ -283,6 +290,7 @@ NEXT = "<|end|><|start|>assistant"
         (f"{FINAL}yes<|return|><|return|>", "yes", False),
         (f"{FINAL}yes<|start|>", "yes", False),
         (f"{FINAL}yes<|end|><|start|>user<|message|>U<|return|>", [say("yes"), say("U")], False),
+        (f"{FINAL}yes<|end|><|start|>user{FINAL}U<|return|>", [say("yes"), say("U")], False),
         ("<|message|>yes<|return|>", "yes", False),
         ("<|channel|>rumour<|message|>yes<|return|>", "yes", False),
         ("yes<|return|>", "", False),
@@ -361,7 +369,7 @@ def test_parsing_never_raises(pieces: list[str], framed: bool) -> None:
     make().build_supervised_example([USER, message])
 
 
-# Refusals, declarations, pickling ------------------------------------------------------------------------------------
+# Refusals, pickling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -419,29 +427,3 @@ def test_pickle_by_value_keeps_the_options() -> None:
     renderer = GptOssRenderer(harmony_tokenizer(), "low", "2031-02-03")
     restored = pickle.loads(pickle.dumps(renderer))
     assert restored.build_generation_prompt([USER]) == renderer.build_generation_prompt([USER])
-
-
-@pytest.mark.parametrize(
-    ("schema", "field"),
-    [
-        ({"type": "string"}, "x?: string,"),
-        ({"type": "integer", "description": "n", "default": 0}, "// n\nx?: number, // default: 0"),
-        ({"type": "boolean", "nullable": True}, "x?: boolean | null,"),
-        ({"type": "string", "enum": ["c", "f"], "default": "c"}, 'x?: "c" | "f", // default: c'),
-        ({"type": "string", "default": "é"}, 'x?: string, // default: "é"'),
-        ({"type": ["integer", "null"], "nullable": True}, "x?: number | null,"),
-        ({"type": "array", "items": {"type": "string"}}, "x?: string[],"),
-        ({"type": "array"}, "x?: Array<any>,"),
-        ({"anyOf": [{"type": "string"}]}, "x?: any,"),
-        ({}, "x?: any,"),
-        ({"type": "string", "title": "T", "examples": ["e"]}, '// T\n//\n// Examples:\n// - "e"\nx?: string,'),
-        ({"type": "object", "properties": {"k": {"type": "number"}}}, "x?: {\n    k?: number,\n    },"),
-        (
-            {"oneOf": [{"type": "string", "default": "x"}, {"type": "number", "description": "n"}], "description": "d"},
-            '// d\nx?:\n | string // default: "x"\n | number // n\n,',
-        ),
-    ],
-)
-def test_types(schema: dict[str, object], field: str) -> None:
-    tool = ToolSpec(name="f", description="", parameters={"type": "object", "properties": {"x": schema}})
-    assert f"type f = (_: {{\n{field}\n}}) => any;" in declare_namespace("functions", [tool])

@@ -1,0 +1,58 @@
+"""Talk to a checkpoint, to the last checkpoint of a run, or to a base model, in the terminal.
+
+    python -m recipes.chat                                       # the shipped tiny model
+    python -m recipes.chat log_path=/tmp/tinker-examples/sl_basic/20260101_120000_conversations
+    python -m recipes.chat model_path=tinker://<run>/sampler_weights/final temperature=0
+    echo "What is 2 + 3?" | python -m recipes.chat seed=0        # lines from a pipe work too
+
+/help lists the commands: /reset, /system, /temperature, /max_tokens, /logprobs, /quit.
+"""
+
+import asyncio
+import sys
+
+import chz
+from rich.console import Console
+
+from recipes.policy import PolicyCLIConfig, policy_config, reply_tokens
+from tinker_cookbook.chat import ChatSession, ChatSettings, converse
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.policies import open_policy
+
+RECIPE = "chat"
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(PolicyCLIConfig):
+    """Keys of `python -m recipes.chat`."""
+
+    system: str | None = chz.field(default=None, doc="system prompt")
+    temperature: float = chz.field(default=0.7, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
+    logprobs: bool = chz.field(default=False, doc="show the logprob of every token of the replies")
+    seed: int | None = chz.field(default=None, doc="for the same replies to the same lines")
+
+
+def main(cli: CLIConfig) -> None:
+    ChatSettings(temperature=cli.temperature, max_tokens=reply_tokens(cli, ""))  # refused before anything loads
+    with asyncio.Runner() as runner:
+        policy = runner.run(open_policy(policy_config(cli)))
+        settings = ChatSettings(
+            cli.system, cli.temperature, reply_tokens(cli, policy.base_model), cli.logprobs, cli.seed
+        )
+        console = Console(soft_wrap=True)
+        session = ChatSession(policy, settings, console)
+        greeting = f"{policy.name} ({policy.renderer_name}); {session.describe()}; /help"
+        console.print(greeting, markup=False, highlight=False)
+        converse(session, read_line, runner)
+
+
+def read_line() -> str | None:
+    """A line of the terminal or the pipe; None at its end."""
+    try:
+        return input("you> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

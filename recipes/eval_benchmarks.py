@@ -1,0 +1,83 @@
+"""Benchmarks of finished weights: several tries per question, pass@k, every trajectory on disk.
+
+    python -m recipes.eval_benchmarks                                   # the shipped tiny model on the shipped tasks
+    python -m recipes.eval_benchmarks log_path=<run> benchmarks=qa/arithmetic num_samples=8 pass_at=1,4,8
+    python -m recipes.eval_benchmarks model_path=tinker://<run>/sampler_weights/final benchmarks=qa/my_questions.jsonl
+
+A benchmark is task/dataset; summaries have no right answer, so say what counts: success_metric=reward
+success_threshold=0.4. The same command with the same save_dir goes on with the items that are missing.
+"""
+
+import time
+
+import chz
+from rich.console import Console
+from rich.table import Table
+
+from recipes.policy import PolicyCLIConfig, policy_config, reply_tokens
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.eval.benchmarks import BenchmarkConfig, check_config, run_benchmarks, task_benchmark
+from tinker_cookbook.policies import open_policy
+
+RECIPE = "eval_benchmarks"
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(PolicyCLIConfig):
+    """Keys of `python -m recipes.eval_benchmarks`."""
+
+    benchmarks: tuple[str, ...] = chz.field(
+        default=("qa/arithmetic", "qa/test"), doc="task/dataset, separated by commas; a dataset may be a .jsonl file"
+    )
+    num_samples: int = chz.field(default=4, doc="tries per question", validator=chz.validators.gt(0))
+    pass_at: tuple[int, ...] = chz.field(default=(1, 4), doc="the k of pass@k, e.g. 1,4")
+    max_items: int = chz.field(default=100, doc="questions per benchmark", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=1.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
+    success_metric: str = chz.field(
+        default="correct", doc="what decides whether a try is solved; `reward` for the reward"
+    )
+    success_threshold: float = chz.field(default=0.5, doc="from which value on it is")
+    seed: int = chz.field(default=0, doc="seed of sampling")
+    save_dir: str | None = chz.field(default=None, doc="where the files go; an old one goes on; default: a new one")
+
+
+async def main(cli: CLIConfig) -> None:
+    check_config(_config(cli, ""))
+    policy = await open_policy(policy_config(cli))
+    config = _config(cli, policy.base_model)
+    room = None if policy.context_length is None else policy.context_length - config.max_tokens
+    benchmarks = [
+        task_benchmark(spec, policy.renderer, cli.num_samples, max_items=cli.max_items, max_prompt_tokens=room)
+        for spec in cli.benchmarks
+    ]
+    save_dir = cli.save_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))
+    tokenizer = policy.renderer.tokenizer
+    results = await run_benchmarks(benchmarks, policy.sampling_client, tokenizer, save_dir, config, policy.name)
+    table = Table(title=policy.name, title_justify="left")
+    keys = [f"pass@{k}" for k in cli.pass_at]
+    for header in ("benchmark", *keys, "reward", "items", "tries"):
+        table.add_column(header, justify="left" if header == "benchmark" else "right")
+    for result in results:
+        metrics = result.metrics
+        passed = [f"{metrics[key]:.3f} ± {metrics.get(f'{key}/stderr', 0.0):.3f}" for key in keys]
+        counts = [f"{metrics[key]:.0f}" for key in ("num_items", "num_tries")]
+        table.add_row(result.name, *passed, f"{metrics['reward']:.3f}", *counts)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(f"Files: {save_dir}", highlight=False)
+
+
+def _config(cli: CLIConfig, base_model: str) -> BenchmarkConfig:
+    return BenchmarkConfig(
+        max_tokens=reply_tokens(cli, base_model),
+        num_samples=cli.num_samples,
+        pass_at=cli.pass_at,
+        temperature=cli.temperature,
+        success_metric=cli.success_metric,
+        success_threshold=cli.success_threshold,
+        seed=cli.seed,
+    )
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

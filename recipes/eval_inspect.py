@@ -1,0 +1,58 @@
+"""inspect-ai tasks on finished weights: ours over the shipped items, or any that inspect knows (extra: inspect).
+
+    python -m recipes.eval_inspect                                      # shipped sums, the shipped tiny model
+    python -m recipes.eval_inspect log_path=<run> task=qa/my_questions.jsonl
+    python -m recipes.eval_inspect model_path=tinker://... task=inspect_evals/gsm8k limit=100     # if inspect_evals is there
+
+`inspect view --log-dir <log_dir>` shows every sample.
+"""
+
+import time
+
+import chz
+from rich.console import Console
+from rich.table import Table
+
+from recipes.policy import PolicyCLIConfig, policy_config, reply_tokens
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.eval.inspect_adapter import inspect_model, require_inspect, run_inspect, task_of_items
+from tinker_cookbook.policies import open_policy
+
+RECIPE = "eval_inspect"
+OURS = ("qa/", "summary/")
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(PolicyCLIConfig):
+    """Keys of `python -m recipes.eval_inspect`."""
+
+    task: str = chz.field(
+        default="qa/arithmetic", doc="qa/<dataset> or summary/<dataset>; anything else is inspect's: a name or a file"
+    )
+    limit: int = chz.field(default=100, doc="samples at most", validator=chz.validators.gt(0))
+    epochs: int = chz.field(default=1, doc="tries per sample", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=0.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
+    seed: int | None = chz.field(default=None, doc="seed of sampling; None samples afresh")
+    log_dir: str | None = chz.field(default=None, doc="folder of inspect's logs; default: a new one")
+
+
+async def main(cli: CLIConfig) -> None:
+    require_inspect()
+    task = task_of_items(cli.task) if cli.task.startswith(OURS) else cli.task
+    policy = await open_policy(policy_config(cli))
+    max_tokens = reply_tokens(cli, policy.base_model)
+    model = inspect_model(policy, max_tokens, temperature=cli.temperature, seed=cli.seed)
+    log_dir = cli.log_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))
+    metrics = await run_inspect(task, model, log_dir, limit=cli.limit, epochs=cli.epochs)
+    table = Table(title=policy.name, title_justify="left")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    for key, value in metrics.items():
+        table.add_row(key, f"{value:.3f}")
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(f"Files: {log_dir}", highlight=False)
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

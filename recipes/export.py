@@ -1,0 +1,58 @@
+"""Trained weights for use elsewhere: a PEFT adapter, or one model with the adapter merged in, with a model card.
+
+    python -m recipes.export log_path=<run> output=~/my_adapter
+    python -m recipes.export log_path=<run> output=~/my_model format=merged dtype=bfloat16
+    python -m recipes.export model_path=tinker://<run>/sampler_weights/final output=~/my_adapter backend=tinker
+
+A merged model is loaded again and compared with base model plus adapter before it gets its name.
+"""
+
+from typing import Literal
+
+import chz
+
+from tinker_cookbook import backends, weights
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.policies import last_sampler_path
+
+RECIPE = "export"
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.export`."""
+
+    output: str = chz.field(doc="folder to write")
+    log_path: str | None = chz.field(default=None, doc="folder of a run: its last checkpoint, config and metrics")
+    model_path: str | None = chz.field(default=None, doc="the checkpoint, if not log_path's last (tinker://...)")
+    format: Literal["adapter", "merged"] = chz.field(default="adapter", doc="adapter (PEFT) or merged (a whole model)")
+    base_model: str | None = chz.field(default=None, doc="directory or hub id; default: the checkpoint's own")
+    dtype: str | None = chz.field(default=None, doc="merged: float32, bfloat16 or float16; default: the base model's")
+    overwrite: bool = chz.field(default=False, doc="replace an earlier export")
+    backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); default: TINKER_BACKEND, else local")
+    base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
+
+
+async def main(cli: CLIConfig) -> None:
+    if cli.model_path is None and cli.log_path is None:
+        raise ConfigurationError("nothing to export: give log_path=<run> or model_path=tinker://...")
+    path = cli.model_path if cli.model_path is not None else last_sampler_path(str(cli.log_path))
+    exported = await weights.export(
+        backends.create_service_client(cli.backend, cli.base_url),
+        path,
+        cli.output,
+        cli.format,
+        base_model=cli.base_model,
+        dtype=cli.dtype,
+        overwrite=cli.overwrite,
+        log_path=cli.log_path,
+    )
+    checked = (
+        "" if exported.max_abs_diff is None else f"; logits differ by at most {exported.max_abs_diff:.2g} after merging"
+    )
+    print(f"{cli.format} of {exported.base_model} from {path}{checked}\nFiles: {exported.folder}")
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

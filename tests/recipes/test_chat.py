@@ -1,0 +1,135 @@
+"""What must hold of the chat: it answers lines from a pipe, obeys its commands, and finds weights and renderer by itself."""
+
+import asyncio
+import gc
+import io
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipes import chat, rl_basic
+from tinker_cookbook import backends
+from tinker_cookbook.checkpoint_utils import add_renderer_name_to_user_metadata
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.policies import PolicyConfig, checkpoint_path, open_policy
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+
+TINY = str(EXAMPLE_DATA / "tiny_chat")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TINKER_BACKEND", raising=False)
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "400")
+    gc.collect()  # lets go of a client that an earlier test left behind, whose home is another
+
+
+class Talk:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, lines: list[str], *argv: str, recipe: ModuleType = chat) -> list[str]:
+        """What is printed, without the greeting."""
+        self.monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        self.capsys.readouterr()
+        run_recipe(recipe.CLIConfig, recipe.main, argv=list(argv))
+        return self.capsys.readouterr().out.splitlines()[1:]
+
+    def error(self, *argv: str) -> str:
+        with pytest.raises(SystemExit) as exit_code:
+            self([], *argv)
+        assert exit_code.value.code == 2
+        return self.capsys.readouterr().err
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
+    return Talk(monkeypatch, capsys)
+
+
+class TestLines:
+    def test_it_answers_and_a_seed_repeats_it(self, talk: Talk) -> None:
+        lines = ["What is 2 + 3?", "", "What is 4 + 4?"]
+        first, second = (talk(lines, "seed=3", "temperature=1") for _ in range(2))
+        assert first == second and len(first) == 2
+        assert all(line.startswith("assistant> ") for line in first)
+
+    def test_a_later_line_sees_the_earlier_ones_until_reset(self, talk: Talk) -> None:
+        fresh = talk(["Hello", "/logprobs"], "temperature=0")
+        again = talk(["What is 2 + 3?", "/reset", "Hello"], "temperature=0")
+        assert again[2] == fresh[0]
+        assert "0 messages" in again[1] and "2 messages" in fresh[1]
+
+    def test_commands_change_the_settings(self, talk: Talk) -> None:
+        shown = talk(["/temperature 0.25", "/max_tokens 3", "/system Be brief.", "/logprobs", "/system", "/help"])
+        assert "temperature 0.25" in shown[0] and "max_tokens 3" in shown[1] and "'Be brief.'" in shown[2]
+        assert "logprobs on" in shown[3] and "system none" in shown[4] and any("/quit" in line for line in shown[5:])
+
+    def test_quit_leaves(self, talk: Talk) -> None:
+        assert talk(["/quit", "Hello"]) == []
+
+    def test_a_mistake_is_told_and_the_chat_goes_on(self, talk: Talk) -> None:
+        shown = talk(["/temperature -1", "/temperature hot", "/max_tokens 0", "/nothing", "Hello"], "temperature=0")
+        assert [line.split(":")[0] for line in shown[:4]] == ["error"] * 4
+        assert shown[4].startswith("assistant> ")
+
+    def test_a_line_that_is_too_long_is_not_remembered(self, talk: Talk) -> None:
+        shown = talk(["a b " * 3000, "Hello"], "temperature=0")
+        assert "leaves no room" in shown[0] and shown[1] == talk(["Hello"], "temperature=0")[0]
+
+    def test_a_cut_off_reply_says_so(self, talk: Talk) -> None:
+        assert "cut off after 2 tokens" in talk(["Hello"], "max_tokens=2", "temperature=0")[1]
+
+    def test_logprobs_are_one_per_token_and_add_up(self, talk: Talk) -> None:
+        shown = talk(["Hello"], "logprobs=True", "temperature=0")
+        logprobs = [float(part.split("]")[0]) for part in shown[1].split("[")[1:]]
+        total, count = shown[2].split()[1], int(shown[2].split()[3])
+        assert len(logprobs) == count and sum(logprobs) == pytest.approx(float(total), abs=0.01 * count)
+
+
+class TestWeights:
+    def test_a_run_and_its_checkpoint_are_the_trained_weights(self, talk: Talk, tmp_path: Path) -> None:
+        small = ["groups_per_batch=2", "group_size=4", "max_steps=1", "num_test=2", "max_tokens=12", "eval_every=0"]
+        options = [*small, f"log_path={tmp_path / 'run'}", "learning_rate=0.05", "on_zero_advantages=skip"]
+        talk([], *options, recipe=rl_basic)
+        path = checkpoint_path(PolicyConfig(log_path=str(tmp_path / "run")))
+        by_folder = talk(
+            ["What is 2 + 3?", "/logprobs"], f"log_path={tmp_path / 'run'}", "temperature=0", "logprobs=True"
+        )
+        by_path = talk(["What is 2 + 3?", "/logprobs"], f"model_path={path}", "temperature=0", "logprobs=True")
+        base = talk(["What is 2 + 3?", "/logprobs"], f"model_name={TINY}", "temperature=0", "logprobs=True")
+        assert by_folder == by_path != base
+
+    def test_the_renderer_is_the_one_that_the_checkpoint_was_trained_with(self, tmp_path: Path) -> None:
+        async def trained_and_opened(**options: Any) -> str:
+            service = backends.create_service_client("local")
+            metadata = add_renderer_name_to_user_metadata(None, "role_colon")
+            trainer = await service.create_lora_training_client(TINY, rank=2, seed=0, user_metadata=metadata)
+            saved = await trainer.save_weights_for_sampler("final")
+            return (await open_policy(PolicyConfig(model_path=saved.path, **options))).renderer_name
+
+        assert asyncio.run(trained_and_opened()) == "role_colon"
+        assert asyncio.run(trained_and_opened(renderer_name="qwen3_instruct")) == "qwen3_instruct"
+
+
+class TestRefusals:
+    def test_weights_are_named_once(self, talk: Talk, tmp_path: Path) -> None:
+        assert "give one of" in talk.error("model_name=tiny_chat", f"log_path={tmp_path}")
+        assert "no checkpoint path" in talk.error(f"model_path={tmp_path}")
+
+    def test_a_folder_without_checkpoints(self, talk: Talk, tmp_path: Path) -> None:
+        assert "no such folder" in talk.error(f"log_path={tmp_path / 'none'}")
+        (tmp_path / "checkpoints.jsonl").write_text(
+            json.dumps({"name": "a", "batch": 1, "state_path": "tinker://a/b/c"})
+        )
+        assert "no checkpoint to sample from" in talk.error(f"log_path={tmp_path}")
+
+    def test_bad_settings(self, talk: Talk) -> None:
+        assert "temperature" in talk.error("temperature=-1")
+        assert "max_tokens=0" in talk.error("max_tokens=0")
+        assert "renderer" in talk.error("renderer_name=nothing_such")

@@ -1,0 +1,223 @@
+"""What must hold of exported weights: PEFT and transformers load them and compute what was trained."""
+
+import asyncio
+import gc
+import io
+import json
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes import export as export_recipe
+from recipes import rl_basic
+from tinker_cookbook import weights
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.policies import PolicyConfig, last_sampler_path, open_policy
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+
+TINY = str(EXAMPLE_DATA / "tiny_chat")
+TOKENS = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that changed the weights a lot, and the home its checkpoint is in."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_LOCAL_HOME", str(folder / "home"))
+        patch.delenv("TINKER_BACKEND", raising=False)
+        gc.collect()  # lets go of a client that an earlier test left behind, whose home is another
+        argv = ["groups_per_batch=4", "group_size=8", "max_steps=2", "num_test=2", "max_tokens=12", "eval_every=2"]
+        argv += ["learning_rate=0.02", "lora_rank=4", f"log_path={folder / 'log'}"]
+        run_recipe(rl_basic.CLIConfig, rl_basic.main, argv=argv)
+        yield folder
+
+
+def command(*argv: str) -> None:
+    run_recipe(export_recipe.CLIConfig, export_recipe.main, argv=list(argv))
+
+
+@torch.no_grad()
+def logprobs(model: Any) -> list[float]:
+    tokens = torch.tensor([TOKENS])
+    scores = model.float()(tokens).logits[0].log_softmax(-1)
+    return scores[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
+
+
+def trained_logprobs(run: Path) -> list[float]:
+    import tinker
+
+    async def score() -> list[float | None]:
+        policy = await open_policy(PolicyConfig(log_path=str(run / "log")))
+        return await policy.sampling_client.compute_logprobs(tinker.ModelInput.from_ints(TOKENS))
+
+    return [x for x in asyncio.run(score())[1:] if x is not None]
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
+def test_the_adapter_loads_in_peft_and_computes_what_was_trained(run: Path, tmp_path: Path) -> None:
+    command(f"log_path={run / 'log'}", f"output={tmp_path / 'adapter'}")
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    before = logprobs(base)
+    after = logprobs(PeftModel.from_pretrained(base, str(tmp_path / "adapter")))
+    assert max(abs(x - y) for x, y in zip(before, after, strict=True)) > 0.01
+    assert after == pytest.approx(trained_logprobs(run), abs=1e-4)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == TINY
+
+
+def test_the_merged_model_loads_in_transformers_and_computes_what_was_trained(run: Path, tmp_path: Path) -> None:
+    command(f"log_path={run / 'log'}", f"output={tmp_path / 'merged'}", "format=merged", "dtype=float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert logprobs(model) == pytest.approx(trained_logprobs(run), abs=1e-4)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) > 1000
+    assert (tmp_path / "merged" / "README.md").is_file()
+
+
+def test_the_card_says_where_the_weights_come_from(run: Path) -> None:
+    path = last_sampler_path(run / "log")
+    card = weights.model_card(path, TINY, "adapter", run / "log")
+    assert card.startswith(f'---\nbase_model: "{TINY}"\nlibrary_name: "peft"\n')
+    assert "`rl_basic`" in card and path in card and "| `learning_rate` | `0.02` |" in card
+    (row,) = [line for line in card.splitlines() if line.startswith("| `test/env/all/correct` |")]
+    lines = [json.loads(line) for line in (run / "log" / "metrics.jsonl").read_text().splitlines()]
+    first, last = lines[0]["test/env/all/correct"], lines[-1]["test/env/all/correct"]
+    assert row == f"| `test/env/all/correct` | {first:.4g} | {last:.4g} |"
+    assert "time/" not in card
+    assert "## Metrics" not in weights.model_card(path, TINY, "merged")
+
+
+def test_an_earlier_export_is_replaced_only_when_asked(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [f"log_path={run / 'log'}", f"output={tmp_path / 'adapter'}"]
+    command(*argv)
+    with pytest.raises(SystemExit):
+        command(*argv)
+    assert "overwrite=True" in capsys.readouterr().err
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"old")
+    command(*argv, "overwrite=True")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size > 1000
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("dear")
+    with pytest.raises(SystemExit):
+        command(argv[0], f"output={tmp_path / 'mine'}", "overwrite=True")
+    assert "no earlier export" in capsys.readouterr().err and (tmp_path / "mine" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "nothing to export"),
+        (["model_path=tinker://x/sampler_weights/y", "dtype=float32"], "dtype='float32'"),
+        (["log_path=/no/such/run"], "no such folder"),
+    ],
+)
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        command(*argv, f"output={tmp_path / 'out'}")
+    assert exit_code.value.code == 2 and message in capsys.readouterr().err
+
+
+class Hosted:
+    """A service that hands out an archive as the hosted one does: by an address, perhaps with a folder inside."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def create_rest_client(self) -> "Hosted":
+        return self
+
+    async def get_training_run_by_tinker_path_async(self, path: str) -> Any:
+        return SimpleNamespace(base_model=TINY)
+
+    async def get_checkpoint_archive_url_from_tinker_path(self, path: str) -> Any:
+        return SimpleNamespace(url=self.url)
+
+
+def write_archive(path: Path, files: dict[str, bytes]) -> str:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path.as_uri()
+
+
+def hosted_export(url: str, output: Path) -> weights.Exported:
+    service: Any = Hosted(url)
+    return asyncio.run(weights.export(service, "tinker://run/sampler_weights/final", output))
+
+
+def test_an_archive_with_folders_and_strangers_gives_the_adapter_alone(tmp_path: Path) -> None:
+    files = {"a/adapter_config.json": b'{"r": 4}', "a/adapter_model.safetensors": b"w", "../../evil.txt": b"x"}
+    exported = hosted_export(write_archive(tmp_path / "archive.tar.gz", files), tmp_path / "deep" / "out")
+    assert {path.name for path in exported.folder.iterdir()} == {
+        *(Path(name).name for name in list(files)[:2]),
+        "README.md",
+    }
+    assert json.loads((exported.folder / "adapter_config.json").read_text())["base_model_name_or_path"] == TINY
+    assert not list(tmp_path.rglob("evil.txt"))
+
+
+def test_external_weights_are_fetched_file_by_file(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text('{"r": 4}')
+    (tmp_path / "w").write_bytes(b"w")
+
+    class External(Hosted):
+        async def get_external_weights_urls(self, path: str) -> Any:
+            return SimpleNamespace(urls=urls)
+
+    urls = {
+        "a/adapter_config.json": (tmp_path / "c").as_uri(),
+        "a/adapter_model.safetensors": (tmp_path / "w").as_uri(),
+    }
+    service: Any = External("unused:")
+    path = "tinker://run/external_weights/final"
+    exported = asyncio.run(weights.export(service, path, tmp_path / "out"))
+    assert (exported.folder / "adapter_model.safetensors").read_bytes() == b"w"
+    del urls["a/adapter_config.json"]
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+        asyncio.run(weights.export(service, path, tmp_path / "other"))
+
+
+def test_a_client_that_hands_out_nothing_is_told_what_to_save(tmp_path: Path) -> None:
+    class Current(Hosted):
+        get_checkpoint_archive_url_from_tinker_path = property()  # type: ignore[assignment]
+
+    service: Any = Current("")
+    with pytest.raises(CheckpointError, match="save_weights_external"):
+        asyncio.run(weights.export(service, "tinker://run/sampler_weights/final", tmp_path / "out"))
+
+
+@pytest.mark.parametrize("content", [b"no archive", None])
+def test_a_bad_archive_leaves_nothing(tmp_path: Path, content: bytes | None) -> None:
+    if content is None:
+        url = write_archive(tmp_path / "archive.tar.gz", {"adapter_config.json": b"{}"})
+    else:
+        (tmp_path / "archive.tar.gz").write_bytes(content)
+        url = (tmp_path / "archive.tar.gz").as_uri()
+    with pytest.raises(CheckpointError, match=r"damaged|has no adapter_model\.safetensors"):
+        hosted_export(url, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"archive.tar.gz"}
+
+
+def test_addresses_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no file or web address"):
+        hosted_export("ftp://somewhere/x", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="could not be fetched"):
+        hosted_export((tmp_path / "none").as_uri(), tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="format='gguf'"):
+        asyncio.run(weights.export(Hosted(""), "tinker://x", tmp_path / "out", "gguf"))  # type: ignore[arg-type]

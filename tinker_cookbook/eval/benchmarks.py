@@ -1,0 +1,285 @@
+"""A small benchmark runner: every item of a dataset several times, pass@k, and every trajectory kept.
+
+Files: `<save_dir>/<benchmark>/trajectories.jsonl` (a line per item, written when it is done), `settings.json`, `result.json`,
+and `<save_dir>/summary.json` over all benchmarks. An interrupted run goes on with the items that are missing; each item's
+seed depends on its place alone, so that it comes to what it would have been.
+"""
+
+import asyncio
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, DataValidationError
+from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.metric_util import dataset_to_env_group_builders
+from tinker_cookbook.rl.records import transition_record
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
+from tinker_cookbook.runs.files import append_jsonl, read_jsonl, truncate_jsonl, write_json
+from tinker_cookbook.tasks.datasets import load_items
+from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder
+from tinker_cookbook.utils.misc_utils import gather_all
+
+TRAJECTORIES_BASE_NAME, RESULT_BASE_NAME = "trajectories.jsonl", "result.json"
+SETTINGS_BASE_NAME, SUMMARY_BASE_NAME = "settings.json", "summary.json"
+REWARD = "reward"
+"""As success_metric: the total reward of a trajectory."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Items to try. Each builder makes the environments of one item; what its group has is what one try of it gives."""
+
+    name: str
+    builders: Sequence[EnvGroupBuilder]
+    about: dict[str, Any] = field(default_factory=dict)
+    """what tells its items from another benchmark's of the same name: they are not mixed in one folder"""
+
+
+@chz.chz(typecheck=True)
+class BenchmarkConfig:
+    """How items are tried and what counts as solved."""
+
+    max_tokens: int = chz.field(doc="longest reply of one turn", validator=chz.validators.gt(0))
+    num_samples: int = chz.field(
+        default=1, doc="tries per item (more where a group gives several at a time)", validator=chz.validators.gt(0)
+    )
+    pass_at: tuple[int, ...] = chz.field(default=(1,), doc="the k of pass@k, each at most num_samples")
+    temperature: float = chz.field(default=1.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
+    success_metric: str = chz.field(
+        default="correct",
+        doc="a try is solved if this metric of its trajectory (or `reward`) is at least the threshold",
+    )
+    success_threshold: float = chz.field(default=0.5, doc="see success_metric")
+    seed: int = chz.field(default=0, doc="seed of sampling")
+    concurrent_items: int = chz.field(default=64, doc="items at a time", validator=chz.validators.gt(0))
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """What a benchmark came to. `metrics` holds pass@k, its standard error over items, mean reward and counts."""
+
+    name: str
+    metrics: dict[str, float]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that at least one of k tries is right, estimated without bias from c right ones in n.
+
+    1 - C(n - c, k) / C(n, k): equation 1 of Chen et al. 2021, "Evaluating Large Language Models Trained on Code".
+
+    Raises:
+        ConfigurationError: not 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ConfigurationError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def dataset_benchmark(name: str, dataset: RLDataset, max_items: int | None = None) -> Benchmark:
+    """A benchmark of all groups of an RLDataset, in order."""
+    builders = dataset_to_env_group_builders(dataset)[:max_items]
+    return Benchmark(name, builders, {"items": len(builders)})
+
+
+def task_benchmark(
+    spec: str,
+    renderer: Renderer,
+    num_samples: int = 1,
+    split: Literal["train", "test"] = "test",
+    max_items: int | None = None,
+    max_prompt_tokens: int | None = None,
+) -> Benchmark:
+    """A benchmark of a task's items, from `task/dataset`: `qa/arithmetic`, `summary/articles`, `qa/my_questions.jsonl`.
+
+    A file has no test split of its own: all of its lines are tried.
+
+    Raises:
+        ConfigurationError: unknown task or dataset, or it has no such items.
+        DataFormatError: a line of a file cannot be read.
+    """
+    task_name, slash, dataset = spec.partition("/")
+    if not slash or not dataset:
+        raise ConfigurationError(
+            f"benchmark {spec!r}: must be task/dataset, such as qa/arithmetic or qa/my_items.jsonl"
+        )
+    task = get_task(task_name)
+    train, test = load_items(task, dataset)
+    items = train if split == "train" or dataset.endswith(".jsonl") else test
+    if not items:
+        raise ConfigurationError(f"benchmark {spec!r}: has no {split} items; try split=train")
+    chosen = items[:max_items]
+    builders = [
+        SingleTurnGroupBuilder(task, item, renderer, num_samples, max_prompt_tokens=max_prompt_tokens)
+        for item in chosen
+    ]
+    return Benchmark(spec, builders, {"split": split, "items": [item.id for item in chosen]})
+
+
+def check_config(config: BenchmarkConfig) -> None:
+    """What can be wrong before anything is sampled. Raises ConfigurationError."""
+    wrong = [k for k in config.pass_at if not 1 <= k <= config.num_samples]
+    if wrong or not config.pass_at:
+        raise ConfigurationError(
+            f"pass_at={config.pass_at}: must be from 1 to num_samples={config.num_samples}; raise num_samples"
+        )
+    if config.temperature == 0 and config.num_samples > 1:
+        raise ConfigurationError(
+            f"num_samples={config.num_samples} at temperature=0 gives the same reply each time; use num_samples=1"
+        )
+
+
+async def run_benchmarks(
+    benchmarks: Sequence[Benchmark],
+    sampling_client: SamplingClient,
+    tokenizer: Any,
+    save_dir: str | Path,
+    config: BenchmarkConfig,
+    policy_name: str,
+) -> list[BenchmarkResult]:
+    """Run what is missing of each benchmark, one after the other, and write their files.
+
+    Args:
+        tokenizer: for the text of replies in the files.
+        policy_name: what was measured; results of another policy are not mixed in.
+
+    Raises:
+        ConfigurationError: as `check_config`; or the folder has results of other settings.
+        DataValidationError: the trajectories do not report `success_metric`.
+    """
+    check_config(config)
+    if len({_folder_name(benchmark.name) for benchmark in benchmarks}) < len(benchmarks):
+        raise ConfigurationError(f"benchmarks {[benchmark.name for benchmark in benchmarks]}: two have the same name")
+    root = Path(save_dir).expanduser()
+    for benchmark in benchmarks:
+        _check_settings(root / _folder_name(benchmark.name), benchmark, config, policy_name)
+    results = []
+    for benchmark in benchmarks:
+        result = await _run_benchmark(
+            benchmark, sampling_client, tokenizer, root / _folder_name(benchmark.name), config
+        )
+        results.append(result)
+        summary = {result.name: result.metrics for result in results}
+        write_json(root / SUMMARY_BASE_NAME, {"policy": policy_name, "benchmarks": summary})
+    return results
+
+
+async def _run_benchmark(
+    benchmark: Benchmark, sampling_client: SamplingClient, tokenizer: Any, folder: Path, config: BenchmarkConfig
+) -> BenchmarkResult:
+    path = folder / TRAJECTORIES_BASE_NAME
+    truncate_jsonl(path, keep=lambda row: True)  # the torn line of a run that was killed
+    done = {row["item"] for row in read_jsonl(path)} if path.exists() else set()
+    slots = asyncio.Semaphore(config.concurrent_items)
+
+    async def run_item(index: int) -> None:
+        async with slots:
+            tries = await _try_item(benchmark, index, sampling_client, tokenizer, config)
+            append_jsonl(path, {"item": index, "tags": benchmark.builders[index].logging_tags(), "tries": tries})
+
+    await gather_all(run_item(index) for index in range(len(benchmark.builders)) if index not in done)
+    rows = sorted(read_jsonl(path), key=lambda row: row["item"])
+    result = BenchmarkResult(benchmark.name, score(rows, config))
+    write_json(folder / RESULT_BASE_NAME, asdict(result))
+    return result
+
+
+async def _try_item(
+    benchmark: Benchmark, index: int, sampling_client: SamplingClient, tokenizer: Any, config: BenchmarkConfig
+) -> list[dict[str, Any]]:
+    seed = derive_seed(config.seed, "benchmark", benchmark.name, index)
+    policy = TinkerTokenCompleter(sampling_client, config.max_tokens, config.temperature, seed=seed)
+    tries: list[dict[str, Any]] = []
+    repeat = 0
+    while len(tries) < config.num_samples:
+        group = await do_group_rollout(benchmark.builders[index], policy.fork("repeat", repeat))
+        tries += _tries(group, tokenizer, config)
+        repeat += 1
+    return tries
+
+
+def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> list[dict[str, Any]]:
+    tries = []
+    members = zip(group.trajectories_G, group.get_total_rewards(), group.metrics_G, strict=True)
+    for trajectory, reward, group_metrics in members:
+        metrics: dict[str, float] = {}
+        for transition in trajectory.transitions:
+            metrics |= transition.metrics
+        metrics |= group_metrics
+        solved_by = reward if config.success_metric == REWARD else metrics.get(config.success_metric)
+        if solved_by is None:
+            raise DataValidationError(
+                f"success_metric={config.success_metric!r}: the trajectories do not report it, but "
+                f"{', '.join(sorted(metrics)) or 'no metric'}; choose one of these, or `reward`"
+            )
+        turns = [
+            transition_record(transition, tokenizer.decode(transition.ac.tokens))
+            for transition in trajectory.transitions
+        ]
+        tries.append(
+            {
+                "solved": solved_by >= config.success_threshold,
+                "reward": reward,
+                "metrics": metrics,
+                "stop_reason": trajectory.stop_reason,
+                "turns": turns,
+            }
+        )
+    return tries
+
+
+def score(rows: Sequence[Mapping[str, Any]], config: BenchmarkConfig) -> dict[str, float]:
+    """The metrics of a benchmark's lines: pass@k with standard errors over items, mean reward, tokens, counts."""
+    if not rows:
+        raise ConfigurationError("the benchmark has no items")
+    metrics: dict[str, float] = {}
+    for k in config.pass_at:
+        per_item = [pass_at_k(len(row["tries"]), sum(one["solved"] for one in row["tries"]), k) for row in rows]
+        metrics[f"pass@{k}"] = statistics.fmean(per_item)
+        if len(per_item) > 1:
+            metrics[f"pass@{k}/stderr"] = statistics.stdev(per_item) / math.sqrt(len(per_item))
+    tries = [one for row in rows for one in row["tries"]]
+    metrics["reward"] = statistics.fmean(one["reward"] for one in tries)
+    turns = [turn for one in tries for turn in one["turns"]]
+    metrics["tokens_per_try"] = sum(turn["completion_token_count"] for turn in turns) / len(tries)
+    metrics["num_items"], metrics["num_tries"] = len(rows), len(tries)
+    return metrics
+
+
+def _folder_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.\-]+", "-", name).strip("-.") or "benchmark"
+
+
+def _check_settings(folder: Path, benchmark: Benchmark, config: BenchmarkConfig, policy_name: str) -> None:
+    """Record what the folder's results are of; refuse to mix in others."""
+    settings = {
+        "benchmark": benchmark.name,
+        "about": benchmark.about,
+        "policy": policy_name,
+        "config": {
+            key: value for key, value in chz.asdict(config).items() if key not in ("concurrent_items", "pass_at")
+        },
+    }
+    settings = json.loads(json.dumps(settings))
+    path = folder / SETTINGS_BASE_NAME
+    if path.exists():
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataFormatError(f"{path}: {error}; remove the folder or give another save_dir") from error
+        if before != settings:
+            raise ConfigurationError(f"{folder} has results of other settings ({path}); give another save_dir")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, settings)

@@ -1,0 +1,269 @@
+"""Running the points of a sweep: in processes of their own, or together in this one on shared base weights.
+
+Each run has a folder named after its values, and in it `sweep_run.json`, which says what was asked for and what came of
+it. So a sweep that is started again runs what is missing, goes on with what was interrupted, and leaves alone what is
+finished. A run that fails is noted and does not stop the others.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from chz.blueprint import Blueprint
+from filelock import FileLock, Timeout
+
+from tinker_cookbook import backends
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.runs.files import flatten, write_json
+from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
+from tinker_cookbook.utils import run_logs
+
+STATUS_BASE_NAME = "sweep_run.json"
+CONSOLE_BASE_NAME = "console.log"
+LOCK_BASE_NAME = ".sweep.lock"
+STOP_SECONDS = 30.0
+"""How long an interrupted run may take to put its files in order before it is killed."""
+ERROR_LINES = 5
+_TRACKERS = ("wandb_project", "trackio_project")
+
+Status = Literal["finished", "failed", "running"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came of one run."""
+
+    name: str
+    point: dict[str, Value]
+    log_path: str
+    status: Status
+    error: str | None = None
+    seconds: float = 0.0
+    earlier: bool = False
+    """finished in an earlier start of the sweep"""
+
+
+async def run_sweep(
+    recipe: str | Recipe,
+    points: Sequence[Point],
+    sweep_dir: str | Path,
+    *,
+    fixed: Point | None = None,
+    processes: int = 1,
+    concurrent: int = 4,
+    on_result: Callable[[RunResult], None] | None = None,
+) -> list[RunResult]:
+    """Run what is not finished of a sweep.
+
+    Args:
+        recipe: the recipe, or the name of its module.
+        points: the values of each run (see `grid`).
+        sweep_dir: the sweep's folder, with a folder for each run.
+        fixed: values that are the same in every run.
+        processes: how many runs at a time, each in a process of its own; 0 runs them in this process and event loop, where
+            local runs share the weights of their base model.
+        concurrent: with processes=0, how many runs at a time.
+        on_result: told of each run when it ends.
+
+    Returns:
+        The results in the order of the points.
+
+    Raises:
+        ConfigurationError: as `plan`; or the folder has a run of the same values under another config, or is in use.
+            Nothing is run then.
+    """
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    runs = plan(recipe, points, fixed)
+    _check_ways(recipe, runs, processes, concurrent)
+    folder = Path(sweep_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"sweep_dir={str(folder)!r}: is a file; give a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / LOCK_BASE_NAME, timeout=0):
+            finished = {run.name for run in runs if _was_finished(folder, run)}
+            return await _run_all(recipe, runs, finished, folder, processes, concurrent, on_result)
+    except Timeout as error:
+        raise ConfigurationError(f"sweep_dir={str(folder)!r}: another process is running this sweep") from error
+
+
+async def _run_all(
+    recipe: Recipe,
+    runs: Sequence[PlannedRun],
+    finished: set[str],
+    folder: Path,
+    processes: int,
+    concurrent: int,
+    on_result: Callable[[RunResult], None] | None,
+) -> list[RunResult]:
+    slots = asyncio.Semaphore(processes or concurrent)
+    # While somebody holds the local client, every run of this process gets it, and the base weights are loaded once.
+    shared = [backends.create_service_client("local")] if processes == 0 and _is_local(runs) else []
+
+    async def run_one(run: PlannedRun) -> RunResult:
+        log_path = folder / run.name
+        if run.name in finished:
+            result = RunResult(run.name, run.point, str(log_path), "finished", earlier=True)
+        else:
+            async with slots:
+                result = await _start(recipe, run, log_path, in_process=processes == 0, at_once=max(1, processes))
+        if on_result is not None:
+            on_result(result)
+        return result
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run_one(run)) for run in runs]
+    shared.clear()
+    return [task.result() for task in tasks]
+
+
+async def _start(recipe: Recipe, run: PlannedRun, log_path: Path, in_process: bool, at_once: int) -> RunResult:
+    log_path.mkdir(parents=True, exist_ok=True)
+    running = RunResult(run.name, run.point, str(log_path), "running")
+    _write_status(recipe, run, running)
+    start = time.monotonic()
+    arguments = [*run.arguments, *_tracker_name(run), f"log_path={log_path}", "behavior_if_log_dir_exists=resume"]
+    if in_process:
+        error = await _run_here(recipe, run.name, arguments)
+    else:
+        error = await _run_process(recipe, arguments, log_path, at_once)
+    seconds = time.monotonic() - start
+    status: Status = "finished" if error is None else "failed"
+    result = RunResult(run.name, run.point, str(log_path), status, error, seconds)
+    _write_status(recipe, run, result)
+    return result
+
+
+async def _run_here(recipe: Recipe, name: str, arguments: list[str]) -> str | None:
+    """Run in this event loop; the error's text, or None."""
+    with run_logs.label(name):
+        try:
+            await recipe.main(Blueprint(recipe.config_cls).apply_from_argv(arguments).make())
+        except (Exception, SystemExit) as error:
+            traceback.print_exception(error)
+            return "; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error))
+    return None
+
+
+async def _run_process(recipe: Recipe, arguments: list[str], log_path: Path, at_once: int) -> str | None:
+    """Run in a process whose output goes to `console.log`; the error's text, or None."""
+    environment = dict(os.environ)
+    if at_once > 1:
+        # Threads of several processes on the same cores slow each other by orders of magnitude.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
+    console = log_path / CONSOLE_BASE_NAME
+    with open(console, "ab") as output:
+        begin = output.tell()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            recipe.module,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+        )
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            await _stop(process)
+            raise
+    return None if code == 0 else _told_error(code, console, begin)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _told_error(code: int, console: Path, begin: int) -> str:
+    """What a process said last, from its `error:` line on if there is one."""
+    with open(console, "rb") as file:
+        file.seek(begin)
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    told = next((i for i, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - ERROR_LINES))
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{how}: " + " / ".join(lines[told : told + ERROR_LINES]).removeprefix("error: ")
+
+
+def _check_ways(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, concurrent: int) -> None:
+    if processes < 0:
+        raise ConfigurationError(f"processes={processes}: must not be negative (0 runs all in this process)")
+    if concurrent < 1:
+        raise ConfigurationError(f"concurrent={concurrent}: must be at least 1")
+    if processes > 0:
+        return
+    if not inspect.iscoroutinefunction(recipe.main):
+        raise ConfigurationError(f"processes=0: main of {recipe.module} is no coroutine function; use processes=1")
+    if any(run.config.get("wandb_project") is not None for run in runs):
+        raise ConfigurationError("processes=0 with wandb_project: W&B keeps one run per process; use processes=1")
+
+
+def _is_local(runs: Sequence[PlannedRun]) -> bool:
+    return any(backends.resolve_backend(run.config.get("backend")) == "local" for run in runs)
+
+
+def _tracker_name(run: PlannedRun) -> list[str]:
+    """The run's own name for its tracker, unless the sweep gives one."""
+    tracked = any(run.config.get(key) is not None for key in _TRACKERS)
+    unnamed = "wandb_name" in run.config and run.config["wandb_name"] is None
+    return [f"wandb_name={run.name}"] if tracked and unnamed else []
+
+
+def _was_finished(folder: Path, run: PlannedRun) -> bool:
+    """Whether the run needs nothing more. Raises ConfigurationError if it was started under another config."""
+    path = folder / run.name / STATUS_BASE_NAME
+    if not path.exists():
+        return False
+    earlier = read_status(path)
+    then, now = flatten(earlier.get("config") or {}), flatten(run.config)
+    changed = [f"{key}={now[key]!r}, was {then[key]!r}" for key in now if key in then and now[key] != then[key]]
+    if changed:
+        raise ConfigurationError(
+            f"sweep_dir={str(folder)!r} has the run {run.name} under another config ({'; '.join(changed)}); "
+            "give another sweep_dir, or remove that run's folder"
+        )
+    return earlier.get("status") == "finished"
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """The content of a `sweep_run.json`. Raises DataFormatError if it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataFormatError(f"{path}: {error}; remove that run's folder to run it again") from error
+    if not isinstance(content, dict) or not {"name", "point", "status"} <= content.keys():
+        raise DataFormatError(f"{path}: lacks name, point or status; remove that run's folder to run it again")
+    return content
+
+
+def _write_status(recipe: Recipe, run: PlannedRun, result: RunResult) -> None:
+    content: Mapping[str, Any] = {
+        **asdict(result),
+        "recipe": recipe.module,
+        "arguments": list(run.arguments),
+        "config": run.config,
+    }
+    write_json(Path(result.log_path) / STATUS_BASE_NAME, {key: x for key, x in content.items() if key != "earlier"})
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for part in error.exceptions for leaf in _leaves(part)]

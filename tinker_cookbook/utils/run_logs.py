@@ -1,0 +1,92 @@
+"""Python's logging of a run: records go to the terminal and to the run's `logs.log`, also when several runs share a process.
+
+Which run a record belongs to is told by the context it was logged in: every asyncio task of a run inherits the run's. A
+record from elsewhere (a worker thread, say) belongs to all runs that are open.
+"""
+
+import contextvars
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FILE_ONLY = {"file_only": True}
+"""`extra=FILE_ONLY` in a logging call sends the record to `logs.log` and not to the terminal."""
+
+_current_file: contextvars.ContextVar["_RunFile | None"] = contextvars.ContextVar("run_log_file", default=None)
+_label: contextvars.ContextVar[str] = contextvars.ContextVar("run_label", default="")
+
+
+class _RunFile(logging.FileHandler):
+    """The `logs.log` of one run; takes the records of its own context and those of no run's."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if _current_file.get() not in (None, self):
+            return False
+        return bool(super().filter(record))
+
+
+class _Terminal(logging.StreamHandler):
+    """Writes to stderr what is not meant for the file alone. One for all runs that are open."""
+
+    def __init__(self, replaced: list[logging.Handler], level: int) -> None:
+        super().__init__()
+        self.replaced, self.replaced_level = replaced, level
+        self.setFormatter(logging.Formatter("%(run_label)s%(levelname)s %(name)s: %(message)s"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.run_label = label_prefix()
+        return not getattr(record, "file_only", False) and bool(super().filter(record))
+
+
+def configure_logging_module(path: str | Path, level: int = logging.INFO) -> Callable[[], None]:
+    """Send Python's logging to the terminal (stderr) and, appended, to the file `path`; record the command line there.
+
+    Handlers of the root logger are replaced, so that no record appears twice. While another run of this process is open,
+    the terminal is shared and each file gets the records of its own run.
+
+    Returns:
+        A function that closes the file and, after the last run, puts the earlier handlers back.
+    """
+    root = logging.getLogger()
+    terminal = next((handler for handler in root.handlers if isinstance(handler, _Terminal)), None)
+    if terminal is None:
+        terminal = _Terminal(root.handlers[:], root.level)
+        root.handlers[:] = [terminal]
+    file = _RunFile(path, mode="a", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root.addHandler(file)
+    root.setLevel(level)
+    outer = _current_file.get()
+    _current_file.set(file)
+
+    def restore() -> None:
+        file.close()
+        root.removeHandler(file)
+        if _current_file.get() is file:
+            _current_file.set(outer)
+        # If somebody has replaced the handlers meanwhile, theirs stay.
+        if root.handlers == [terminal]:
+            root.handlers[:] = terminal.replaced
+            root.setLevel(terminal.replaced_level)
+
+    logger.info("command line: %s", sys.argv, extra=FILE_ONLY)
+    return restore
+
+
+@contextmanager
+def label(text: str) -> Iterator[None]:
+    """Begin every terminal line of what runs in this context with `[text]`, for several runs that share a terminal."""
+    token = _label.set(text)
+    try:
+        yield
+    finally:
+        _label.reset(token)
+
+
+def label_prefix() -> str:
+    """`[text] ` of the innermost `label`, or nothing."""
+    return f"[{text}] " if (text := _label.get()) else ""

@@ -1,0 +1,231 @@
+"""Trained weights for use elsewhere: a PEFT adapter folder, or a merged model, each with a model card.
+
+The engines hand a checkpoint out as an archive or file by file; what is made of it here is the same for all.
+"""
+
+import asyncio
+import json
+import shutil
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tinker_cookbook import backends
+from tinker_cookbook.clients import ServiceClient
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.runs.files import flatten, read_jsonl, write_text
+from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
+
+Format = Literal["adapter", "merged"]
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CARD_BASE_NAME = "README.md"
+_CARD_SKIPS = ("time/", "progress", "step")
+_SCHEMES = ("file:", "https:", "http:")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    base_model: str
+    max_abs_diff: float | None
+    """merged: largest difference of logits from base model plus adapter; None for an adapter, which is copied"""
+
+
+async def export(
+    service: ServiceClient,
+    model_path: str,
+    output: str | Path,
+    format: Format = "adapter",
+    *,
+    base_model: str | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    log_path: str | Path | None = None,
+) -> Exported:
+    """Write the weights of a checkpoint in a form that PEFT (adapter) or transformers and vLLM (merged) load.
+
+    Args:
+        model_path: the checkpoint (tinker://...).
+        output: the folder to write; must not exist unless `overwrite` is set and it is an earlier export.
+        base_model: where the base model is; None: the name that the checkpoint's run has.
+        dtype: merged only, of the saved weights; None: that of the base model.
+        log_path: the run's folder, for the config and the metrics in the model card.
+
+    Raises:
+        ConfigurationError: a bad format or dtype, or an output that may not be written to.
+        CheckpointError: the checkpoint cannot be had or holds no adapter.
+    """
+    target = Path(output).expanduser().absolute()
+    _check(target, format, dtype, overwrite)
+    training_run = await service.create_rest_client().get_training_run_by_tinker_path_async(model_path)
+    base = base_model or training_run.base_model
+    card = model_card(model_path, base, format, log_path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as staging:
+        adapter = await download_adapter(service, model_path, Path(staging) / "adapter", base)
+        if format == "merged":
+            # Seconds to minutes of arithmetic, off the event loop.
+            difference = await asyncio.to_thread(backends.merge_adapter, adapter, target, base, dtype, overwrite)
+            write_text(target / CARD_BASE_NAME, card)
+            return Exported(target, base, difference)
+        write_text(adapter / CARD_BASE_NAME, card)
+        if target.exists():
+            shutil.rmtree(target)
+        adapter.rename(target)
+    return Exported(target, base, None)
+
+
+async def download_adapter(service: ServiceClient, model_path: str, folder: Path, base_model: str) -> Path:
+    """Fetch a checkpoint's archive and unpack its PEFT adapter into `folder`, which is made. Returns the folder.
+
+    Only the adapter's two files are taken; the base model is written into its config, which the hosted service may leave
+    empty. A hosted checkpoint of kind external_weights is fetched file by file. For the other kinds the client must hand
+    out archives, as the local engine and SDKs before 0.38 do.
+    """
+    rest: Any = service.create_rest_client()
+    if "/external_weights/" in model_path:
+        urls = (await rest.get_external_weights_urls(model_path)).urls
+        await asyncio.to_thread(_fetch_files, urls, folder, model_path)
+    elif hasattr(rest, "get_checkpoint_archive_url_from_tinker_path"):
+        response = await rest.get_checkpoint_archive_url_from_tinker_path(model_path)
+        with tempfile.NamedTemporaryFile(suffix=".tar.gz") as archive:
+            await asyncio.to_thread(_fetch, str(response.url), Path(archive.name), model_path)
+            _unpack(Path(archive.name), folder, model_path)
+    else:
+        raise CheckpointError(
+            f"{model_path}: this SDK hands out external weights only; save them with "
+            "training_client.save_weights_external(name) and give that path"
+        )
+    config_path = folder / ADAPTER_CONFIG
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    write_text(config_path, json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n")
+    return folder
+
+
+def model_card(model_path: str, base_model: str, format: Format, log_path: str | Path | None = None) -> str:
+    """A README.md: what the weights are, how to load them, and from the run's folder its config and metrics.
+
+    The metrics are those of the first and the last line that has each.
+    """
+    config = _run_config(log_path)
+    recipe = config.get("recipe_name")
+    library = "peft" if format == "adapter" else "transformers"
+    head = {
+        "base_model": base_model,
+        "library_name": library,
+        "tags": ["lora", "tinker", *([recipe] if recipe else [])],
+    }
+    front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items())
+    what = "LoRA adapter" if format == "adapter" else "Model with a LoRA adapter merged in"
+    made = f", trained with the recipe `{recipe}`" if recipe else ""
+    parts = [
+        f"---\n{front}\n---",
+        f"# {what}",
+        f"{what} of `{base_model}`{made}. Checkpoint: `{model_path}`.",
+        _USE[format],
+    ]
+    if log_path is not None:
+        if rows := _metric_rows(log_path):
+            parts += ["## Metrics", _table([["metric", "first", "last"], *rows])]
+        leaves = [[f"`{key}`", f"`{json.dumps(value)}`"] for key, value in flatten(config).items()]
+        if leaves:
+            parts += ["## Config", _table([["key", "value"], *leaves])]
+    return "\n\n".join(parts) + "\n"
+
+
+_USE: Mapping[Format, str] = {
+    "adapter": """```python
+from peft import AutoPeftModelForCausalLM
+model = AutoPeftModelForCausalLM.from_pretrained("<this folder>")
+```""",
+    "merged": """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("<this folder>")
+tokenizer = AutoTokenizer.from_pretrained("<this folder>")
+```""",
+}
+
+
+def _check(target: Path, format: str, dtype: str | None, overwrite: bool) -> None:
+    if format not in _USE:
+        raise ConfigurationError(f"format={format!r}: must be {' or '.join(_USE)}")
+    if dtype is not None and format == "adapter":
+        raise ConfigurationError(
+            f"dtype={dtype!r}: an adapter is exported as it was saved; use format=merged, or drop dtype"
+        )
+    if not target.exists():
+        return
+    if not overwrite:
+        raise ConfigurationError(f"output={str(target)!r}: exists; give another folder, or overwrite=True")
+    sign = ADAPTER_CONFIG if format == "adapter" else "config.json"
+    if not target.is_dir() or (any(target.iterdir()) and not (target / sign).is_file()):
+        raise ConfigurationError(f"output={str(target)!r}: is no earlier export (no {sign}), and is not replaced")
+
+
+def _fetch(url: str, target: Path, model_path: str) -> None:
+    if not url.startswith(_SCHEMES):
+        raise CheckpointError(f"{model_path}: its archive is at {url!r}, which is no file or web address")
+    try:
+        with urllib.request.urlopen(url) as source, open(target, "wb") as file:
+            shutil.copyfileobj(source, file)
+    except urllib.error.URLError as error:
+        raise CheckpointError(f"{model_path}: its archive could not be fetched ({error.reason}); try again") from error
+
+
+def _fetch_files(urls: Mapping[str, str], folder: Path, model_path: str) -> None:
+    folder.mkdir(parents=True)
+    named = {Path(path).name: url for path, url in urls.items()}
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if name not in named:
+            raise CheckpointError(f"{model_path}: has no {name}, only {', '.join(sorted(urls))}")
+        _fetch(named[name], folder / name, model_path)
+
+
+def _unpack(archive: Path, folder: Path, model_path: str) -> None:
+    folder.mkdir(parents=True)
+    try:
+        with tarfile.open(archive) as tar:
+            members = {Path(member.name).name: member for member in tar.getmembers() if member.isfile()}
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                source = tar.extractfile(members[name]) if name in members else None
+                if source is None:
+                    raise CheckpointError(f"{model_path}: its archive has no {name}, only {', '.join(sorted(members))}")
+                with source, open(folder / name, "wb") as file:
+                    shutil.copyfileobj(source, file)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise CheckpointError(f"{model_path}: its archive is damaged ({error}); try again") from error
+
+
+def _run_config(log_path: str | Path | None) -> dict[str, Any]:
+    if log_path is None:
+        return {}
+    path = Path(log_path).expanduser() / CONFIG_BASE_NAME
+    if not path.is_file():
+        raise ConfigurationError(f"log_path={str(log_path)!r}: is no run's folder (no {CONFIG_BASE_NAME})")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return config if isinstance(config, dict) else {"config": config}
+
+
+def _metric_rows(log_path: str | Path) -> list[list[str]]:
+    path = Path(log_path).expanduser() / METRICS_BASE_NAME
+    lines = read_jsonl(path, tolerate_torn_tail=True) if path.exists() else []
+    ends: dict[str, tuple[float, float]] = {}
+    for line in lines:
+        for key, value in line.items():
+            if isinstance(value, int | float) and not key.startswith(_CARD_SKIPS):
+                ends[key] = (ends[key][0] if key in ends else value, value)
+    return [[f"`{key}`", f"{first:.4g}", f"{last:.4g}"] for key, (first, last) in sorted(ends.items())]
+
+
+def _table(rows: list[list[str]]) -> str:
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]])
