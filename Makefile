@@ -13,11 +13,12 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint llms
+.PHONY: help demo test smoke lint llms
 
 help:
 	@echo "make demo   train and sample a tiny model on the CPU, end to end"
 	@echo "make test   run the tests"
+	@echo "make smoke  every recipe with its defaults, half an hour"
 	@echo "make lint   ruff and pyright"
 	@echo "make llms   write llms.txt anew from the docstrings"
 
@@ -26,6 +27,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q
+
+smoke: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN) -m benchmarks.recipe_runs
 
 lint: $(STAMP)
 	@$(BIN) -m ruff check .

@@ -29,7 +29,7 @@ def test_every_recipe_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("run", RECIPES, ids=lambda run: run.module)
 def test_every_recipe_is_documented(run: RecipeRun) -> None:
-    rows = [line for line in README.splitlines() if line.startswith("|") and f"`{run.module}`" in line]
+    rows = [line for line in README.splitlines() if line.startswith(f"| `{run.module}` |")]
     assert len(rows) == 1, f"the README's table of recipes has {len(rows)} rows for {run.module}"
     what, expected = [cell.strip() for cell in rows[0].split("|")[2:4]]
     assert len(what) > 10 and len(expected) > 10

@@ -1,0 +1,184 @@
+"""Guess the number: an episode of several turns, in which the environment answers "higher" or "lower".
+
+The smallest multi-turn environment: a MessageEnv of forty lines, groups of attempts at the same number, GRPO on the reward of
+the whole episode. Every episode is one training example, because each prompt continues the last, token for token.
+The shipped model knows how to write a number between tags, and nothing of the game: it learns to use what it was told.
+
+    python -m recipes.guess_number
+    python -m recipes.guess_number model_name=Qwen/Qwen3-4B-Instruct-2507 highest=100 max_turns=7
+    python -m recipes.guess_number play=True
+"""
+
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+
+import chz
+
+from recipes.common import prompt_room, resolve_model, train_config
+from recipes.warm_up import WarmUpConfig, demonstrate, warm_up
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
+from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
+from tinker_cookbook.rl.play_w_env import play_episode
+from tinker_cookbook.rl.types import Metrics
+from tinker_cookbook.runs.outcome import print_rl_changes
+from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.types import parse_solution
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+RECIPE = "guess_number"
+NEAR = 0.5
+"""What the best possible miss is worth; a hit is worth 1."""
+WASTE = 0.2
+"""What a wasted turn costs."""
+
+
+class GuessNumberEnv(MessageEnv):
+    """A number from 1 to `highest`, and `max_turns` guesses between <SOLUTION> tags.
+
+    The last turn's reward is 1 for a hit, else NEAR * (1 - distance / (highest - 1)). A guess that cannot be right by what
+    was said before, or that is none, costs WASTE at once.
+
+    Args:
+        list_numbers: each hint lists the numbers that are still possible, a help for small models.
+    """
+
+    def __init__(self, number: int, highest: int, max_turns: int, list_numbers: bool):
+        self.number, self.highest, self.max_turns, self.list_numbers = number, highest, max_turns, list_numbers
+        self.possible = range(1, highest + 1)
+        self.messages: list[Message] = []
+        self.turns = 0
+
+    async def initial_observation(self) -> list[Message]:
+        question = f"I think of a number from 1 to {self.highest}.{self.invitation()}"
+        self.messages = [{"role": "system", "content": QA_SYSTEM}, {"role": "user", "content": question}]
+        return list(self.messages)
+
+    async def step(self, message: Message) -> MessageStepResult:
+        guess = self.read_guess(get_text_content(message))
+        sensible = guess is not None and guess in self.possible
+        self.turns += 1
+        hit = guess == self.number
+        done = hit or self.turns == self.max_turns
+        reward = 0.0 if sensible else -WASTE
+        metrics: Metrics = {"valid_guess": float(guess is not None), "sensible_guess": float(sensible)}
+        if done:
+            closeness = 0.0 if guess is None else 1 - abs(guess - self.number) / (self.highest - 1)
+            reward += 1.0 if hit else NEAR * closeness
+            metrics |= {"correct": float(hit), "closeness": closeness}
+        self.messages += [message, {"role": "user", "content": "Yes!" if hit else self.hint(guess)}]
+        return MessageStepResult(
+            reward, done, list(self.messages), metrics, {"number": self.number, "guess": str(guess)}
+        )
+
+    def read_guess(self, text: str) -> int | None:
+        solution = parse_solution(text) or ""
+        if not (solution.isascii() and solution.isdigit() and len(solution) <= len(str(self.highest))):
+            return None
+        return int(solution) if 1 <= int(solution) <= self.highest else None
+
+    def hint(self, guess: int | None) -> str:
+        if guess is None:
+            return f"Give a number from 1 to {self.highest}.{self.invitation()}"
+        low, high = self.possible.start, self.possible.stop
+        more = self.number > guess
+        self.possible = range(max(low, guess + 1), high) if more else range(low, min(high, guess))
+        return f"It is {'more' if more else 'less'} than {guess}.{self.invitation()}"
+
+    def invitation(self) -> str:
+        return f" One of {' '.join(map(str, self.possible))}?" if self.list_numbers else " What is it?"
+
+
+def careless_guess(highest: int, rng: random.Random, messages: list[Message]) -> Message:
+    """A player that knows how to answer, and half of the time does not think of what it was told."""
+    low, high = 1, highest
+    if rng.random() < 0.5:
+        for text in (get_text_content(message) for message in messages if message["role"] == "user"):
+            if found := re.match(r"It is (more|less) than (\d+)", text):
+                bound = int(found.group(2))
+                low, high = (max(low, bound + 1), high) if found.group(1) == "more" else (low, min(high, bound - 1))
+    return {"role": "assistant", "content": f"<SOLUTION>{rng.randint(low, high)}</SOLUTION>"}
+
+
+@chz.chz(typecheck=True)
+class GuessNumberDatasetBuilder(MessageDatasetBuilder):
+    """Numbers drawn evenly from the range."""
+
+    highest: int = chz.field(doc="largest number")
+    max_turns: int = chz.field(doc="guesses per episode")
+    list_numbers: bool = chz.field(doc="hints list what is still possible")
+
+    def env_options(self) -> dict[str, float]:
+        # A reply without an end must not pay: it costs more than wasting every turn.
+        return {"context_overflow_reward": -1.0}
+
+    @property
+    def dataset_name(self) -> str:
+        return RECIPE
+
+    def draw(self, rng: random.Random) -> Callable[[], GuessNumberEnv]:
+        number = rng.randint(1, self.highest)
+        return partial(GuessNumberEnv, number, self.highest, self.max_turns, self.list_numbers)
+
+    async def make_env_maker(self) -> EnvMaker:
+        return lambda renderer, rng: self.draw(rng)
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(WarmUpConfig):
+    """Keys of `python -m recipes.guess_number`."""
+
+    max_steps: int = chz.field(default=16, doc="number of batches", validator=chz.validators.gt(0))
+    groups_per_batch: int = chz.field(default=16, doc="numbers per step", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=8, doc="episodes per number", validator=chz.validators.gt(1))
+    highest: int = chz.field(default=10, doc="numbers are drawn from 1 to this", validator=chz.validators.gt(1))
+    max_turns: int = chz.field(default=3, doc="guesses per episode", validator=chz.validators.gt(0))
+    list_numbers: bool = chz.field(default=True, doc="each hint lists the numbers that are still possible")
+    num_test: int = chz.field(default=100, doc="episodes of an evaluation", validator=chz.validators.gt(0))
+    play: bool = chz.field(default=False, doc="play an episode yourself in the terminal; no model is loaded")
+
+
+def make_dataset_builder(cli: CLIConfig) -> GuessNumberDatasetBuilder:
+    """The episodes. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    model, renderer_name = resolve_model(cli)
+    return GuessNumberDatasetBuilder(
+        model_name=model,
+        renderer_name=renderer_name,
+        groups_per_batch=cli.groups_per_batch,
+        group_size=cli.group_size,
+        num_batches=cli.max_steps,
+        num_test=cli.num_test,
+        seed=cli.seed,
+        max_prompt_tokens=prompt_room(cli, model),
+        highest=cli.highest,
+        max_turns=cli.max_turns,
+        list_numbers=cli.list_numbers,
+    )
+
+
+def build_config(cli: CLIConfig, episodes: GuessNumberDatasetBuilder) -> train.Config:
+    """The run's full config, checked; its folder is settled last."""
+    return train_config(cli, RECIPE, episodes.model_name, episodes, [f"{cli.groups_per_batch}x{cli.group_size}"])
+
+
+async def main(cli: CLIConfig) -> None:
+    episodes = make_dataset_builder(cli)
+    if cli.play:
+        await play_episode(episodes, get_tokenizer(episodes.model_name))
+        return
+    config = build_config(cli, episodes)
+
+    async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:
+        return await demonstrate(episodes.draw(rng)(), partial(careless_guess, cli.highest, rng))
+
+    config = await warm_up(cli, config, episodes, careless_game)
+    await train.main(config)
+    print_rl_changes(config.log_path, ["reward/total", "correct", "closeness", "sensible_guess", "valid_guess"])
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

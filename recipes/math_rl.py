@@ -1,0 +1,136 @@
+r"""Mathematics with checkable answers: GRPO on right or wrong, for sums made up on the spot, a file, or a hub dataset.
+
+    python -m recipes.math_rl
+    python -m recipes.math_rl dataset=gsm8k model_name=Qwen/Qwen3-4B-Instruct-2507 answer_style=boxed
+    python -m recipes.math_rl dataset=owner/competition-problems grading=math_verify answer_style=boxed
+
+A line of a file is {"question": "...", "answer": "..."}. Answers are compared as numbers; grading=math_verify compares LaTeX
+(extra: math). An answer that stands in the \boxed{} of a worked solution is taken out of it.
+"""
+
+import random
+
+import chz
+
+from recipes.common import RLConfig, dataset_label, prompt_room, resolve_model, train_config
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.completers import derive_seed
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.runs.outcome import print_rl_changes
+from tinker_cookbook.tasks.datasets import load_items
+from tinker_cookbook.tasks.math import AnswerStyle, Grading, MathTask, generate_sums
+from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder, TaskDataset
+from tinker_cookbook.tasks.types import TaskItem
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+RECIPE = "math_rl"
+SUMS = "sums"
+
+
+@chz.chz(typecheck=True)
+class MathDatasetBuilder(RLDatasetBuilder):
+    """Problems of a dataset in groups of attempts, reshuffled for each pass; the test set is asked once each."""
+
+    model_name: str = chz.field(doc="whose tokenizer to use")
+    renderer_name: str = chz.field(doc="how messages become tokens")
+    dataset: str = chz.field(doc="sums, a shipped name (arithmetic, test), a .jsonl file or a hub id")
+    test_dataset: str | None = chz.field(doc="held-out problems; None: the dataset's own test split")
+    grading: Grading = chz.field(doc="number, exact or math_verify")
+    answer_style: AnswerStyle = chz.field(doc="tags or boxed")
+    operations: int = chz.field(doc="operations in each of the sums")
+    operators: str = chz.field(doc="the operations that the sums have, of + - *")
+    largest: int = chz.field(doc="largest operand of the sums")
+    groups_per_batch: int = chz.field(doc="problems per batch")
+    group_size: int = chz.field(doc="attempts per problem")
+    num_batches: int = chz.field(doc="training batches")
+    num_test: int = chz.field(doc="most problems of an evaluation")
+    seed: int = chz.field(doc="seed of the sums and of the order")
+    max_prompt_tokens: int | None = chz.field(doc="a longer prompt is not asked; None: no limit")
+
+    def load(self) -> tuple[MathTask, list[TaskItem], list[TaskItem]]:
+        """The task with its training and test problems. Raises ConfigurationError for whatever cannot be had."""
+        task = MathTask(self.grading, self.answer_style)
+        if self.dataset == SUMS:
+            train, test = self._sums()
+        else:
+            train, test = load_items(task, self.dataset, self.test_dataset)
+        if len(train) < self.groups_per_batch:
+            raise ConfigurationError(
+                f"groups_per_batch={self.groups_per_batch}, but the dataset has {len(train)} problems; lower it"
+            )
+        return task, train, test[: self.num_test]
+
+    def _sums(self) -> tuple[list[TaskItem], list[TaskItem]]:
+        if self.test_dataset is not None:
+            raise ConfigurationError(f"test_dataset={self.test_dataset!r}: {SUMS} hold out some of their own; drop it")
+        wanted = self.groups_per_batch * self.num_batches
+        rng = random.Random(derive_seed(self.seed, SUMS))
+        items = generate_sums(self.num_test + wanted, self.operations, self.largest, rng, self.operators)
+        return items[self.num_test :], items[: self.num_test]
+
+    async def __call__(self) -> tuple[TaskDataset, TaskDataset | None]:
+        task, train, test = self.load()
+        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+
+        def groups(size: int):
+            def make(item: TaskItem, key: tuple[int, int]) -> SingleTurnGroupBuilder:
+                return SingleTurnGroupBuilder(task, item, renderer, size, max_prompt_tokens=self.max_prompt_tokens)
+
+            return make
+
+        training = TaskDataset(train, self.groups_per_batch, self.num_batches, groups(self.group_size), self.seed)
+        return training, TaskDataset(test, len(test), 1, groups(1), None) if test else None
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(RLConfig):
+    """Keys of `python -m recipes.math_rl`."""
+
+    dataset: str = chz.field(default=SUMS, doc="sums, a shipped name (arithmetic, test), a .jsonl file, or a hub id")
+    test_dataset: str | None = chz.field(default=None, doc="held-out problems, if the dataset has no test split")
+    grading: Grading = chz.field(default="number", doc="number, exact, or math_verify (extra: math)")
+    answer_style: AnswerStyle = chz.field(default="tags", doc="the answer stands in <SOLUTION> tags, or in \\boxed{}")
+    operations: int = chz.field(default=1, doc="operations in each of the sums", validator=chz.validators.gt(0))
+    operators: str = chz.field(default="+-", doc="the operations that the sums have, of + - *")
+    largest: int = chz.field(default=20, doc="largest operand of the sums", validator=chz.validators.gt(0))
+    groups_per_batch: int = chz.field(default=16, doc="problems per step", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=8, doc="attempts per problem", validator=chz.validators.gt(1))
+    num_test: int = chz.field(default=100, doc="most problems of an evaluation", validator=chz.validators.gt(0))
+
+
+def build_config(cli: CLIConfig) -> train.Config:
+    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    model, renderer_name = resolve_model(cli)
+    dataset_builder = MathDatasetBuilder(
+        model_name=model,
+        renderer_name=renderer_name,
+        dataset=cli.dataset,
+        test_dataset=cli.test_dataset,
+        grading=cli.grading,
+        answer_style=cli.answer_style,
+        operations=cli.operations,
+        operators=cli.operators,
+        largest=cli.largest,
+        groups_per_batch=cli.groups_per_batch,
+        group_size=cli.group_size,
+        num_batches=cli.max_steps,
+        num_test=cli.num_test,
+        seed=cli.seed,
+        max_prompt_tokens=prompt_room(cli, model),
+    )
+    dataset_builder.load()
+    folder = [dataset_label(cli.dataset, SUMS), f"{cli.groups_per_batch}x{cli.group_size}"]
+    return train_config(cli, RECIPE, model, dataset_builder, folder)
+
+
+async def main(cli: CLIConfig) -> None:
+    config = build_config(cli)
+    await train.main(config)
+    print_rl_changes(config.log_path, ["correct", "parsed"])
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

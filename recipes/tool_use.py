@@ -1,0 +1,231 @@
+"""Reinforcement learning with tools: a calculator, or a search over local news articles.
+
+The environment runs the calls that a reply holds, shows their results, and grades the answer that comes without a call. The
+calculator parses arithmetic and never runs code. The shipped model has hardly seen a tool call: a supervised stage on
+generated conversations shows it the form, by a player that often gives up without a call. What reinforcement learning adds
+is to call the tool and to repeat its result faithfully (used_tools, faithful). Right answers take more than the shipped model
+can do reliably: it copies the numbers of a question into the call only sometimes.
+
+    python -m recipes.tool_use
+    python -m recipes.tool_use task=search
+    python -m recipes.tool_use model_name=Qwen/Qwen3-4B-Instruct-2507 largest=9999 group_size=16
+    python -m recipes.tool_use play=True
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal
+
+import chz
+
+from recipes.common import TINY_CHAT, prompt_room, resolve_model, train_config
+from recipes.warm_up import WarmUpConfig, demonstrate, warm_up
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_content
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
+from tinker_cookbook.rl.play_w_env import play_episode
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
+from tinker_cookbook.rl.types import Metrics
+from tinker_cookbook.runs.files import read_jsonl
+from tinker_cookbook.runs.outcome import print_rl_changes
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.tasks.types import parse_solution
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, function_tool
+from tinker_cookbook.tool_use.env import tool_conversation
+
+RECIPE = "tool_use"
+SYSTEM = "Put only the final answer between <SOLUTION> and </SOLUTION>."
+FORMAT_PENALTY = 0.1
+FAITHFUL = 0.2
+NO_ANSWER = "?"
+CALL_SHARE = 0.95
+ARTICLES = EXAMPLE_DATA / "summary" / "articles_train.jsonl"
+Task = Literal["calculator", "search"]
+
+_GAP = re.compile(r"\b(?:[A-Z][a-z]+ [A-Z][a-z]+|\d[\d,]*)\b")
+"""What a question leaves out of a summary: a full name or a number."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, the right answer, and the arguments with which the tool gives it."""
+
+    text: str
+    answer: str
+    arguments: dict[str, str]
+
+
+@cache
+def registry(task: Task) -> ToolRegistry:
+    """The one tool of each task."""
+    return ToolRegistry([ArticleSearch.from_jsonl(ARTICLES).tool() if task == "search" else function_tool(calculate)])
+
+
+@cache
+def article_questions() -> list[Question]:
+    """Summaries whose last sentence has a name or number to leave out, in the order of the articles."""
+    questions = []
+    for row in read_jsonl(ARTICLES):
+        start, _, end = row["highlights"].removesuffix(".").rpartition(". ")
+        if start and (gap := _GAP.search(end)):
+            text = f"Fill the gap: {start}. {end[: gap.start()]}___{end[gap.end() :]}."
+            questions.append(Question(text, gap.group(), {"query": start}))
+    return questions
+
+
+def draw_question(task: Task, largest: int, rng: random.Random) -> Question:
+    if task == "search":
+        return rng.choice(article_questions())
+    a, b = (rng.randint(1, largest) for _ in range(2))
+    expression = f"{a} {rng.choice('+-*')} {b}"
+    return Question(f"What is {expression}?", calculate(expression), {"expression": expression})
+
+
+@dataclass(frozen=True)
+class AnswerGrader:
+    """1 for the right answer between <SOLUTION> tags. An answer without tags costs FORMAT_PENALTY; a wrong one that a tool's
+    result holds is worth FAITHFUL, a step on the way."""
+
+    answer: str
+
+    async def __call__(self, messages: list[Message]) -> tuple[float, Metrics]:
+        solution = parse_solution(get_text_content(messages[-1]))
+        results = [get_text_content(message) for message in messages if message["role"] == "tool"]
+        correct, tagged = solution == self.answer, solution is not None
+        faithful = bool(solution) and any(solution in result for result in results)
+        reward = 1.0 if correct else FAITHFUL if faithful else 0.0 if tagged else -FORMAT_PENALTY
+        return reward, {"correct": float(correct), "format": float(tagged), "faithful": float(faithful)}
+
+
+def make_tool_env(task: Task, question: Question, declare: bool, renderer: Renderer) -> ToolUseEnv:
+    """`declare`: show the tool in the renderer's own way, as JSON schema; otherwise only a word of the system prompt names it."""
+    tools = registry(task)
+    if declare:
+        messages = tool_conversation(renderer, tools, SYSTEM, question.text)
+    else:
+        system = f"Call the tool {tools.specs[0]['name']}. {SYSTEM}"
+        messages = [Message(role="system", content=system), Message(role="user", content=question.text)]
+    return ToolUseEnv(messages, tools, AnswerGrader(question.answer))
+
+
+def half_hearted(task: Task, question: Question, rng: random.Random, messages: list[Message]) -> Message:
+    """A player that calls the tool for most questions and repeats what it says, and gives up on the others.
+
+    Each conversation weighs the same in training, so that a token of a short one weighs more: with CALL_SHARE calls the
+    choice between calling and giving up comes out about even.
+    """
+    answer = question.answer if messages[-1]["role"] == "tool" else NO_ANSWER
+    if messages[-1]["role"] == "user" and rng.random() < CALL_SHARE:
+        name = registry(task).specs[0]["name"]
+        call = ToolCall.FunctionBody(name=name, arguments=json.dumps(question.arguments))
+        return {"role": "assistant", "content": "", "tool_calls": [ToolCall(function=call)]}
+    return {"role": "assistant", "content": f"<SOLUTION>{answer}</SOLUTION>"}
+
+
+@chz.chz(typecheck=True)
+class ToolUseDatasetBuilder(MessageDatasetBuilder):
+    """Sums, or summaries with a gap that an article fills."""
+
+    task: Task = chz.field(doc="calculator or search")
+    largest: int = chz.field(doc="largest operand of the calculator's questions")
+    max_turns: int = chz.field(doc="replies per episode")
+    declare: bool = chz.field(doc="show the tool's declaration")
+
+    @property
+    def dataset_name(self) -> str:
+        return self.task
+
+    async def make_env_maker(self) -> EnvMaker:
+        def make_env(renderer: Renderer, rng: random.Random) -> Callable[[], ToolUseEnv]:
+            return partial(
+                make_tool_env, self.task, draw_question(self.task, self.largest, rng), self.declare, renderer
+            )
+
+        return make_env
+
+    def env_options(self) -> dict[str, Any]:
+        return {
+            "context_overflow_reward": -1.0,
+            "parse_error_policy": ParseErrorPolicy(max_consecutive=1, penalty_per_error=FORMAT_PENALTY),
+            "rollout_limits": RolloutLimits(max_turns=self.max_turns),
+        }
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(WarmUpConfig):
+    """Keys of `python -m recipes.tool_use`."""
+
+    task: Task = chz.field(default="calculator", doc="calculator, or search (extra: search)")
+    largest: int = chz.field(
+        default=9, doc="largest operand of the calculator's questions", validator=chz.validators.gt(0)
+    )
+    max_turns: int = chz.field(default=3, doc="replies per episode", validator=chz.validators.gt(1))
+    declare_tools: bool | None = chz.field(
+        default=None,
+        doc="show the tool's JSON schema in the renderer's own way; default: yes, but not to tiny_chat, for which it is long",
+    )
+    groups_per_batch: int = chz.field(default=8, doc="questions per step", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=8, doc="episodes per question", validator=chz.validators.gt(1))
+    max_steps: int = chz.field(default=10, doc="number of batches", validator=chz.validators.gt(0))
+    num_test: int = chz.field(default=32, doc="questions of an evaluation", validator=chz.validators.gt(0))
+    play: bool = chz.field(default=False, doc="answer a question yourself in the terminal; no model is loaded")
+
+
+def declares(cli: CLIConfig) -> bool:
+    """The choice made, else what suits the model."""
+    return cli.declare_tools if cli.declare_tools is not None else cli.model_name != TINY_CHAT
+
+
+def make_dataset_builder(cli: CLIConfig) -> ToolUseDatasetBuilder:
+    """The episodes. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    model, renderer_name = resolve_model(cli)
+    dataset_builder = ToolUseDatasetBuilder(
+        model_name=model,
+        renderer_name=renderer_name,
+        groups_per_batch=cli.groups_per_batch,
+        group_size=cli.group_size,
+        num_batches=cli.max_steps,
+        num_test=cli.num_test,
+        seed=cli.seed,
+        max_prompt_tokens=prompt_room(cli, model),
+        task=cli.task,
+        largest=cli.largest,
+        max_turns=cli.max_turns,
+        declare=declares(cli),
+    )
+    tool_conversation(dataset_builder.renderer(), registry(cli.task), SYSTEM, "")  # a renderer without tools fails here
+    return dataset_builder
+
+
+def build_config(cli: CLIConfig, episodes: ToolUseDatasetBuilder) -> train.Config:
+    """The run's full config, checked; its folder is settled last."""
+    return train_config(
+        cli, RECIPE, episodes.model_name, episodes, [cli.task, f"{cli.groups_per_batch}x{cli.group_size}"]
+    )
+
+
+async def main(cli: CLIConfig) -> None:
+    episodes = make_dataset_builder(cli)
+    if cli.play:
+        await play_episode(episodes, get_tokenizer(episodes.model_name))
+        return
+    config = build_config(cli, episodes)
+
+    async def half_hearted_episode(renderer: Renderer, rng: random.Random) -> list[Message]:
+        question = draw_question(cli.task, cli.largest, rng)
+        player = partial(half_hearted, cli.task, question, rng)
+        return await demonstrate(make_tool_env(cli.task, question, episodes.declare, renderer), player)
+
+    config = await warm_up(cli, config, episodes, half_hearted_episode, tiny_steps=120)
+    await train.main(config)
+    print_rl_changes(config.log_path, ["reward/total", "correct", "used_tools", "faithful", "format"])
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

@@ -1,0 +1,130 @@
+"""A supervised stage before reinforcement learning, for a model that does not know the form of a game or of tool calls.
+
+What it trains on is written by a player that is a plain function: it knows the form and plays badly, so that what the
+policy learns afterwards is its own. The conversations stay in the run's folder, as warm_up.jsonl beside the folder warm_up of
+the supervised run itself. A model that knows the form needs none of this: warm_up_steps=0.
+"""
+
+import json
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import chz
+
+from recipes.common import SL_LEARNING_RATE, TINY_CHAT, RLConfig
+from tinker_cookbook.checkpoint_utils import get_last_checkpoint
+from tinker_cookbook.completers import derive_seed
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.renderers import Message, Renderer
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.message_env import MessageEnv
+from tinker_cookbook.rl.message_groups import MessageDatasetBuilder
+from tinker_cookbook.runs.files import write_text
+from tinker_cookbook.supervised import train as supervised_train
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+
+Player = Callable[[list[Message]], Message]
+"""The next message of a conversation, given what was said so far."""
+WriteConversation = Callable[[Renderer, random.Random], Awaitable[list[Message]]]
+"""A conversation to learn from, drawn from a random generator."""
+
+BATCH_SIZE = 16
+TINY_STEPS = 40
+TINY_RATE = 3e-3
+"""Higher than what suits the shipped model otherwise: it has a form to learn from scratch, and few steps."""
+
+
+@chz.chz(typecheck=True)
+class WarmUpConfig(RLConfig):
+    """Keys of the recipes that may begin with a supervised stage."""
+
+    warm_up_steps: int | None = chz.field(
+        default=None,
+        doc=f"supervised steps, on {BATCH_SIZE} generated conversations each; default: what tiny_chat needs, 0 for other "
+        "models and with load_checkpoint_path",
+    )
+
+    @chz.validate
+    def _check_warm_up_steps(self) -> None:
+        if self.warm_up_steps is not None and self.warm_up_steps < 0:
+            raise ConfigurationError(f"warm_up_steps={self.warm_up_steps}: must be 0 (no warm-up) or more")
+
+
+def warm_up_steps(cli: WarmUpConfig, tiny_steps: int) -> int:
+    """The number asked for, else `tiny_steps` for the shipped model and none for others."""
+    if cli.warm_up_steps is not None:
+        return cli.warm_up_steps
+    return tiny_steps if cli.model_name == TINY_CHAT and cli.load_checkpoint_path is None else 0
+
+
+async def demonstrate(env: MessageEnv, player: Player) -> list[Message]:
+    """An episode as the player plays it, up to its last message."""
+    messages, done = await env.initial_observation(), False
+    while not done:
+        reply = player(messages)
+        result = await env.step(reply)
+        messages, done = result.next_messages, result.episode_done
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return messages[: last + 1]
+
+
+async def warm_up(
+    cli: WarmUpConfig,
+    config: train.Config,
+    episodes: MessageDatasetBuilder,
+    write: WriteConversation,
+    tiny_steps: int = TINY_STEPS,
+) -> train.Config:
+    """Train on conversations that `write` makes, and return the config of a run that starts from the weights this gave.
+
+    A run that resumes does not repeat what is done of it.
+    """
+    steps = warm_up_steps(cli, tiny_steps)
+    if steps == 0:
+        return config
+    folder = Path(config.log_path)
+    renderer = episodes.renderer()
+    lines = []
+    for i in range(steps * BATCH_SIZE):
+        rng = random.Random(derive_seed(cli.seed, "warm-up", i))
+        conversation = await write(renderer, rng)
+        lines.append(json.dumps({"messages": [_jsonable(message) for message in conversation]}, ensure_ascii=False))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "warm_up.jsonl", "\n".join(lines) + "\n")
+    common = ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=episodes.model_name,
+        renderer_name=episodes.renderer_name,
+        max_length=None,
+        batch_size=BATCH_SIZE,
+    )
+    await supervised_train.main(
+        supervised_train.Config(
+            log_path=str(folder / "warm_up"),
+            model_name=config.model_name,
+            recipe_name=f"{config.recipe_name}.warm_up",
+            dataset_builder=FromConversationFileBuilder(common_config=common, file_path=str(folder / "warm_up.jsonl")),
+            backend=cli.backend,
+            base_url=cli.base_url,
+            load_checkpoint_path=cli.load_checkpoint_path,
+            learning_rate=TINY_RATE if cli.model_name == TINY_CHAT else SL_LEARNING_RATE,
+            lora_rank=cli.lora_rank,
+            seed=cli.seed,
+            eval_every=0,
+            save_every=cli.save_every,
+        )
+    )
+    record = get_last_checkpoint(folder / "warm_up")
+    if record is None:
+        raise CheckpointError(
+            f"the warm-up left no checkpoint in {folder / 'warm_up'}; delete the folder and start over"
+        )
+    return chz.replace(config, load_checkpoint_path=record.state_path)
+
+
+def _jsonable(message: Message) -> dict[str, object]:
+    row: dict[str, object] = dict(message)
+    if calls := message.get("tool_calls"):
+        row["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
+    return row

@@ -1,0 +1,235 @@
+"""The recipes of several turns, from command line to files, in a few small steps: warm-up, episodes, one datum per episode."""
+
+import asyncio
+import io
+import json
+import math
+import pickle
+import random
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipes import guess_number, math_rl, tool_use, twenty_questions
+from recipes.warm_up import Player, demonstrate
+from tests.debate.arena import make_renderer
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
+
+SMALL = ("max_steps=2", "groups_per_batch=3", "group_size=4", "num_test=2", "lora_rank=4", "on_zero_advantages=skip")
+WITH_WARM_UP = {"guess_number": guess_number, "twenty_questions": twenty_questions, "tool_use": tool_use}
+
+
+def run(recipe: ModuleType, log_path: Path, *argv: str) -> list[dict[str, Any]]:
+    run_recipe(recipe.CLIConfig, recipe.main, argv=[*SMALL, f"log_path={log_path}", *argv])
+    return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def play(env: MessageEnv, *replies: str) -> list[MessageStepResult]:
+    async def steps() -> list[MessageStepResult]:
+        await env.initial_observation()
+        return [await env.step({"role": "assistant", "content": reply}) for reply in replies]
+
+    return asyncio.run(steps())
+
+
+def shown(result: MessageStepResult) -> object:
+    return result.next_messages[-1]["content"]
+
+
+@pytest.mark.parametrize("name", WITH_WARM_UP)
+def test_from_command_line_to_files(name: str, tmp_path: Path) -> None:
+    rows = run(WITH_WARM_UP[name], tmp_path / "run", "warm_up_steps=2")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["env/all/turns_per_episode"] >= 1 and "test/env/all/reward/total" in rows[0]
+    warm_up = [json.loads(line) for line in (tmp_path / "run" / "warm_up.jsonl").read_text().splitlines()]
+    assert len(warm_up) == 32 and all(row["messages"][-1]["role"] == "assistant" for row in warm_up)
+    resumed = run(WITH_WARM_UP[name], tmp_path / "run", "warm_up_steps=2", "behavior_if_log_dir_exists=resume")
+    assert resumed == rows
+
+
+def test_an_episode_of_several_turns_is_one_datum(tmp_path: Path) -> None:
+    run(guess_number, tmp_path / "run", "warm_up_steps=0", "max_tokens=24")
+    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("training_step_*.json"))]
+    datums = [datum["source"] for record in records for datum in record["datums"]]
+    assert datums and max(source["rounds_merged"] for source in datums) > 1
+    for record in records:
+        members = [(datum["source"]["group_idx"], datum["source"]["traj_idx"]) for datum in record["datums"]]
+        assert len(members) == len(set(members))
+
+
+def test_mathematics(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(f'{{"question": "What is {a} + 1?", "answer": "{a + 1}"}}\n' for a in range(4)))
+    for arguments in ((), (f"dataset={file}", "test_dataset=test"), ("dataset=arithmetic", "grading=exact")):
+        rows = run(math_rl, tmp_path / f"run{len(arguments)}{arguments[-1:]}", *arguments)
+        assert rows[0]["env/all/parsed"] > 0.5 and "test/env/all/correct" in rows[-1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argument", "message"),
+    [
+        (math_rl, "operators=+/", "operators='+/': must be one or more of + - *"),
+        (math_rl, "largest=1", "gives fewer than"),
+        (math_rl, "dataset=nowhere.jsonl", "no such file"),
+        (math_rl, "test_dataset=test", "sums hold out some of their own"),
+        (math_rl, "grading=roughly", "grading"),
+        (tool_use, "task=cooking", "task"),
+        (tool_use, "renderer_name=role_colon", "has no tool format"),
+        (tool_use, "warm_up_steps=-1", "warm_up_steps=-1: must be 0 (no warm-up) or more"),
+        (guess_number, "highest=1", "highest: must be greater than 1"),
+        (twenty_questions, "answerer_model=tiny_chat", "is of no use with answerer=script"),
+        (twenty_questions, "max_turns=0", "max_turns: must be greater than 0"),
+    ],
+)
+def test_mistakes_are_named(
+    recipe: ModuleType, argument: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        run(recipe, tmp_path / "run", argument)
+    # What a renderer cannot do is an error of the library, not of the command line.
+    assert raised.value.code == (1 if recipe is tool_use and "renderer" in argument else 2)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", WITH_WARM_UP)
+def test_a_person_can_play(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = WITH_WARM_UP[name]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("no idea\n\n" * 4))
+    run_recipe(recipe.CLIConfig, recipe.main, argv=["play=True", f"log_path={tmp_path / 'run'}"])
+    assert "total reward" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+class TestGuessNumber:
+    @staticmethod
+    def env(number: int = 7, turns: int = 3, list_numbers: bool = True) -> guess_number.GuessNumberEnv:
+        return guess_number.GuessNumberEnv(number, 10, turns, list_numbers)
+
+    def test_hints_and_rewards(self) -> None:
+        results = play(self.env(), "<SOLUTION>4</SOLUTION>", "<SOLUTION>9</SOLUTION>", "<SOLUTION>7</SOLUTION>")
+        assert [shown(result) for result in results] == [
+            "It is more than 4. One of 5 6 7 8 9 10?",
+            "It is less than 9. One of 5 6 7 8?",
+            "Yes!",
+        ]
+        assert [result.reward for result in results] == [0, 0, 1] and results[-1].episode_done
+
+    def test_a_wasted_turn_costs_and_a_near_miss_is_worth_something(self) -> None:
+        results = play(self.env(), "<SOLUTION>4</SOLUTION>", "<SOLUTION>3</SOLUTION>", "<SOLUTION>8</SOLUTION>")
+        near = guess_number.NEAR * (1 - 1 / 9)
+        assert [result.reward for result in results] == pytest.approx([0, -guess_number.WASTE, near])
+        assert "5 6 7 8 9 10" in str(shown(results[1]))
+
+    @pytest.mark.parametrize(
+        "reply", ["7", "<SOLUTION>seven</SOLUTION>", "<SOLUTION>11</SOLUTION>", "<SOLUTION>٧</SOLUTION>"]
+    )
+    def test_what_is_no_guess_is_said(self, reply: str) -> None:
+        (result,) = play(self.env(list_numbers=False), reply)
+        assert result.reward == -guess_number.WASTE and result.metrics["valid_guess"] == 0
+        assert shown(result) == "Give a number from 1 to 10. What is it?"
+
+
+class TestTwentyQuestions:
+    @staticmethod
+    def env(name: str = "owl", turns: int = 4) -> twenty_questions.TwentyQuestionsEnv:
+        things = twenty_questions.Things.read()
+        return twenty_questions.TwentyQuestionsEnv(name, things, twenty_questions.ScriptedAnswerer(things), turns, True)
+
+    def test_a_game(self) -> None:
+        results = play(self.env(), "Is it an animal?", "Is it big?", "Is it cat?", "Is it owl?")
+        assert [shown(result) for result in results] == [
+            "Yes. Left: cat, horse, owl, sheep.",
+            "No. Left: cat, owl.",
+            "No. Left: owl.",
+            "You win!",
+        ]
+        assert [result.reward for result in results] == pytest.approx([1 / 3, 1 / 3, 1 / 3, twenty_questions.WIN])
+        assert results[-1].metrics["won"] == 1
+
+    def test_three_attributes_tell_all_things_apart(self) -> None:
+        things = twenty_questions.Things.read()
+        assert len(things.known) == 3 and len(set(things.attributes.values())) == len(things.names) == 8
+
+    @pytest.mark.parametrize(
+        "reply", ["owl", "Is it an owl, perhaps", "Is it heavy?", "Is it ?", "Is it big? Is it white?"]
+    )
+    def test_a_question_that_is_none_costs(self, reply: str) -> None:
+        (result,) = play(self.env(), reply)
+        assert result.reward == -twenty_questions.WASTE and result.metrics["well_formed"] == 0
+
+    def test_what_is_known_already_costs_too(self) -> None:
+        rewards = [result.reward for result in play(self.env(), "Is it big?", "Is it big?")]
+        assert rewards == pytest.approx([1 / 3, -twenty_questions.WASTE])
+
+    def test_a_name_is_worth_what_it_may_tell_whether_it_is_right_or_not(self) -> None:
+        hit, miss = (play(self.env(), f"Is it {name}?")[0].reward for name in ("owl", "cat"))
+        assert hit - miss == pytest.approx(twenty_questions.WIN)
+        assert miss == pytest.approx(1 - 7 / 8 * math.log(7) / math.log(8))
+
+    def test_an_answer_that_contradicts_the_script_narrows_nothing(self) -> None:
+        async def contrary(name: str, question: str) -> bool:
+            return True
+
+        things = twenty_questions.Things.read()
+        env = twenty_questions.TwentyQuestionsEnv("owl", things, contrary, 4, True)
+        results = play(env, "Is it cat?", "Is it big?")
+        assert shown(results[0]) == shown(results[1]) == "Yes. Left: cat."
+
+    @pytest.mark.parametrize(("reply", "answer"), [("Yes, it is.", True), ("no", False), ("Perhaps.", None)])
+    def test_a_model_may_answer(self, reply: str, answer: bool | None) -> None:
+        class Model(twenty_questions.MessageCompleter):
+            async def __call__(self, messages: list[Any]) -> Any:
+                assert messages[0]["content"].endswith("the thing is: owl. Is it heavy? Answer yes or no.")
+                return {"role": "assistant", "content": reply}
+
+        assert asyncio.run(twenty_questions.LMAnswerer(Model())("owl", "heavy")) is answer
+
+    def test_the_shipped_model_answers_as_a_model(self, tmp_path: Path) -> None:
+        rows = run(twenty_questions, tmp_path / "run", "answerer=lm", "warm_up_steps=1", "max_steps=1")
+        assert rows[0]["env/all/turns_per_episode"] >= 1
+
+
+class TestToolUse:
+    def test_questions_of_articles_have_their_answer_in_what_the_search_finds(self) -> None:
+        questions = tool_use.article_questions()
+        tool = tool_use.registry("search")
+        assert len(questions) > 20
+        found = 0
+        for question in questions:
+            assert question.answer not in question.text.rpartition(". ")[2]
+            call = tool_use.ToolCall.FunctionBody(name="search", arguments=json.dumps(question.arguments))
+            message, good = asyncio.run(tool.call(tool_use.ToolCall(function=call)))
+            assert good
+            found += question.answer in str(message["content"])
+        assert found >= 0.9 * len(questions)
+
+    @staticmethod
+    async def play_and_grade(env: tool_use.ToolUseEnv, player: Player) -> tuple[float, int]:
+        messages = await demonstrate(env, player)
+        return (await env.grade(messages))[0], len(messages)
+
+    @pytest.mark.parametrize("task", ["calculator", "search"])
+    def test_a_player_that_calls_is_right_and_one_that_gives_up_is_not(self, task: tool_use.Task) -> None:
+        renderer = make_renderer("qwen3_instruct")
+        rewards: dict[int, set[float]] = {}
+        for seed in range(120):
+            rng = random.Random(seed)
+            question = tool_use.draw_question(task, 99, rng)
+            env = tool_use.make_tool_env(task, question, True, renderer)
+            player = partial(tool_use.half_hearted, task, question, rng)
+            reward, length = asyncio.run(self.play_and_grade(env, player))
+            rewards.setdefault(length, set()).add(reward)
+        assert rewards == {3: {0.0}, 5: {1.0}}
+
+    def test_environments_pickle(self) -> None:
+        question = tool_use.Question("What is 1 + 1?", "2", {"expression": "1 + 1"})
+        thunk = partial(tool_use.make_tool_env, "calculator", question, False, make_renderer("qwen3_instruct"))
+        assert isinstance(pickle.loads(pickle.dumps(thunk))(), tool_use.ToolUseEnv)

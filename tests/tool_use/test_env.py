@@ -1,0 +1,130 @@
+"""Tool calls in a reply are run and answered in the conversation; the answer without calls is graded."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.debate.arena import decode, make_renderer, reply_ids
+from tests.fakes import ScriptedCompleter, said
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, RendererError
+from tinker_cookbook.renderers import Message, ToolCall
+from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.rl.message_env import EnvFromMessageEnv
+from tinker_cookbook.rl.rollout_limits import RolloutLimits
+from tinker_cookbook.rl.rollout_runner import run_rollout
+from tinker_cookbook.rl.types import Metrics, Trajectory
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, function_tool
+from tinker_cookbook.tool_use.env import tool_conversation
+
+QWEN = make_renderer("qwen3_instruct")
+TOOLS = ToolRegistry([function_tool(calculate)])
+
+
+def call(expression: str) -> str:
+    body = {"name": "calculate", "arguments": {"expression": expression}}
+    return f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
+
+
+async def grade(messages: list[Message]) -> tuple[float, Metrics]:
+    return float(messages[-1]["content"] == "1692"), {"messages": len(messages)}
+
+
+def make_env(**options: int) -> ToolUseEnv:
+    return ToolUseEnv(tool_conversation(QWEN, TOOLS, "Be exact.", "What is 47 * 36?"), TOOLS, grade, **options)  # type: ignore[arg-type]
+
+
+def play(replies: list[str], env: ToolUseEnv | None = None, limits: RolloutLimits | None = None) -> Trajectory:
+    turns = [said(reply_ids(QWEN, reply)) for reply in replies]
+    adapter = EnvFromMessageEnv(QWEN, env or make_env(), rollout_limits=limits)
+    return asyncio.run(run_rollout(ScriptedCompleter({0: turns}), adapter))
+
+
+def test_a_call_is_run_and_its_result_shown() -> None:
+    trajectory = play([call("47 * 36"), "1692"])
+    assert [turn.reward for turn in trajectory.transitions] == [0, 1]
+    first, second = (decode(QWEN, turn.ob.to_ints()) for turn in trajectory.transitions)
+    assert '"name": "calculate"' in first and "Be exact." in first
+    assert second.endswith("<tool_response>\n1692\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    metrics = trajectory.transitions[-1].metrics
+    assert (metrics["tool_calls"], metrics["tool_errors"], metrics["used_tools"], metrics["messages"]) == (1, 0, 1, 5)
+
+
+def test_the_episode_is_one_datum_that_trains_the_policy_s_tokens_alone() -> None:
+    replies = [call("47*36") + "\n" + call("1+1"), call("47 * 36"), "1692"]
+    (datum,) = trajectory_to_data(play(replies), 1.0)
+    sampled = sum(len(reply_ids(QWEN, reply)) for reply in replies)
+    assert sum(datum.loss_fn_inputs["mask"].tolist()) == sampled
+
+
+def test_an_answer_without_a_call_is_graded_at_once() -> None:
+    trajectory = play(["12"])
+    assert [turn.reward for turn in trajectory.transitions] == [0]
+    assert trajectory.transitions[0].metrics["used_tools"] == 0
+
+
+@pytest.mark.parametrize("expression", ["9**9**9", "__import__('os')", "(1).real", "1/0"])
+def test_a_malicious_expression_is_answered_with_an_error(expression: str) -> None:
+    trajectory = play([call(expression), "1692"])
+    assert "Error: " in decode(QWEN, trajectory.transitions[1].ob.to_ints())
+    assert trajectory.transitions[-1].metrics["tool_errors"] == 1
+
+
+def test_calls_beyond_the_limit_end_the_episode_unrun() -> None:
+    trajectory = play([call("1"), call("2"), "1692"], limits=RolloutLimits(max_tool_calls=1))
+    assert (len(trajectory.transitions), trajectory.stop_reason) == (2, "max_tool_calls")
+    assert trajectory.transitions[-1].metrics["tool_calls"] == 1
+    assert sum(turn.reward for turn in trajectory.transitions) == 0
+    assert play([call("1"), "1692"], make_env(max_tool_calls=1)).stop_reason == "completed"
+    with pytest.raises(ConfigurationError, match="max_tool_calls=0"):
+        make_env(max_tool_calls=0)
+
+
+def test_a_renderer_without_tools_says_so() -> None:
+    with pytest.raises(RendererError, match="has no tool format"):
+        tool_conversation(make_renderer("role_colon"), TOOLS, "", "?")
+
+
+class TestSearch:
+    ARTICLES = (
+        "A storm hit Coldwater.",
+        "The hockey cup went to Harrowgate.",
+        "Hockey is played on ice, hockey fans say.",
+    )
+
+    def test_the_best_article_comes_first(self) -> None:
+        search = ArticleSearch(self.ARTICLES)
+        assert search.find("harrowgate hockey", k=3) == [self.ARTICLES[1], self.ARTICLES[2]]
+        assert search.find("Coldwater") == [self.ARTICLES[0]]
+
+    @pytest.mark.parametrize("query", ["", "   ", "zebra", "the", "?!"])
+    def test_nothing_found_is_said(self, query: str) -> None:
+        assert (
+            asyncio.run(ArticleSearch(self.ARTICLES).tool()({"query": query})) == "No article has any of these words."
+        )
+
+    def test_long_articles_and_queries_are_bounded(self) -> None:
+        tools = ToolRegistry([ArticleSearch(self.ARTICLES, max_characters=10).tool()])
+        arguments = [json.dumps({"query": query}) for query in ("Coldwater", "x" * 201)]
+        calls = [ToolCall(function=ToolCall.FunctionBody(name="search", arguments=text)) for text in arguments]
+        answers = asyncio.run(tools.call_all(calls))
+        assert [message["content"] for message, _ in answers] == [
+            "A storm hi...",
+            "Error: the query has 201 characters; at most 200 are allowed",
+        ]
+
+    def test_the_shipped_articles_are_found_by_their_summaries(self) -> None:
+        path = EXAMPLE_DATA / "summary" / "articles_train.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        search = ArticleSearch.from_jsonl(path)
+        found = sum(search.find(row["highlights"][:200]) == [row["article"]] for row in rows)
+        assert found >= 0.9 * len(rows)
+
+    def test_a_line_without_an_article_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"article": "x"}\n{"text": "y"}\n')
+        with pytest.raises(DataFormatError, match=r"a\.jsonl:2: expected"):
+            ArticleSearch.from_jsonl(tmp_path / "a.jsonl")
+        with pytest.raises(ConfigurationError, match="articles is empty"):
+            ArticleSearch([])

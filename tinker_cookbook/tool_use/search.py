@@ -1,0 +1,80 @@
+"""Search for policies: the best articles of a small local collection for a query, by BM25 (extra: search)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.runs.files import read_jsonl
+from tinker_cookbook.tool_use.tools import FunctionTool, ToolError
+
+MAX_QUERY = 200
+
+
+class ArticleSearch:
+    """Articles in memory and an index of their words. `tool()` is what a policy calls.
+
+    Args:
+        articles: the texts.
+        max_characters: of an article shown as a result; the rest is cut off and marked with dots. None: no limit.
+
+    Raises:
+        ConfigurationError: no articles, or the package bm25s is not installed.
+    """
+
+    def __init__(self, articles: Sequence[str], max_characters: int | None = None):
+        if not articles:
+            raise ConfigurationError("articles is empty: there is nothing to search")
+        self.articles, self.max_characters = list(articles), max_characters
+        self._bm25s = _bm25s()
+        self._index = self._bm25s.BM25()
+        self._index.index(self._words(self.articles), show_progress=False)
+
+    @classmethod
+    def from_jsonl(cls, *paths: str | Path, max_characters: int | None = None) -> ArticleSearch:
+        """From files with a key `article` per line. Raises DataFormatError naming the file and line that lacks it."""
+        articles = []
+        for path in paths:
+            for number, row in enumerate(read_jsonl(path), start=1):
+                if not isinstance(row.get("article"), str):
+                    raise DataFormatError(f'{path}:{number}: expected {{"article": "..."}}')
+                articles.append(row["article"])
+        return cls(articles, max_characters)
+
+    def find(self, query: str, k: int = 1) -> list[str]:
+        """The `k` best articles that share a word with the query, best first; of equally good ones, the earlier first."""
+        words = self._words([query], return_ids=False)[0]
+        if not words:
+            return []
+        scores = self._index.get_scores(words)
+        order = sorted(range(len(self.articles)), key=lambda i: (-scores[i], i))
+        return [self.articles[i] for i in order[:k] if scores[i] > 0]
+
+    def tool(self) -> FunctionTool:
+        def search(query: Annotated[str, "words that the article should have"]) -> str:
+            """Find the news article that fits best."""
+            if len(query) > MAX_QUERY:
+                raise ToolError(f"the query has {len(query)} characters; at most {MAX_QUERY} are allowed")
+            found = self.find(query)
+            return self._shown(found[0]) if found else "No article has any of these words."
+
+        return FunctionTool(search)
+
+    def _shown(self, article: str) -> str:
+        limit = self.max_characters
+        return article if limit is None or len(article) <= limit else article[:limit] + "..."
+
+    def _words(self, texts: Sequence[str], **options: Any) -> Any:
+        return self._bm25s.tokenize(list(texts), stopwords="en", show_progress=False, **options)
+
+
+def _bm25s() -> Any:
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ConfigurationError(
+            "search needs the package bm25s: pip install 'tinker-cookbook-local[search]'"
+        ) from error
+    return bm25s

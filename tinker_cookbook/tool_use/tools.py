@@ -1,0 +1,183 @@
+"""What a tool is: a name, a declaration for the model, and a call. Typed Python functions become tools as they are.
+
+    @function_tool
+    def add(a: int, b: Annotated[int, "the second summand"]) -> str:
+        \"""Add two numbers.\"""
+        return str(a + b)
+
+A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with a message to the model that
+says what is wrong. Any other exception of a tool is a bug in the tool, and is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, ToolCall, ToolSpec
+
+ERROR_PREFIX = "Error: "
+ToolExecution = Literal["parallel", "sequential"]
+
+
+class ToolError(Exception):
+    """A call cannot be answered; the text goes to the model, and should say how to do better."""
+
+
+class Tool(Protocol):
+    """Anything with a declaration and a call."""
+
+    @property
+    def spec(self) -> ToolSpec:
+        """Name, description and JSON schema of the parameters, as shown to the model."""
+        ...
+
+    async def __call__(self, arguments: dict[str, Any]) -> str:
+        """The result as text. Raises ToolError for what the model can mend."""
+        ...
+
+
+class FunctionTool:
+    """A tool made of a function, plain or async, that returns a string. See `function_tool`."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None):
+        self.function = function
+        self.name = name or getattr(function, "__name__", "")
+        self._parameters = _parameters_model(function, self.name)
+        self._spec = ToolSpec(
+            name=self.name,
+            description=inspect.cleandoc(function.__doc__ or ""),
+            parameters=_without_titles(self._parameters.model_json_schema()),
+        )
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    async def __call__(self, arguments: dict[str, Any]) -> str:
+        try:
+            checked = self._parameters.model_validate(arguments)
+        except ValidationError as error:
+            raise ToolError(_explain(error, self.name, list(self._parameters.model_fields))) from None
+        result = self.function(**{name: getattr(checked, name) for name in self._parameters.model_fields})
+        if inspect.isawaitable(result):
+            result = await result
+        if not isinstance(result, str):
+            raise TypeError(f"tool {self.name!r} returned {type(result).__name__}; a tool returns a string")
+        return result
+
+
+def function_tool(function: Callable[..., Any]) -> FunctionTool:
+    """A tool of this function: its docstring is the description, its annotations are the schema.
+
+    `Annotated[int, "what it means"]` describes a parameter. Arguments are checked strictly: "3" is no int, an int may stand
+    for a float, and unknown arguments are refused.
+
+    Raises:
+        ConfigurationError: no docstring, a parameter without an annotation, or *args or **kwargs.
+    """
+    return FunctionTool(function)
+
+
+class ToolRegistry:
+    """The tools of an environment, by name.
+
+    Raises:
+        ConfigurationError: two tools of one name, or none at all.
+    """
+
+    def __init__(self, tools: Sequence[Tool]):
+        if not tools:
+            raise ConfigurationError("tools is empty: give at least one tool")
+        self._tools: dict[str, Tool] = {}
+        for tool in tools:
+            name = tool.spec["name"]
+            if name in self._tools:
+                raise ConfigurationError(f"tools has two tools named {name!r}; rename one of them")
+            self._tools[name] = tool
+
+    @property
+    def specs(self) -> list[ToolSpec]:
+        return [tool.spec for tool in self._tools.values()]
+
+    async def call(self, call: ToolCall) -> tuple[Message, bool]:
+        """The `tool` message that answers a call, and whether the call was good."""
+        name = call.function.name
+        try:
+            content, good = await self._result(name, call.function.arguments), True
+        except ToolError as error:
+            content, good = f"{ERROR_PREFIX}{error}", False
+        message: Message = {"role": "tool", "content": content, "name": name}
+        if call.id is not None:
+            message["tool_call_id"] = call.id
+        return message, good
+
+    async def call_all(
+        self, calls: Sequence[ToolCall], execution: ToolExecution = "parallel"
+    ) -> list[tuple[Message, bool]]:
+        """Answers in the order of the calls, whether these run at once or one after the other."""
+        if execution == "sequential":
+            return [await self.call(call) for call in calls]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.call(call)) for call in calls]
+        return [task.result() for task in tasks]
+
+    async def _result(self, name: str, arguments: str) -> str:
+        if name not in self._tools:
+            raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self._tools))}")
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ToolError(f"the arguments of {name} are not valid JSON: {error}") from None
+        if not isinstance(parsed, dict):
+            raise ToolError(f"the arguments of {name} must be a JSON object, such as {{}}")
+        return await self._tools[name](parsed)
+
+
+def _parameters_model(function: Callable[..., Any], name: str) -> type[BaseModel]:
+    if not inspect.getdoc(function):
+        raise ConfigurationError(f"tool {name!r} has no docstring; the model is told there what the tool does")
+    hints = get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigurationError(
+                f"tool {name!r}: parameter {parameter.name} must be one that is given by name, not {parameter.kind.description}"
+            )
+        if parameter.name not in hints:
+            raise ConfigurationError(f"tool {name!r}: parameter {parameter.name} has no type annotation")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = _field(hints[parameter.name], default)
+    return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+
+
+def _field(hint: Any, default: Any) -> tuple[Any, Any]:
+    if get_origin(hint) is not Annotated:
+        return hint, Field(default)
+    kind, *notes = get_args(hint)
+    texts = [note for note in notes if isinstance(note, str)]
+    others = tuple(note for note in notes if not isinstance(note, str))
+    return (Annotated[(kind, *others)] if others else kind), Field(default, description=" ".join(texts) or None)
+
+
+def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without the titles that pydantic makes of the names; a property may well be called title."""
+    cleaned = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+    for key in ("properties", "$defs"):
+        if key in cleaned:
+            cleaned[key] = {name: _without_titles(part) for name, part in cleaned[key].items()}
+    return cleaned
+
+
+def _explain(error: ValidationError, name: str, parameters: list[str]) -> str:
+    problems = [
+        f"{'.'.join(str(part) for part in problem['loc']) or 'arguments'}: {problem['msg']}"
+        for problem in error.errors(include_url=False)
+    ]
+    return f"{name} takes {', '.join(parameters) or 'no arguments'}. {'; '.join(problems)}"
