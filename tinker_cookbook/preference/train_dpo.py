@@ -20,12 +20,8 @@ import chz
 import tinker
 
 from tinker_cookbook import backends, model_info
-from tinker_cookbook.checkpoint_utils import get_last_checkpoint
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.completers import derive_seed
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
-from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.dpo import (
     DPOEvaluator,
     LossType,
@@ -34,11 +30,19 @@ from tinker_cookbook.preference.dpo import (
     compute_reference_logprobs,
     dpo_loss_fn,
 )
-from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.epochs import (
+    EpochConfig,
+    adam_params,
+    check_resumed,
+    count_steps,
+    cursor,
+    data_state,
+    evaluation_rounds,
+    order_epoch,
+)
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
-from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_multiplier
 from tinker_cookbook.utils.misc_utils import timed
 
 __all__ = ["Config", "LossType", "check_config", "compute_dpo_loss", "main", "main_async"]
@@ -47,13 +51,12 @@ logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float | int | str]
 
-BATCHES_KEY = "batches_per_epoch"
 CHECKED_BATCHES = 64
 """Training batches that are rendered before anything is loaded; those beyond are checked when their turn comes."""
 
 
 @chz.chz(typecheck=True)
-class Config(RunConfig):
+class Config(EpochConfig):
     """A DPO run."""
 
     dataset_builder: SupervisedDatasetBuilder = chz.field(
@@ -69,19 +72,6 @@ class Config(RunConfig):
         default=None, doc="reference policy (of the same tokenizer); None: the weights that the run starts from"
     )
     learning_rate: float = chz.field(default=1e-5, doc="peak learning rate", validator=chz.validators.gt(0))
-    lr_schedule: LRSchedule = chz.field(default="linear", doc="how it falls over the run: linear, cosine, constant")
-    num_epochs: int = chz.field(default=1, doc="passes over the data", validator=chz.validators.gt(0))
-    eval_every: int = chz.field(
-        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
-    )
-    infrequent_eval_every: int = chz.field(
-        default=100, doc="the same for infrequent_evaluator_builders", validator=chz.validators.ge(0)
-    )
-    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test pairs")
-    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="costlier evaluators")
-    adam_beta1: float = chz.field(default=0.9, doc="Adam's beta1")
-    adam_beta2: float = chz.field(default=0.95, doc="Adam's beta2")
-    adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
 
 
 def check_config(config: Config) -> tuple[SupervisedDataset, SupervisedDataset | None, int]:
@@ -95,23 +85,13 @@ def check_config(config: Config) -> tuple[SupervisedDataset, SupervisedDataset |
     """
     backends.check_backend(config.backend, config.model_name, config.base_url)
     dataset, test_dataset = config.dataset_builder()
-    total = len(dataset) * config.num_epochs
-    if config.max_steps is not None:
-        if config.max_steps > total:
-            logger.warning("max_steps=%d, but the data gives %d; raise num_epochs for more", config.max_steps, total)
-        total = min(total, config.max_steps)
-    if total < 1:
-        raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={config.max_steps}")
-    _order(config, dataset, epoch=0)
+    total = count_steps(config, dataset)
+    order_epoch(config, dataset, epoch=0)
     for batch in range(min(len(dataset), CHECKED_BATCHES)):
         get_pairs(config, dataset, batch)
     for batch in range(len(test_dataset) if test_dataset is not None else 0):
         get_pairs(config, test_dataset, batch)  # pyright: ignore[reportArgumentType]
     return dataset, test_dataset, total
-
-
-def _order(config: Config, dataset: SupervisedDataset, epoch: int) -> None:
-    dataset.set_epoch(derive_seed(config.seed, "epoch", epoch))
 
 
 def get_pairs(config: Config, dataset: SupervisedDataset, batch: int) -> list[tinker.Datum]:
@@ -129,32 +109,19 @@ def main(config: Config) -> None:
 async def main_async(config: Config) -> None:
     """Run or resume: the whole life of a DPO run."""
     dataset, test_dataset, total = check_config(config)
-    _check_resumed(config, dataset)
+    check_resumed(config, dataset, total)
     async with open_session(config) as session:
         start = session.start_step(len(dataset))
         session.rewind(start, total)
         if start >= total:
             return
-        session.checkpoints.loop_state[BATCHES_KEY] = len(dataset)
+        session.checkpoints.loop_state |= data_state(dataset, total)
         reference = await open_reference(session, config.reference)
-        builders = list(config.evaluator_builders)
+        more = []
         if test_dataset is not None:
-            builders.append(partial(DPOEvaluator, test_dataset, reference, config.dpo_beta, config.loss_type))
-        rounds = EvaluationRounds.build(
-            builders, config.eval_every, config.infrequent_evaluator_builders, config.infrequent_eval_every
-        )
+            more.append(partial(DPOEvaluator, test_dataset, reference, config.dpo_beta, config.loss_type))
+        rounds = evaluation_rounds(config, *more)
         await _train(config, session, reference, dataset, rounds, start, total)
-
-
-def _check_resumed(config: Config, dataset: SupervisedDataset) -> None:
-    """A cursor means the same batch only in the same data."""
-    record = get_last_checkpoint(config.log_path)
-    batches = len(dataset) if record is None else record.get(BATCHES_KEY, len(dataset))
-    if batches != len(dataset):
-        raise ConfigurationError(
-            f"log_path={config.log_path!r}: the run has {batches} batches per epoch, and the dataset now gives "
-            f"{len(dataset)}; resume it with the data and batch_size it began with, or start in another log_path"
-        )
 
 
 async def _train(
@@ -170,7 +137,7 @@ async def _train(
     for step in range(start, total):
         epoch, batch = divmod(step, len(dataset))
         if epoch != ordered_epoch:
-            _order(config, dataset, epoch)
+            order_epoch(config, dataset, epoch)
             ordered_epoch = epoch
         metrics: Metrics = {"epoch": epoch, "progress": step / total}
         with timed("total", metrics):
@@ -182,7 +149,7 @@ async def _train(
                     data = get_pairs(config, dataset, batch)
             except Exception:
                 if step > start:
-                    await session.checkpoints.save_stopped(step, _cursor(step, dataset))
+                    await session.checkpoints.save_stopped(step, cursor(step, dataset))
                 raise
             with timed("get_ref_logprobs", metrics):
                 reference_logprobs = await compute_reference_logprobs(reference, data)
@@ -192,7 +159,7 @@ async def _train(
         tokens = sum(datum.model_input.length for datum in data)
         # What stands at the end is saved as final.
         if step + 1 < total:
-            await session.checkpoints.maybe_save(step + 1, _cursor(step + 1, dataset), tokens)
+            await session.checkpoints.maybe_save(step + 1, cursor(step + 1, dataset), tokens)
         else:
             session.checkpoints.tokens += tokens
     if last := rounds.at_end():
@@ -200,12 +167,7 @@ async def _train(
         with timed("total", metrics), timed("evals", metrics):
             metrics |= await run_evaluators(last, session.training_client)
         session.run.logger.log_metrics(metrics, step=total)
-    await session.checkpoints.save_final(_cursor(total, dataset))
-
-
-def _cursor(step: int, dataset: SupervisedDataset) -> dict[str, Any]:
-    epoch, batch = divmod(step, len(dataset))
-    return {"epoch": epoch, "batch": batch}
+    await session.checkpoints.save_final(cursor(total, dataset))
 
 
 async def do_update(
@@ -218,10 +180,7 @@ async def do_update(
     metrics: Metrics,
 ) -> None:
     """One optimizer step on the pairs in `data`; adds its metrics."""
-    learning_rate = config.learning_rate * compute_schedule_lr_multiplier(config.lr_schedule, step, total)
-    adam = tinker.AdamParams(
-        learning_rate=learning_rate, beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps
-    )
+    adam = adam_params(config, step, total)
     loss_fn = dpo_loss_fn(reference_logprobs, config.dpo_beta, config.loss_type)
     forward_backward = session.training_client.forward_backward_custom(data, loss_fn)
     optim_step = session.training_client.optim_step(adam)
@@ -229,7 +188,7 @@ async def do_update(
     optim = await optim_step
     names = ("dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
     metrics |= {
-        "learning_rate": learning_rate,
+        "learning_rate": adam.learning_rate,
         "num_pairs": len(data) // 2,
         "num_tokens": sum(datum.model_input.length for datum in data),
         "num_loss_tokens": sum(int(datum.loss_fn_inputs["weights"].to_numpy().sum()) for datum in data),

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
 
 import chz
 import tinker
@@ -22,19 +21,24 @@ from tinker.types import OptimStepResponse
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import TrainingClient
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.display import example_text
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.epochs import (
+    EpochConfig,
+    adam_params,
+    check_resumed,
+    count_steps,
+    cursor,
+    data_state,
+    evaluation_rounds,
+    order_epoch,
+)
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll
 from tinker_cookbook.supervised.evaluators import NLLEvaluator
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
-from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinker_cookbook.utils.misc_utils import timed
 
 logger = logging.getLogger(__name__)
@@ -44,41 +48,19 @@ Metrics = dict[str, float | int | str]
 CHECKED_BATCHES = 100
 """Batches rendered before a model is loaded. A dataset of that size is thereby checked whole."""
 SHOWN_TOKENS = 512
-BATCHES_KEY, SCHEDULE_KEY = "batches_per_epoch", "schedule_steps"
 
 
 @chz.chz(typecheck=True)
-class Config(RunConfig):
+class Config(EpochConfig):
     """A supervised run."""
 
     dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
-    learning_rate: float = chz.field(default=1e-4, doc="peak learning rate", validator=chz.validators.gt(0))
-    lr_schedule: Literal["linear", "cosine", "constant"] = chz.field(
-        default="linear", doc="how it falls over the run: over all epochs, or over max_steps where that is less"
-    )
-    num_epochs: int = chz.field(default=1, doc="passes over the data", validator=chz.validators.gt(0))
-    eval_every: int = chz.field(
-        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
-    )
-    infrequent_eval_every: int = chz.field(
-        default=100, doc="the same for infrequent_evaluator_builders", validator=chz.validators.ge(0)
-    )
-    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set's NLL")
-    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
-    adam_beta1: float = chz.field(default=0.9, doc="Adam's beta1")
-    adam_beta2: float = chz.field(default=0.95, doc="Adam's beta2")
-    adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
     submit_ahead: int = chz.field(
         default=1, doc="batches submitted before the oldest is awaited", validator=chz.validators.ge(0)
     )
 
     @chz.validate
     def _check(self) -> None:
-        for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
-            if not 0 <= beta < 1:
-                raise ConfigurationError(f"{name}={beta}: must be at least 0 and less than 1")
-        if self.adam_eps <= 0:
-            raise ConfigurationError(f"adam_eps={self.adam_eps}: must be greater than 0")
         _check_renderer(self.renderer_name, self.dataset_builder)
 
 
@@ -110,15 +92,9 @@ def check_config(config: Config) -> tuple[SupervisedDataset, SupervisedDataset |
     """
     backends.check_backend(config.backend, config.model_name, config.base_url)
     dataset, test_dataset = config.dataset_builder()
-    total = len(dataset) * config.num_epochs
-    if config.max_steps is not None and config.max_steps > total:
-        logger.warning("max_steps=%d, but the data gives %d; raise num_epochs for more", config.max_steps, total)
-    total = total if config.max_steps is None else min(total, config.max_steps)
-    if total < 1:
-        raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={config.max_steps}")
-    compute_schedule_lr_multiplier(config.lr_schedule, 0, total)
+    total = count_steps(config, dataset)
     context = model_info.get_context_length(config.model_name)
-    _order(config, dataset, epoch=0)
+    order_epoch(config, dataset, epoch=0)
     for index in range(min(len(dataset), CHECKED_BATCHES)):
         _check_lengths(dataset.get_batch(index), context, f"batch {index}")
     for index in range(len(test_dataset) if test_dataset is not None else 0):
@@ -137,46 +113,14 @@ def _check_lengths(data: list[tinker.Datum], context: int | None, where: str) ->
         )
 
 
-def _order(config: Config, dataset: SupervisedDataset, epoch: int) -> None:
-    dataset.set_epoch(derive_seed(config.seed, "epoch", epoch))
-
-
 async def main(config: Config) -> None:
     """Run or resume: the whole life of a supervised run."""
     dataset, test_dataset, total = check_config(config)
-    _check_resumed(config, dataset, total)
-    builders = list(config.evaluator_builders)
-    if test_dataset is not None:
-        builders.append(partial(NLLEvaluator, test_dataset))
-    rounds = EvaluationRounds.build(
-        builders, config.eval_every, config.infrequent_evaluator_builders, config.infrequent_eval_every
-    )
-    if config.renderer_name is None and isinstance(config.dataset_builder, ChatDatasetBuilder):
-        config = chz.replace(config, renderer_name=config.dataset_builder.common_config.renderer_name)
+    check_resumed(config, dataset, total)
+    rounds = evaluation_rounds(config, *([partial(NLLEvaluator, test_dataset)] if test_dataset is not None else []))
     async with open_session(config) as session:
-        session.checkpoints.loop_state |= {BATCHES_KEY: len(dataset), SCHEDULE_KEY: total}
+        session.checkpoints.loop_state |= data_state(dataset, total)
         await _train(config, session, dataset, rounds, total)
-
-
-def _check_resumed(config: Config, dataset: SupervisedDataset, total: int) -> None:
-    """A cursor means the same batch only in the same data; a longer run has another schedule than the one begun."""
-    record = get_last_checkpoint(config.log_path)
-    if record is None:
-        return
-    if (batches := record.get(BATCHES_KEY, len(dataset))) != len(dataset):
-        raise ConfigurationError(
-            f"log_path={config.log_path!r}: the run has {batches} batches per epoch, and the dataset now gives {len(dataset)}; "
-            "resume it with the data and batch_size it began with, or start in another log_path"
-        )
-    if (steps := record.get(SCHEDULE_KEY, total)) != total and config.lr_schedule != "constant":
-        logger.warning(
-            "the run began with a %s schedule over %d steps and goes on with one over %d: the steps that are done keep their "
-            "learning rates, so the result is not that of a run of %d steps from the start",
-            config.lr_schedule,
-            steps,
-            total,
-            total,
-        )
 
 
 async def _train(
@@ -199,7 +143,7 @@ async def _train(
     for step in range(start, total):
         epoch, batch = divmod(step, len(dataset))
         if epoch != ordered_epoch:
-            _order(config, dataset, epoch)
+            order_epoch(config, dataset, epoch)
             ordered_epoch = epoch
         metrics |= {"epoch": epoch, "progress": step / total}
         if due := rounds.due(step):
@@ -212,7 +156,7 @@ async def _train(
         except Exception:
             await finish(0)
             if step > start:
-                await checkpoints.save_stopped(step, _cursor(step, dataset))
+                await checkpoints.save_stopped(step, cursor(step, dataset))
             raise
         if step == 0:
             _show_first(data[0], client.get_tokenizer())
@@ -223,7 +167,7 @@ async def _train(
         if step + 1 < total and checkpoints.should_save(step + 1):
             await finish(0)
             with timed("save_checkpoint", metrics):
-                await checkpoints.maybe_save(step + 1, _cursor(step + 1, dataset))
+                await checkpoints.maybe_save(step + 1, cursor(step + 1, dataset))
         else:
             await finish(config.submit_ahead)
     await finish(0)
@@ -232,7 +176,7 @@ async def _train(
             metrics |= {"progress": 1.0, **await run_evaluators(last, client)}
         metrics["time/total"] = clock.lap()
         run.logger.log_metrics(metrics, step=total)
-    await checkpoints.save_final(_cursor(total, dataset))
+    await checkpoints.save_final(cursor(total, dataset))
 
 
 class _Clock:
@@ -245,12 +189,6 @@ class _Clock:
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
         return elapsed
-
-
-def _cursor(step: int, dataset: SupervisedDataset) -> dict[str, Any]:
-    """Where the next batch stands, as checkpoints record it."""
-    epoch, batch = divmod(step, len(dataset))
-    return {"epoch": epoch, "batch": batch}
 
 
 def _num_tokens(data: list[tinker.Datum]) -> int:
@@ -267,11 +205,8 @@ def _show_first(datum: tinker.Datum, tokenizer: Tokenizer) -> None:
 def _submit(
     config: Config, client: TrainingClient, step: int, data: list[tinker.Datum], total: int, metrics: Metrics
 ) -> _Submitted:
-    learning_rate = config.learning_rate * compute_schedule_lr_multiplier(config.lr_schedule, step, total)
-    metrics["learning_rate"] = learning_rate
-    adam = tinker.AdamParams(
-        learning_rate=learning_rate, beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps
-    )
+    adam = adam_params(config, step, total)
+    metrics["learning_rate"] = adam.learning_rate
     forward_backward = client.forward_backward(data, "cross_entropy")
     return _Submitted(step, data, forward_backward, client.optim_step(adam), metrics)
 
