@@ -10,6 +10,7 @@ than the limit, or moves a number the wrong way.
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -224,6 +225,8 @@ class Outcome:
 
     run: RecipeRun
     seconds: float
+    cpu_seconds: float
+    """of the process and its children; on a busy machine this says more than `seconds`"""
     returncode: int
     output: str
     values: tuple[tuple[float, float] | None, ...]
@@ -248,16 +251,21 @@ def run_recipe(run: RecipeRun, folder: Path, sl_basic: Path, small: bool = False
     environment = {**os.environ, "TINKER_LOCAL_HOME": str(sl_basic.parent / "home"), "PYTHONPATH": str(ROOT)}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("TINKER_BACKEND", None)
-    started = time.perf_counter()
+    started, used = time.perf_counter(), _children_cpu()
     done = subprocess.run(
         run.command(folder, sl_basic, small), cwd=ROOT, env=environment, input=run.stdin, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout,
     )  # fmt: skip
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started, _children_cpu() - used
     has_run = done.returncode == 0
     values = tuple(measure.read(folder) if has_run else None for measure in run.measures)
     missing = tuple(name for name in run.files if not (folder / name).exists())
-    return Outcome(run, seconds, done.returncode, done.stdout, values, missing)
+    return Outcome(run, seconds, cpu_seconds, done.returncode, done.stdout, values, missing)
+
+
+def _children_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 @chz.chz(typecheck=True)
@@ -283,7 +291,7 @@ def main(config: CLIConfig) -> int:
             outcome = run_recipe(run, Path(root) / run.module, sl_basic)
             outcomes.append(outcome)
             problems = outcome.problems(config.limit)
-            print(f"    {outcome.seconds:.0f} s  {'; '.join(problems) or 'ok'}", flush=True)
+            print(f"    {outcome.seconds:.0f} s, {outcome.cpu_seconds:.0f} s of CPU  {'; '.join(problems) or 'ok'}", flush=True)
             if outcome.returncode:
                 print(outcome.output[-2000:], flush=True)
     rows = table_rows(outcomes, config.limit)
@@ -298,7 +306,7 @@ def main(config: CLIConfig) -> int:
     return int(any(outcome.problems(config.limit) for outcome in outcomes))
 
 
-COLUMNS = ("recipe", "seconds", "before -> after", "remark")
+COLUMNS = ("recipe", "seconds", "CPU seconds", "before -> after", "remark")
 
 
 def table_rows(outcomes: Sequence[Outcome], limit: float) -> list[list[str]]:
@@ -310,7 +318,8 @@ def table_rows(outcomes: Sequence[Outcome], limit: float) -> list[list[str]]:
             for measure, values in zip(outcome.run.measures, outcome.values, strict=True)
         ]
         problems = "; ".join(outcome.problems(limit)) or "ok"
-        rows.append([outcome.run.module, f"{outcome.seconds:.0f}", "; ".join(moved), problems])
+        times = [f"{outcome.seconds:.0f}", f"{outcome.cpu_seconds:.0f}"]
+        rows.append([outcome.run.module, *times, "; ".join(moved), problems])
     return rows
 
 
@@ -322,6 +331,7 @@ def _write(rows: Sequence[Sequence[str]], outcomes: Sequence[Outcome]) -> None:
             {
                 "recipe": outcome.run.module,
                 "seconds": outcome.seconds,
+                "cpu_seconds": outcome.cpu_seconds,
                 "returncode": outcome.returncode,
                 "measures": {
                     f"{measure.folder}/{measure.key}".lstrip("/"): list(values) if values else None
