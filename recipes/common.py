@@ -85,6 +85,11 @@ class RLConfig(RLOptions, CommonConfig):
         default=None, doc=f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny_chat, else {MAX_TOKENS}"
     )
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
+    num_groups_to_log: int = chz.field(
+        default=4,
+        doc="groups per step and per evaluation to write a readable transcript of; 0: none",
+        validator=chz.validators.ge(0),
+    )
 
 
 @chz.chz(typecheck=True)
@@ -197,6 +202,7 @@ def train_config(
         dataset_builder=dataset_builder,
         max_tokens=max_tokens(cli),
         temperature=cli.temperature,
+        num_groups_to_log=cli.num_groups_to_log,
         evaluator_builders=list(evaluator_builders),
     )
     train.check_config(config)

@@ -9,13 +9,16 @@ metrics.jsonl) rises by more than 0.2 over the default run.
 """
 
 import random
+import time
+from pathlib import Path
 
 import chz
 import numpy as np
 import tinker
 
 from tinker_cookbook import backends, model_info
-from tinker_cookbook.cli_utils import check_log_dir, default_log_path, run_recipe
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer, get_text_content
 from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
@@ -30,7 +33,10 @@ class CLIConfig:
 
     model_name: str = chz.field(default=str(EXAMPLE_DATA / "tiny_chat"), doc="a model directory or a hub id")
     backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
-    log_path: str = chz.field(default=default_log_path("rl_loop", "run"), doc="new folder for metrics and logs")
+    log_path: str = chz.field(
+        default_factory=lambda: default_log_path("rl_loop", time.strftime("%Y%m%d_%H%M%S")),
+        doc="new folder for metrics.jsonl and logs.log; default: one under <tmp>/tinker-examples/rl_loop",
+    )
     learning_rate: float = chz.field(default=1e-3, doc="Adam's learning rate", validator=chz.validators.gt(0))
     lora_rank: int = chz.field(default=32, doc="rank of the LoRA adapter", validator=chz.validators.gt(0))
     groups_per_batch: int = chz.field(default=16, doc="questions per step", validator=chz.validators.gt(0))
@@ -59,7 +65,8 @@ async def main(cli: CLIConfig) -> None:
     backends.check_backend(cli.backend, cli.model_name)
     renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
     renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
-    check_log_dir(cli.log_path, "ask")
+    if Path(cli.log_path).exists():
+        raise ConfigurationError(f"log_path={cli.log_path!r} exists, and this loop cannot resume; name a new folder")
     ml_logger = setup_logging(cli.log_path, config=cli)
     service = backends.create_service_client(cli.backend)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)

@@ -33,7 +33,9 @@ class RLOptions:
         default=None, doc="leave out groups whose rewards are all equal; default: false"
     )
     num_substeps: int = chz.field(default=1, doc="optimizer steps per batch", validator=chz.validators.gt(0))
-    grad_clip_norm: float = chz.field(default=0.0, doc="bound on the gradient norm; 0: none")
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
+    )
     kl_penalty_coef: float = chz.field(
         default=0.0, doc="weight of the KL penalty to the reference policy; 0: none", validator=chz.validators.ge(0)
     )
@@ -117,6 +119,12 @@ def _reference(options: RLOptions, model: str) -> KLReferenceConfig | None:
 
 def _pacing(options: RLOptions) -> dict[str, Any]:
     ahead, stream = options.max_steps_off_policy, options.stream_minibatches
+    if ahead is not None and ahead < 0:
+        raise ConfigurationError(f"max_steps_off_policy={ahead}: must be at least 0")
+    if stream is not None and stream < 1:
+        raise ConfigurationError(f"stream_minibatches={stream}: must be at least 1")
+    if ahead is not None and stream is not None:
+        raise ConfigurationError("max_steps_off_policy and stream_minibatches are both set; use one of them")
     return {
         "async_config": AsyncConfig(max_steps_off_policy=ahead) if ahead is not None else None,
         "stream_minibatch_config": StreamMinibatchConfig(num_minibatches=stream) if stream is not None else None,

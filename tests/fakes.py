@@ -79,6 +79,13 @@ class Pending(Generic[T]):
         return self._value
 
 
+class FakeTokenizer:
+    """Decodes printable ASCII as characters, and any other id as <id>."""
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        return "".join(chr(token) if 32 <= token < 127 else f"<{token}>" for token in token_ids)
+
+
 @dataclass
 class FakeSamplingClient:
     weights: int
@@ -118,7 +125,7 @@ class FakeSamplingClient:
         return Pending("compute_logprobs", logprobs, self.calls)
 
     def get_tokenizer(self) -> Any:
-        raise NotImplementedError("the fake has no tokenizer")
+        return FakeTokenizer()
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,7 @@ class FakeTrainingClient:
         return Pending("snapshot", client, self.service.calls)
 
     def get_tokenizer(self) -> Any:
-        raise NotImplementedError("the fake has no tokenizer")
+        return FakeTokenizer()
 
 
 @dataclass(frozen=True)

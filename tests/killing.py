@@ -142,6 +142,12 @@ def read_outcome(folder: Path) -> Outcome:
     )
 
 
+def forget_checkpoints(log_path: Path, after: int) -> None:
+    """Leave a run's first `after` checkpoints, as if it had been killed before the next."""
+    file = log_path / "checkpoints.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:after]))
+
+
 def checkpoints(folder: Path) -> list[dict[str, Any]]:
     """The lines of checkpoints.jsonl."""
     return _lines(folder / "log" / "checkpoints.jsonl")

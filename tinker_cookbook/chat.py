@@ -8,6 +8,7 @@ import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import tinker
 from rich.console import Console
@@ -17,6 +18,8 @@ from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs,
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
 from tinker_cookbook.policies import Policy
 from tinker_cookbook.renderers import Message, format_content_as_string
+
+Number = TypeVar("Number", int, float)
 
 HELP = """\
 /reset              begin a new conversation (the system prompt stays)
@@ -131,9 +134,9 @@ class ChatSession:
             settings.system = argument or None
             self.reset()
         elif name == "temperature":
-            settings.temperature = ChatSettings(temperature=_number(name, argument)).temperature
+            settings.temperature = ChatSettings(temperature=_number(name, argument, float)).temperature
         elif name == "max_tokens":
-            settings.max_tokens = ChatSettings(max_tokens=int(_number(name, argument))).max_tokens
+            settings.max_tokens = ChatSettings(max_tokens=_number(name, argument, int)).max_tokens
         elif name == "logprobs":
             settings.show_logprobs = not settings.show_logprobs
         elif name == "help":
@@ -173,8 +176,9 @@ def converse(session: ChatSession, read: Callable[[], str | None], runner: async
             session.console.print("(given up)", style="dim")
 
 
-def _number(name: str, text: str) -> float:
+def _number(name: str, text: str, kind: type[Number]) -> Number:
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
-        raise ConfigurationError(f"/{name} needs a number, got {text!r}") from None
+        wanted = "a whole number" if kind is int else "a number"
+        raise ConfigurationError(f"/{name} needs {wanted}, got {text!r}") from None

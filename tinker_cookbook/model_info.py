@@ -6,6 +6,7 @@ What hub names say is listed in model_families.py; this file answers for a name 
 import json
 import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -126,8 +127,19 @@ def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None)
 
 def get_context_length(model_name: str) -> int | None:
     """Positions that the model was made for, by its config; None when that cannot be had (a name only a server knows)."""
+    folder = Path(model_name).expanduser()
+    return _read_context_length(str(folder)) if folder.is_dir() else _context_length_of_hub_name(model_name)
+
+
+@cache
+def _context_length_of_hub_name(name: str) -> int | None:
+    """Asked of the hub once: loops check every batch against it."""
+    return _read_context_length(name)
+
+
+def _read_context_length(source: str) -> int | None:
     try:
-        config = AutoConfig.from_pretrained(str(Path(model_name).expanduser())).get_text_config()
+        config = AutoConfig.from_pretrained(source).get_text_config()
     except (OSError, ValueError):
         return None
     return getattr(config, "max_position_embeddings", None)

@@ -81,10 +81,10 @@ def build_config(cli: CLIConfig) -> tuple[train_off_policy.Config, bool]:
         batch_size=cli.batch_size,
         train_on_what=cli.train_on_what,
     )
-    tiny_rate = TINY_TEACHER_LEARNING_RATE if cli.learning_rate is None and cli.model_name == TINY_CHAT else None
+    usual = TINY_TEACHER_LEARNING_RATE if cli.model_name == TINY_CHAT else SL_LEARNING_RATE
     config = train_off_policy.Config(
         **run_settings(cli, RECIPE, model),
-        learning_rate=learning_rate(cli, cli.learning_rate or tiny_rate, SL_LEARNING_RATE),
+        learning_rate=learning_rate(cli, usual if cli.learning_rate is None else cli.learning_rate, usual),
         dataset_configs=[
             train_off_policy.DatasetWithTeacher(
                 dataset_builder=chat_dataset_builder(cli.dataset, settings, cli.test_size, cli.seed),

@@ -87,7 +87,8 @@ def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
             f"dataset={cli.dataset!r} has no answers to make a teacher from; name one by teacher_model or "
             f"teacher_checkpoint, or use dataset={SHIPPED}"
         )
-    longest = cli.max_tokens or (TINY_MAX_TOKENS if cli.model_name == TINY_CHAT else MAX_TOKENS)
+    usual = TINY_MAX_TOKENS if cli.model_name == TINY_CHAT else MAX_TOKENS
+    longest = usual if cli.max_tokens is None else cli.max_tokens
     context = model_info.get_context_length(model)
     shipped = cli.dataset == SHIPPED
     evaluator = TaskEvaluatorBuilder(

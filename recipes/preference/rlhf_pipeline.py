@@ -25,6 +25,7 @@ from recipes.common import (
     dataset_label,
     learning_rate,
     open_log_path,
+    run_settings,
 )
 from recipes.preference.data import SHIPPED, ComparisonConfig, chat_config, comparison_source
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_last_checkpoint
@@ -149,19 +150,9 @@ class WinRateBuilder:
 
 def common_fields(cli: CLIConfig, log_path: Path, stage: str) -> dict:
     """The fields that the configs of all stages have."""
-    common = chat_config(cli)
     return {
+        **run_settings(cli, f"{RECIPE}/{stage}", chat_config(cli).model_name_for_tokenizer),
         "log_path": str(log_path / stage),
-        "model_name": common.model_name_for_tokenizer,
-        "recipe_name": f"{RECIPE}/{stage}",
-        "renderer_name": common.renderer_name,
-        "backend": cli.backend,
-        "base_url": cli.base_url,
-        "lora_rank": cli.lora_rank,
-        "seed": cli.seed,
-        "eval_every": cli.eval_every,
-        "save_every": cli.save_every,
-        "wandb_project": cli.wandb_project,
         "wandb_name": cli.wandb_name and f"{cli.wandb_name}-{stage}",
     }
 
@@ -175,7 +166,6 @@ def sft_config(cli: CLIConfig, log_path: Path) -> sl_train.Config:
     """Stage 1."""
     return sl_train.Config(
         **common_fields(cli, log_path, SFT),
-        load_checkpoint_path=cli.load_checkpoint_path,
         dataset_builder=DemonstrationsBuilder(
             common_config=chat_config(cli),
             comparison_builder=comparison_source(cli),
@@ -183,7 +173,6 @@ def sft_config(cli: CLIConfig, log_path: Path) -> sl_train.Config:
         ),
         learning_rate=sl_learning_rate(cli, cli.sft_learning_rate, TINY_SFT_RATE),
         num_epochs=cli.sft_epochs,
-        max_steps=cli.max_steps,
     )
 
 
@@ -192,19 +181,17 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
     data = ChatDatasetBuilderFromComparisons(common_config=chat_config(cli), comparison_builder=comparison_source(cli))
     has_test = data.comparison_builder.get_rows()[1] is not None
     return sl_train.Config(
-        **common_fields(cli, log_path, PREFERENCE_MODEL),
-        load_checkpoint_path=warm_path,
+        **common_fields(cli, log_path, PREFERENCE_MODEL) | {"load_checkpoint_path": warm_path},
         dataset_builder=data,
         learning_rate=sl_learning_rate(cli, cli.preference_learning_rate, TINY_PREFERENCE_RATE),
         num_epochs=cli.preference_epochs,
-        max_steps=cli.max_steps,
         evaluator_builders=[LabelAccuracyBuilder(data=data)] if has_test else [],
     )
 
 
 def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path: str | None) -> rl_train.Config:
     """Stage 3, from the weights of stage 1, judged by those of stage 2."""
-    fields = common_fields(cli, log_path, RL)
+    fields = common_fields(cli, log_path, RL) | {"load_checkpoint_path": warm_path}
     data = PairwisePreferenceRLDatasetBuilder(
         comparison_builder=comparison_source(cli),
         preference_model_builder=PreferenceModelBuilderFromChatRenderer(
@@ -227,7 +214,6 @@ def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path:
     has_test = data.comparison_builder.get_rows()[1] is not None
     return rl_train.Config(
         **fields,
-        load_checkpoint_path=warm_path,
         dataset_builder=data,
         learning_rate=learning_rate(cli, cli.rl_learning_rate, RL_LEARNING_RATE),
         max_tokens=max_tokens,

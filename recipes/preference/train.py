@@ -11,7 +11,7 @@ chosen and rejected.
 
 import chz
 
-from recipes.common import dataset_label, learning_rate, open_log_path
+from recipes.common import dataset_label, learning_rate, open_log_path, run_settings
 from recipes.preference.data import SHIPPED, ComparisonConfig, chat_config, comparison_source
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.preference import train_dpo
@@ -44,26 +44,13 @@ def build_config(cli: CLIConfig) -> train_dpo.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     source, common = comparison_source(cli), chat_config(cli)
     config = train_dpo.Config(
-        log_path="",
-        model_name=common.model_name_for_tokenizer,
-        recipe_name=RECIPE,
-        renderer_name=common.renderer_name,
+        **run_settings(cli, RECIPE, common.model_name_for_tokenizer),
         dataset_builder=DPODatasetBuilderFromComparisons(common_config=common, comparison_builder=source),
         dpo_beta=cli.dpo_beta,
         loss_type=cli.loss_type,
-        backend=cli.backend,
-        base_url=cli.base_url,
-        load_checkpoint_path=cli.load_checkpoint_path,
         learning_rate=learning_rate(cli, cli.learning_rate, DPO_LEARNING_RATE),
         lr_schedule=cli.lr_schedule,
         num_epochs=cli.num_epochs,
-        max_steps=cli.max_steps,
-        lora_rank=cli.lora_rank,
-        seed=cli.seed,
-        eval_every=cli.eval_every,
-        save_every=cli.save_every,
-        wandb_project=cli.wandb_project,
-        wandb_name=cli.wandb_name,
     )
     train_dpo.check_config(config)
     return chz.replace(config, log_path=open_log_path(cli, RECIPE, cli.loss_type, dataset_label(cli.dataset, SHIPPED)))

@@ -27,6 +27,8 @@ from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 RECIPE = "prompt_distillation"
+LABELLING_KEYS = ("input_path", "prompt_path", "target", "teacher_model", "teacher_checkpoint", "max_lines")
+"""Keys that say how lines are labelled, and nothing of how the student trains."""
 
 
 @chz.chz(typecheck=True)
@@ -91,11 +93,15 @@ def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
 
 
 async def main(cli: CLIConfig) -> None:
+    if cli.data is not None:
+        if unused := [key for key in LABELLING_KEYS if getattr(cli, key) is not None]:
+            raise ConfigurationError(
+                f"{', '.join(unused)} and data={cli.data!r}: the data are labelled already; leave out one or the other"
+            )
+        _check_data(Path(cli.data).expanduser())
     task = read_task(cli)
     resolve_model(cli)
     learning_rate(cli, cli.learning_rate, SL_LEARNING_RATE)
-    if cli.data is not None:
-        _check_data(Path(cli.data).expanduser())
     log_path = open_log_path(cli, RECIPE, f"{len(task.lines)}-lines")
     folder = Path(cli.data).expanduser() if cli.data is not None else Path(log_path) / "data"
     if cli.data is None and not (folder / TRAIN_FILE).is_file():

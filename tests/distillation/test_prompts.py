@@ -5,6 +5,7 @@ import json
 import pickle
 from pathlib import Path
 
+import datasets
 import pytest
 
 from tinker_cookbook.distillation.datasets import PromptOnlyDatasetBuilder
@@ -52,6 +53,19 @@ class TestLoadPrompts:
     def test_rows_without_a_prompt(self, tmp_path: Path, row: object, message: str) -> None:
         with pytest.raises(DataFormatError, match=message):
             load_prompts(write(tmp_path / "a.jsonl", row))
+
+    def test_a_hub_dataset_of_conversations(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Arrow tables have no missing keys: what a message lacks is null.
+        lacking = {"name": None, "tool_calls": None}
+        rows = [
+            {"messages": [say("user", "a") | lacking, say("assistant", "b") | lacking]},
+            {"messages": [{"role": "user"}]},
+        ]
+        monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows[:1])
+        assert load_prompts("owner/chats") == [[say("user", "a")]]
+        monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
+        with pytest.raises(DataFormatError, match=r"owner/chats\[train\]\[1\]: .*the key 'content' is missing"):
+            load_prompts("owner/chats")
 
     def test_files_that_cannot_be_read(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="no such file"):

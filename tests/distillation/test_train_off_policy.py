@@ -13,6 +13,7 @@ import tinker
 from tests.distillation.test_targets import make_datum
 from tests.distillation.test_teachers import other_vocabulary
 from tests.fakes import FakeSamplingClient, FakeServiceClient, seeded_reply
+from tests.killing import forget_checkpoints
 from tests.rl.loop import rows, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.distillation import train_off_policy
@@ -194,6 +195,12 @@ class TestLoop:
         run(make_config(tmp_path))
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
         assert service.trainers[1].passes == [] and len(service.teachers) == 1
+
+    def test_fewer_steps_than_begun_end_where_the_run_stands(self, service: TeacherService, tmp_path: Path) -> None:
+        run(make_config(tmp_path, save_every=2))
+        forget_checkpoints(tmp_path, after=1)
+        run(make_config(tmp_path, save_every=2, max_steps=2))
+        assert [record["batch"] for record in rows(tmp_path, "checkpoints.jsonl") if record.get("final")] == [2]
 
     def test_more_epochs_go_on_from_the_end(self, service: TeacherService, tmp_path: Path) -> None:
         run(make_config(tmp_path / "whole", num_epochs=2))

@@ -164,6 +164,11 @@ class TestHuggingFace:
             ({"chosen": "a", "rejected": "b"}, {"prompt_column": None}, "no beginning in common; name prompt_column"),
             ({"prompt": "q", "chosen": [{"role": "user", "content": "q"}], "rejected": [{"role": "user", "content": "q"}]},
              {}, "'chosen' has nothing after the prompt"),
+            ({"prompt": "q", "chosen": [said("system", "s"), said("user", "q"), said("assistant", "a")], "rejected": "b"},
+             {}, "'chosen' has another prompt than 'prompt', and after what they share a system message"),
+            ({"chosen": [said("system", "s"), said("user", "q"), said("assistant", "a")],
+              "rejected": [said("system", "s"), said("user", "r"), said("assistant", "b")]},
+             {"prompt_column": None}, "'chosen' has another prompt than the other reply, and .* a user message"),
         ],
     )  # fmt: skip
     def test_a_bad_row_is_named(self, tmp_path: Path, row: dict, fields: dict, message: str) -> None:

@@ -12,6 +12,7 @@ import tinker
 import torch
 
 from tests.fakes import FakeServiceClient, fake_logprob
+from tests.killing import forget_checkpoints
 from tinker_cookbook import backends
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
@@ -240,6 +241,13 @@ def test_a_finished_run_has_nothing_left_to_do(service: FakeServiceClient, tmp_p
     train_dpo.main(make_config(tmp_path, eval_every=2))
     assert {name: (tmp_path / name).read_bytes() for name in files} == files
     assert service.trainers[1].passes == []
+
+
+def test_fewer_steps_than_begun_end_where_the_run_stands(service: FakeServiceClient, tmp_path: Path) -> None:
+    train_dpo.main(make_config(tmp_path, save_every=2))
+    forget_checkpoints(tmp_path, after=1)
+    train_dpo.main(make_config(tmp_path, save_every=2, max_steps=2))
+    assert [record["batch"] for record in rows(tmp_path, "checkpoints.jsonl") if record.get("final")] == [2]
 
 
 def test_the_loss_is_named_where_scripts_look_for_it() -> None:

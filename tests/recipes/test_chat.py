@@ -74,9 +74,17 @@ class TestLines:
         assert talk(["/quit", "Hello"]) == []
 
     def test_a_mistake_is_told_and_the_chat_goes_on(self, talk: Talk) -> None:
-        shown = talk(["/temperature -1", "/temperature hot", "/max_tokens 0", "/nothing", "Hello"], "temperature=0")
-        assert [line.split(":")[0] for line in shown[:4]] == ["error"] * 4
-        assert shown[4].startswith("assistant> ")
+        mistakes = [
+            "/temperature -1",
+            "/temperature hot",
+            "/max_tokens 0",
+            "/max_tokens inf",
+            "/max_tokens 2.7",
+            "/nothing",
+        ]
+        shown = talk([*mistakes, "Hello"], "temperature=0")
+        assert [line.split(":")[0] for line in shown[: len(mistakes)]] == ["error"] * len(mistakes)
+        assert shown[-1].startswith("assistant> ")
 
     def test_a_line_that_is_too_long_is_not_remembered(self, talk: Talk) -> None:
         shown = talk(["a b " * 3000, "Hello"], "temperature=0")

@@ -13,13 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeServiceClient, SampleCall, seeded_reply
-from tests.rl.loop import NumberDatasetBuilder, NumberEnv, NumberGroup, WhichWeights, make_config, rows, untimed
+from tests.rl.loop import (
+    NumberDataset,
+    NumberDatasetBuilder,
+    NumberEnv,
+    NumberGroup,
+    WhichWeights,
+    make_config,
+    rows,
+    untimed,
+)
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, RolloutTimeoutError, ZeroAdvantageError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.schedule import BatchSchedule
+from tinker_cookbook.rl.types import InitialObservationOverflow
+from tinker_cookbook.utils.misc_utils import gather_all, with_tasks
 
 
 @pytest.fixture
@@ -63,6 +74,27 @@ class TestAsync:
             run(make_config(tmp_path / name, eval_every=2, save_every=2, evaluator_builders=[WhichWeights], **mode))
             seen.append((fake.sampled, trained_data(fake), fake.saved, untimed(tmp_path / name)))
         assert seen[0] == seen[1]
+
+    def test_nor_does_it_sample_fewer_at_once_where_batches_grow(
+        self, service: FakeServiceClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        active = most = 0
+
+        class Slow(NumberEnv):
+            async def step(self, action: list[int], *, extra: Any = None) -> Any:
+                nonlocal active, most
+                active += 1
+                most = max(most, active)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                active -= 1
+                return await super().step(action, extra=extra)
+
+        get_batch = NumberDataset.get_batch
+        monkeypatch.setattr(NumberDataset, "get_batch", lambda self, i: get_batch(self, i)[: i + 1])
+        monkeypatch.setattr("tests.rl.loop.NumberEnv", Slow)
+        run(make_config(tmp_path, on_zero_advantages="skip", **ahead(0)))
+        assert most == 12
 
     @pytest.mark.parametrize("steps", [1, 2, 9])
     def test_no_group_is_older_than_allowed_and_each_trains_once(
@@ -155,7 +187,7 @@ class HangingEnv(NumberEnv):
 class RaisingEnv(NumberEnv):
     async def step(self, action: list[int], *, extra: Any = None) -> Any:
         if self.prompt.to_ints() == [1, 2, 1]:
-            raise OSError("the sandbox is gone")
+            raise OSError("the sandbox is gone") from KeyError("its name")
         return await super().step(action, extra=extra)
 
 
@@ -176,6 +208,7 @@ class TestTrouble:
             run(make_config(tmp_path, **mode))
         notes = "; ".join(raised.value.__notes__)
         assert "member 2 (RaisingEnv)" in notes and "1 of step 1, NumberGroup [odd]" in notes
+        assert isinstance(raised.value.__cause__, KeyError)
 
     def test_or_its_group_fails_and_the_run_goes_on(
         self, service: FakeServiceClient, tmp_path: Path, mode: dict[str, Any], use: Any
@@ -206,6 +239,33 @@ class TestTrouble:
         assert [row["train/skipped_steps"] for row in rows(tmp_path / "skip")] == [1, 1, 1]
         assert all(trainer.weights == 0 for trainer in service.trainers)
 
+    def test_left_out_groups_neither_end_a_run_early_nor_save_it_before_its_time(
+        self, service: FakeServiceClient, tmp_path: Path, mode: dict[str, Any]
+    ) -> None:
+        some = NumberDatasetBuilder(batches=6, groups=3, constant_groups=2)
+        run(make_config(tmp_path, some, remove_constant_reward_groups=True, **mode))
+        assert [row["groups/filtered"] for row in rows(tmp_path)] == [2] * 6
+        assert service.trainers[0].weights == 6
+        (final,) = rows(tmp_path, "checkpoints.jsonl")
+        assert final["final"] and final["batch"] == 6
+
+    @pytest.mark.parametrize("penalties", [{}, {"kl_penalty_coef": 0.5, "compute_post_kl": True}], ids=["", "KL"])
+    def test_batches_whose_prompts_are_all_too_long(
+        self,
+        service: FakeServiceClient,
+        tmp_path: Path,
+        mode: dict[str, Any],
+        penalties: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        async def too_long(self: NumberEnv) -> InitialObservationOverflow:
+            return InitialObservationOverflow(float(self.prompt.to_ints()[1]))
+
+        monkeypatch.setattr(NumberEnv, "initial_observation", too_long)
+        run(make_config(tmp_path, on_zero_advantages="skip", num_substeps=2, **mode, **penalties))
+        assert [row["train/skipped_steps"] for row in rows(tmp_path)] == [1] * 4
+        assert service.trainers[0].passes == [] and service.trainers[0].adam == []
+
     def test_data_that_runs_out_in_the_middle_of_a_batch(
         self, service: FakeServiceClient, tmp_path: Path, mode: dict[str, Any]
     ) -> None:
@@ -235,6 +295,77 @@ class TestTrouble:
         run(config)
         assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
         assert service.trainers[1].weights == 4
+
+
+async def unclean() -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        raise OSError("could not clean up")
+
+
+class TestFirstFailure:
+    def test_what_peers_raise_while_they_are_cancelled_does_not_hide_it(self) -> None:
+        async def body(tasks: asyncio.TaskGroup) -> None:
+            tasks.create_task(unclean())
+            await asyncio.sleep(0)
+            raise ZeroAdvantageError("nothing to learn")
+
+        with pytest.raises(ZeroAdvantageError):
+            asyncio.run(with_tasks(body))
+
+    def test_a_task_that_failed_counts_for_more_than_what_its_end_made_the_body_raise(self) -> None:
+        async def fail() -> None:
+            raise OSError("first")
+
+        async def body(tasks: asyncio.TaskGroup) -> None:
+            tasks.create_task(fail())
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise ValueError("second")
+
+        with pytest.raises(OSError, match="first"):
+            asyncio.run(with_tasks(body))
+
+    def test_causes_and_contexts_stay(self) -> None:
+        async def explicit() -> None:
+            raise OSError from KeyError("cause")
+
+        async def implicit() -> None:
+            try:
+                raise KeyError("context")
+            except KeyError:
+                raise OSError  # noqa: B904
+
+        with pytest.raises(OSError) as raised:
+            asyncio.run(gather_all([explicit()]))
+        assert isinstance(raised.value.__cause__, KeyError)
+        with pytest.raises(OSError) as raised:
+            asyncio.run(gather_all([implicit()]))
+        assert isinstance(raised.value.__context__, KeyError) and not raised.value.__suppress_context__
+
+    def test_the_loops_own_error_is_raised_though_sampling_ahead_fails_too(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Unclean(NumberEnv):
+            async def step(self, action: list[int], *, extra: Any = None) -> Any:
+                group, _, batch = self.prompt.to_ints()
+                if batch == 0:
+                    if group == 2:
+                        await begun.wait()
+                    return await super().step(action, extra=extra)
+                begun.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    raise OSError("could not clean up")
+
+        monkeypatch.setattr("tests.rl.loop.NumberEnv", Unclean)
+        constant = NumberDatasetBuilder(batches=2, groups=3, constant_groups=3)
+        begun = asyncio.Event()  # the first batch is done when the second has begun
+        with pytest.raises(ZeroAdvantageError):
+            run(make_config(tmp_path, constant, **ahead(1)))
 
 
 def name(builder: object) -> tuple[int, int]:

@@ -1,19 +1,24 @@
 """The reinforcement learning loop on the fakes: what it submits and when, what it logs, saves, evaluates and refuses."""
 
 import asyncio
+import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tinker
 
-from tests.fakes import FakeServiceClient, fake_logprob, said
-from tests.rl.loop import NumberDatasetBuilder, NumberEnv, WhichWeights, make_config, rows
+from tests.fakes import FakeServiceClient, FakeTrainingClient, Pending, fake_logprob, said
+from tests.rl.loop import NumberDatasetBuilder, NumberEnv, WhichWeights, make_config, rows, untimed
 from tinker_cookbook import backends
-from tinker_cookbook.exceptions import ConfigurationError, TrainingError, ZeroAdvantageError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.data_processing import AdvantageConfig, trajectory_to_data
-from tinker_cookbook.rl.types import InitialObservationOverflow, Trajectory, Transition
+from tinker_cookbook.rl.off_policy import OffPolicyCorrection
+from tinker_cookbook.rl.rollout_limits import RolloutLimits, TerminationRewardPolicy
+from tinker_cookbook.rl.types import InitialObservationOverflow, StepResult, Trajectory, Transition
 
 
 @pytest.fixture
@@ -125,6 +130,16 @@ class TestSteps:
             assert row["groups/trained"] <= 3 and row["groups/filtered"] >= 2
             assert row["env/all/by_group/frac_all_good"] >= 0.4
 
+    def test_tags_stay_with_their_groups_when_some_are_removed(
+        self, service: FakeServiceClient, tmp_path: Path
+    ) -> None:
+        dataset = NumberDatasetBuilder(batches=6, groups=2, constant_groups=1)
+        run(make_config(tmp_path, dataset, remove_constant_reward_groups=True, on_zero_advantages="skip"))
+        for row in rows(tmp_path):
+            assert row["env/even/by_group/frac_mixed"] == 0 and row["env/even/reward/total"] == 1
+            assert row["env/odd/total_episodes"] == 4
+        assert any(row["env/odd/by_group/frac_mixed"] == 1 for row in rows(tmp_path))
+
     def test_rejection_trains_on_equal_rewards_too(self, service: FakeServiceClient, tmp_path: Path) -> None:
         constant = NumberDatasetBuilder(batches=1, groups=2, constant_groups=2)
         run(make_config(tmp_path, constant, advantage=AdvantageConfig(baseline="constant")))
@@ -177,6 +192,108 @@ class TestZeroAdvantages:
         assert service.trainers[0].passes == []
 
 
+class TestErrors:
+    """What is kept of a run that an error ends, and that the error is the one that is seen."""
+
+    def test_a_row_that_cannot_be_written_leaves_no_checkpoint_beyond_it(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        optim_step = FakeTrainingClient.optim_step
+
+        def diverged(client: FakeTrainingClient, params: tinker.AdamParams) -> Any:
+            optim_step(client, params)
+            norm = float("nan") if client.weights == 3 else 1.0
+            return Pending("optim_step", tinker.types.OptimStepResponse(metrics={"grad_norm": norm}), [])
+
+        monkeypatch.setattr(FakeTrainingClient, "optim_step", diverged)
+        with pytest.raises(DataValidationError, match="grad_norm"):
+            run(make_config(tmp_path, save_every=2))
+        assert [record["batch"] for record in rows(tmp_path, "checkpoints.jsonl")] == [2]
+        monkeypatch.setattr(FakeTrainingClient, "optim_step", optim_step)
+        run(make_config(tmp_path, save_every=2))
+        assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+        assert service.trainers[1].weights == 4
+
+    def test_a_save_that_fails_too_is_logged_and_does_not_take_its_place(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def fail(self: NumberEnv, action: list[int], *, extra: Any = None) -> Any:
+            if self.prompt.to_ints()[2] == 2:
+                raise OSError("the cause")
+            return await step(self, action, extra=extra)
+
+        def broken(*arguments: Any, **options: Any) -> Any:
+            raise ConnectionError("no route")
+
+        step = NumberEnv.step
+        monkeypatch.setattr(NumberEnv, "step", fail)
+        monkeypatch.setattr(FakeTrainingClient, "save_state", broken)
+        with pytest.raises(OSError, match="the cause"):
+            run(make_config(tmp_path))
+        assert "no route" in (tmp_path / "logs.log").read_text()
+
+    def test_an_evaluation_that_fails_at_the_end_costs_no_step(
+        self, service: FakeServiceClient, tmp_path: Path
+    ) -> None:
+        class Fragile(WhichWeights):
+            broken = True
+
+            async def __call__(self, sampling_client: Any) -> dict[str, float]:
+                if sampling_client.weights == 4 and self.broken:
+                    raise OSError("the judge is gone")
+                return await super().__call__(sampling_client)
+
+        settings: dict[str, Any] = {"eval_every": 2, "advantage": AdvantageConfig(baseline="role")}
+        run(make_config(tmp_path / "whole", evaluator_builders=[WhichWeights], **settings))
+        config = make_config(tmp_path / "run", evaluator_builders=[Fragile], **settings)
+        with pytest.raises(OSError, match="the judge"):
+            run(config)
+        assert [record["batch"] for record in rows(tmp_path / "run", "checkpoints.jsonl")] == [4]
+        Fragile.broken = False
+        run(config)
+        assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+        assert [trainer.weights for trainer in service.trainers] == [4, 4, 4] and service.trainers[2].passes == []
+        whole, final = (rows(tmp_path / name, "checkpoints.jsonl")[-1] for name in ("whole", "run"))
+        assert final["final"] and final["role_baselines"] == whole["role_baselines"]
+        run(config)  # now it is complete
+        assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+        assert len(rows(tmp_path / "run", "checkpoints.jsonl")) == 2
+
+
+class TestOffPolicyCorrection:
+    def test_metrics_and_records_keep_the_logprobs_of_when_it_was_sampled(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        output = FakeTrainingClient._output
+
+        def shifted(client: FakeTrainingClient, data: list[tinker.Datum]) -> tinker.ForwardBackwardOutput:
+            found = output(client, data)
+            for outputs in found.loss_fn_outputs:
+                outputs["logprobs"] = tinker.TensorData.from_numpy(outputs["logprobs"].to_numpy() + np.float32(0.25))
+            return found
+
+        monkeypatch.setattr(FakeTrainingClient, "_output", shifted)
+        correction = OffPolicyCorrection(cap=2.0)
+        run(
+            make_config(
+                tmp_path, max_steps=1, off_policy_correction=correction, compute_post_kl=True, write_records=True
+            )
+        )
+        (row,) = rows(tmp_path)
+        assert row["off_policy/ratio_mean"] == pytest.approx(math.exp(0.25), rel=1e-5)
+        assert row["optim/kl_sample_train_v1"] == pytest.approx(-0.25, rel=1e-5)
+        assert row["optim/kl_pre_post_v1"] == 0  # the fake's samplers all agree
+        (passed,) = service.trainers[0].passes
+        record = json.loads((tmp_path / "training_step_0001.json").read_text())
+        for datum, trained in zip(record["datums"], passed.data, strict=True):
+            token = datum["target_tokens"][-1]
+            assert datum["sampling_logprobs"][-1] == fake_logprob(token)
+            assert trained.loss_fn_inputs["logprobs"].tolist()[-1] == pytest.approx(fake_logprob(token) + 0.25)
+            assert datum["advantages"] == trained.loss_fn_inputs["advantages"].tolist()
+            ratio = datum["advantages"][-1] / datum["source"]["centered_reward"]
+            assert ratio == pytest.approx(math.exp(0.25), rel=1e-5)
+
+
 class TestEvaluation:
     def test_before_the_step_and_of_the_final_weights(self, service: FakeServiceClient, tmp_path: Path) -> None:
         evaluator = WhichWeights()
@@ -199,6 +316,21 @@ class TestEvaluation:
         run(make_config(tmp_path, dataset, eval_every=1, temperature=0.5, loss_fn_config=config))
         assert {call.params.temperature for call in service.sampled} == {0.5}
         assert service.trainers[0].passes[0].config == config
+
+    def test_with_the_termination_policy_of_training(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def unending(self: NumberEnv, action: list[int], *, extra: Any = None) -> StepResult:
+            return StepResult(1.0, False, self.prompt, [0])
+
+        monkeypatch.setattr(NumberEnv, "step", unending)
+        monkeypatch.setattr(NumberEnv, "rollout_limits", RolloutLimits(max_turns=2), raising=False)
+        termination = TerminationRewardPolicy(zero_reward_on_limit=True)
+        dataset = NumberDatasetBuilder(batches=1, with_test=True)
+        run(make_config(tmp_path, dataset, eval_every=1, termination=termination, on_zero_advantages="skip"))
+        row = rows(tmp_path)[0]
+        assert row["test/env/all/stop/max_turns"] == row["env/all/stop/max_turns"] == 1
+        assert row["test/env/all/reward/total"] == row["env/all/reward/total"] == 0
 
 
 class TestCheckpoints:
@@ -253,6 +385,42 @@ class TestRefusals:
     def test_unknown_loss(self, service: FakeServiceClient, tmp_path: Path) -> None:
         message = self.refused(service, make_config(tmp_path / "run", loss_fn="reinforce"))
         assert "loss_fn='reinforce'" in message and "ppo" in message
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": 1.5, "clip_high_threshold": 0.5}}, "is above"),
+            ({"loss_fn": "dro", "loss_fn_config": {"beta": -1.0}}, "beta=-1.0"),
+            ({"loss_fn": "ppo", "loss_fn_config": {"clip_high_threshold": float("nan")}}, "clip_high_threshold=nan"),
+            ({"loss_fn": "dro", "off_policy_correction": OffPolicyCorrection()}, "leave off_policy_correction out"),
+            (
+                {"kl_penalty_coef": 0.1, "kl_reference_config": train.KLReferenceConfig(base_model="/no/such/model")},
+                "kl_reference_config.base_model",
+            ),
+        ],
+    )
+    def test_what_would_fail_only_once_a_model_is_loaded(
+        self, service: FakeServiceClient, tmp_path: Path, changes: dict[str, Any], message: str
+    ) -> None:
+        assert message in self.refused(service, make_config(tmp_path / "run", **changes))
+
+    @pytest.mark.parametrize(
+        "changes", [{"grad_clip_norm": -1.0}, {"ttl_seconds": 0}, {"kl_penalty_coef": -0.1}, {"rolling_ttl_seconds": 0}]
+    )
+    def test_numbers_out_of_range(self, tmp_path: Path, changes: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            make_config(tmp_path / "run", **changes)
+
+    @pytest.mark.parametrize(
+        "changes", [{"ttl_seconds": 60}, {"rolling_ttl_seconds": 60, "rolling_save_every": 1}, {"ttl_seconds": 10**9}]
+    )
+    def test_a_life_of_checkpoints_that_the_hosted_service_does_not_give(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    ) -> None:
+        monkeypatch.setenv("TINKER_API_KEY", "tml-none")
+        hosted: dict[str, Any] = {"backend": "tinker", "model_name": "Qwen/Qwen3-8B"}
+        message = self.refused(service, make_config(tmp_path / "run", **hosted, **changes))
+        assert f"{next(iter(changes))}={next(iter(changes.values()))}" in message
 
     @pytest.mark.parametrize("max_steps", [0, -1])
     def test_nothing_to_train_on(self, service: FakeServiceClient, tmp_path: Path, max_steps: int) -> None:

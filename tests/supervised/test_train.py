@@ -11,11 +11,12 @@ import pytest
 import tinker
 import torch
 
-from tests.killing import Outcome, assert_same, checkpoints, optimizer_steps, read_outcome
+from tests.killing import Outcome, assert_same, checkpoints, forget_checkpoints, optimizer_steps, read_outcome
 from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.runs.epochs import order_epoch
 from tinker_cookbook.runs.files import read_jsonl
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
@@ -248,6 +249,33 @@ class TestResume:
         run(tmp_path, monkeypatch, max_steps=2)
         with pytest.raises(ConfigurationError, match="has 5 batches per epoch, and the dataset now gives 6"):
             run(tmp_path, monkeypatch, dataset_builder=RowsBuilder(rows=12))
+
+    def test_fewer_steps_than_begun_end_where_the_run_stands(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings: dict[str, Any] = {"lr_schedule": "constant", "save_every": 2, "eval_every": 9}
+        settings["evaluator_builders"] = [Count]
+        run(tmp_path, monkeypatch, **settings)
+        forget_checkpoints(tmp_path / "log", after=1)
+        outcome = run(tmp_path, monkeypatch, **settings, max_steps=2)
+        assert (outcome.final["batch"], outcome.optimizer_steps) == (2, 2)
+        assert [row["step"] for row in outcome.rows] == [0, 1, 2] and "counted/calls" in outcome.rows[-1]
+
+    def test_a_late_example_beyond_the_context_leaves_the_good_steps(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(train, "CHECKED_BATCHES", 1)
+        monkeypatch.setattr("tinker_cookbook.model_info.get_context_length", lambda name: 6)
+        for seed in range(20):  # to an order whose first batches fit
+            dataset = RowsBuilder()()[0]
+            order_epoch(config(tmp_path, seed=seed), dataset, epoch=0)
+            longest = [max(datum.model_input.length for datum in dataset.get_batch(i)) for i in range(5)]
+            if (late := longest.index(7)) > 0:
+                break
+        with pytest.raises(ConfigurationError, match=f"batch {late} has an example of 7 tokens"):
+            run(tmp_path, monkeypatch, seed=seed)
+        (record,) = checkpoints(tmp_path)
+        assert record["batch"] == late
 
     def test_a_finished_run_changes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         settings: dict[str, Any] = {"eval_every": 2, "dataset_builder": RowsBuilder(test_rows=2)}

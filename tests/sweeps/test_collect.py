@@ -113,3 +113,21 @@ class TestRank:
         write_run(tmp_path, {"lr": 2}, [{"step": 0, "test/nll": 1.0, "lr": 0.1}])
         summary = rank(tmp_path)
         assert (summary.metric, summary.mode) == ("test/nll", "min") and summary.ranking[0].setting == {"lr": 2}
+
+    @pytest.mark.parametrize(
+        ("trained", "held_out", "mode"),
+        [
+            ("accuracy", "test/accuracy", "max"),
+            ("dpo_loss", "test/dpo_loss", "min"),
+            ("teacher_kl", "test/teacher_kl", "min"),
+            ("train/kl", "test/kl", "min"),
+            ("train_mean_nll", "test/win_rate", "max"),
+            ("train_mean_nll", "test/agreement", "max"),
+        ],
+    )
+    def test_what_is_held_out_comes_before_what_trained(
+        self, tmp_path: Path, trained: str, held_out: str, mode: str
+    ) -> None:
+        write_run(tmp_path, {"lr": 1}, [{"step": 0, trained: 0.1, held_out: 0.2}])
+        summary = rank(tmp_path)
+        assert (summary.metric, summary.mode) == (held_out, mode)

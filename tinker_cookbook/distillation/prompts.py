@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.supervised.data import read_conversations
+from tinker_cookbook.supervised.conversations import messages_of_row, read_conversations
 
 DEEPMATH, TULU3 = "zwhe99/DeepMath-103K", "allenai/tulu-3-sft-mixture"
 HUB_ALIASES = {"deepmath": DEEPMATH, "tulu3": TULU3}
@@ -111,7 +111,11 @@ def _prompt(row: object, where: str) -> list[Message]:
     if not isinstance(row, Mapping):
         raise DataFormatError(f"{where}: not an object; expected one of {', '.join(COLUMNS)}")
     if "messages" in row:
-        return _up_to_last_question(list(row["messages"]), where)
+        try:
+            messages = messages_of_row(row)
+        except DataFormatError as error:
+            raise DataFormatError(f"{where}: {error}") from error
+        return _up_to_last_question(messages, where)
     column = next((column for column in COLUMNS if column in row), None)
     if column is None:
         raise DataFormatError(f"{where}: has none of {', '.join(COLUMNS)} (it has {sorted(row)})")

@@ -170,7 +170,7 @@ async def main(config: Config) -> None:
     async with open_session(config) as session:
         start = session.start_step()
         session.rewind(start, plan.end)
-        if start >= plan.end:
+        if session.is_complete(start, plan.end):
             return
         session.checkpoints.loop_state[MIXTURE_KEY] = plan.mixture.layout
         teachers = await open_teachers(session.service, _teachers(config))
@@ -197,7 +197,7 @@ async def _train(config: Config, session: Session, plan: _Plan, teachers: Sequen
         assert batch is not None
         metrics: Metrics = {
             "progress/batch": step,
-            "progress/done_frac": step / plan.end,
+            "progress/done_frac": (step + 1) / plan.end,
             "optim/lr": config.learning_rate,
         }
         with timed("total", metrics):

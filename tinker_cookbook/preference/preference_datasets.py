@@ -208,6 +208,12 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
         for name, reply in zip((self.chosen_column, self.rejected_column), replies, strict=True):
             if not reply:
                 raise ValueError(f"{name!r} has nothing after the prompt")
+            if reply[0]["role"] in ("system", "user"):
+                other = "the other reply" if self.prompt_column is None else repr(self.prompt_column)
+                raise ValueError(
+                    f"{name!r} has another prompt than {other}, and after what they share a {reply[0]['role']} message; both "
+                    "replies must answer one prompt (prompt_column=None: what chosen and rejected begin with)"
+                )
         return Comparison(prompt, *replies)
 
     def _column(self, row: Mapping[str, Any], name: str, role: str) -> list[Message]:

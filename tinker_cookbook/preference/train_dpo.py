@@ -113,7 +113,7 @@ async def main_async(config: Config) -> None:
     async with open_session(config) as session:
         start = session.start_step(len(dataset))
         session.rewind(start, total)
-        if start >= total:
+        if session.is_complete(start, total):
             return
         session.checkpoints.loop_state |= data_state(dataset, total)
         reference = await open_reference(session, config.reference)

@@ -21,7 +21,10 @@ ZeroAdvantages = Literal["raise", "skip"]
 
 @chz.chz(typecheck=True)
 class StreamMinibatchConfig:
-    """Train on the first groups of a batch while the others are still being sampled. Still on-policy."""
+    """Train on the first groups of a batch while the others are still being sampled. Still on-policy.
+
+    What is taken relative to the batch (the centre of a KL penalty) is taken relative to the groups of one pass.
+    """
 
     groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
     num_minibatches: int = chz.field(
@@ -63,7 +66,9 @@ class Config(RunConfig):
     num_substeps: int = chz.field(
         default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
     )
-    grad_clip_norm: float = chz.field(default=0.0, doc="bound on the gradient norm; 0 means none")
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
+    )
     kl_penalty_coef: float = chz.field(
         default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
     )
@@ -95,6 +100,11 @@ class Config(RunConfig):
     write_records: bool = chz.field(
         default=True, doc="write each group's and each step's tokens, logprobs and advantages"
     )
+    num_groups_to_log: int = chz.field(
+        default=4,
+        doc="groups per step and per evaluation whose transcripts are written; 0: none",
+        validator=chz.validators.ge(0),
+    )
 
 
 def check_config(config: Config) -> None:
@@ -116,6 +126,16 @@ def check_config(config: Config) -> None:
         raise ConfigurationError(f"kl_discount_factor={config.kl_discount_factor}: must be between 0 and 1")
     if config.kl_penalty_coef == 0 and (config.kl_reference_config is not None or config.kl_discount_factor > 0):
         raise ConfigurationError("kl_reference_config and kl_discount_factor need kl_penalty_coef > 0")
+    if config.kl_reference_config is not None:
+        try:
+            backends.check_backend(config.backend, config.kl_reference_config.base_model, config.base_url)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"kl_reference_config.base_model: {error}") from error
+    if config.off_policy_correction is not None and config.loss_fn == "dro":
+        raise ConfigurationError(
+            "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "
+            "leave off_policy_correction out, or use another loss"
+        )
 
 
 def _check_temperature(config: Config, backend: str) -> None:

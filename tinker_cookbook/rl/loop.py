@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
+from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import GroupFailedError, TrainingError
 from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
 from tinker_cookbook.rl.config import Config
+from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.metrics import compute_kl_sample_train, compute_post_kl, compute_sampling_client_metrics
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
@@ -26,6 +28,7 @@ from tinker_cookbook.rl.records import group_records, training_step_record
 from tinker_cookbook.rl.rollout_strategy import describe_group, rollout_strategy_from_config
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, do_group_rollout
 from tinker_cookbook.rl.schedule import BatchSchedule
+from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update, train_step
 from tinker_cookbook.runs.session import Session
@@ -74,6 +77,7 @@ class Loop:
             errors = session.record.get(_ERRORS_KEY, {})
             self.errors.counts.update(errors.get("counts", {}))
             self.errors.groups_skipped = errors.get("groups_skipped", 0)
+        self._keep_state()
 
     def new_metrics(self, step: int) -> LoopMetrics:
         return {
@@ -86,7 +90,12 @@ class Loop:
         """Run the evaluators if they are due before this step, on the current snapshot."""
         if due := self.rounds.due(step):
             with timed("eval", metrics):
-                metrics |= await run_evaluators(due, self.session.training_client, self.sampling_client)
+                metrics |= await self._run_evaluators(due, step)
+
+    async def _run_evaluators(self, evaluators: Sequence[Evaluator], step: int) -> dict[str, float]:
+        folder = iteration_folder(self.session.run.log_path, step) if self.config.num_groups_to_log else None
+        with write_evaluations(folder):
+            return await run_evaluators(evaluators, self.session.training_client, self.sampling_client)
 
     async def sample_group(
         self,
@@ -115,7 +124,12 @@ class Loop:
             group: TrajectoryGroup | FailedGroup
             try:
                 group = await do_group_rollout(
-                    builder, policy.fork("group", index), self.strategy, config.termination, name=name
+                    builder,
+                    policy.fork("group", index),
+                    self.strategy,
+                    config.termination,
+                    name=name,
+                    with_notes=index < config.num_groups_to_log,
                 )
             except GroupFailedError as error:
                 if not self.strategy.tolerant:
@@ -161,23 +175,35 @@ class Loop:
             self.penalties,
         )
 
-    async def train(self, step: int, groups: Sequence[TrajectoryGroup], num_sampled: int, metrics: LoopMetrics) -> None:
+    async def train(
+        self,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        sampled: Sequence[WrappedTrajectoryGroup],
+        metrics: LoopMetrics,
+    ) -> None:
         """One batch's update, then a new snapshot; skipped, if the config says so, for want of any advantage."""
         config, client = self.config, self.session.training_client
         with timed("prepare_minibatch", metrics):
             batch = await self.prepare(groups)
-        if not self.account(step, batch, num_sampled, metrics):
+        if not self.account(step, batch, sampled, metrics):
             return
+        data_D = batch.data_D
         if config.off_policy_correction is not None:
             with timed("off_policy_correction", metrics):
-                batch.data_D, found = await correct_off_policy(
-                    batch.data_D, client, config.off_policy_correction, config.loss_fn, config.loss_fn_config
+                data_D, found = await correct_off_policy(
+                    data_D, client, config.off_policy_correction, config.loss_fn, config.loss_fn_config
                 )
             metrics |= found
+            # Metrics and records tell the weighted advantages, but the logprobs of when it was sampled.
+            batch.data_D = [
+                replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
+                for corrected, datum in zip(data_D, batch.data_D, strict=True)
+            ]
         self.is_between_steps = False
         with timed("train", metrics):
             logprobs_D = await train_step(
-                batch.data_D,
+                data_D,
                 client,
                 config.learning_rate,
                 config.num_substeps,
@@ -199,17 +225,22 @@ class Loop:
             config.grad_clip_norm,
         )
 
-    def account(self, step: int, batch: Minibatch, num_sampled: int, metrics: LoopMetrics) -> bool:
-        """Say what became of each group. False when nothing is to be trained on and the config allows that.
+    def account(
+        self, step: int, batch: Minibatch, sampled: Sequence[WrappedTrajectoryGroup], metrics: LoopMetrics
+    ) -> bool:
+        """Say what became of each group, and show the first. False when nothing is to be trained on and the config allows that.
 
         Raises:
             ZeroAdvantageError, TrainingError: nothing is to be trained on.
         """
         trained = batch.num_trained_groups
-        failed = num_sampled - len(batch.groups)
+        failed = len(sampled) - len(batch.groups)
+        if self.config.num_groups_to_log:
+            with timed("write_transcripts", metrics):
+                self._write_transcripts(step, batch, sampled)
         metrics |= batch.metrics
         metrics |= {
-            "groups/sampled": num_sampled,
+            "groups/sampled": len(sampled),
             "groups/trained": trained,
             "groups/filtered": len(batch.groups) - trained,
             "groups/stale": 0,
@@ -234,6 +265,16 @@ class Loop:
         logger.warning("step %d: nothing to train on (no sampled token with an advantage); skipped", step)
         return False
 
+    def _write_transcripts(self, step: int, batch: Minibatch, sampled: Sequence[WrappedTrajectoryGroup]) -> None:
+        advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
+        shown: list[ShownGroup] = []
+        for wrapped in sampled[: self.config.num_groups_to_log]:
+            group, tags = wrapped.trajectory_group, wrapped.env_group_builder.logging_tags()
+            advantages_G = next(advantages_P).tolist() if isinstance(group, TrajectoryGroup) else None
+            shown.append(ShownGroup(group, tags, advantages_G, wrapped.sampling_client_step))
+        page = iteration_folder(self.session.run.log_path, step) / "train.html"
+        write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
+
     async def after_update(self, step: int, batch: Minibatch, metrics: LoopMetrics) -> None:
         """A snapshot of the new weights, and the records and measurements that belong to the update."""
         with timed("snapshot", metrics):
@@ -251,16 +292,20 @@ class Loop:
 
     async def end_step(self, step: int, metrics: LoopMetrics) -> None:
         """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint."""
+        self.session.run.logger.log_metrics(metrics, step=step)
         self.steps_done, self.is_between_steps = step + 1, True
         self.sampling_client_step = step + 1
+        self._keep_state()
+        if step + 1 < self.end:
+            await self.session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
+
+    def _keep_state(self) -> None:
+        """What a checkpoint of the steps that are done says besides their number."""
         state = self.session.checkpoints.loop_state
         if self.role_baselines.means:
             state[_ROLES_KEY] = dict(self.role_baselines.means)
         if self.errors.counts or self.errors.groups_skipped:
             state[_ERRORS_KEY] = {"counts": dict(self.errors.counts), "groups_skipped": self.errors.groups_skipped}
-        self.session.run.logger.log_metrics(metrics, step=step)
-        if step + 1 < self.end:
-            await self.session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
 
     async def save_stopped(self) -> None:
         """Before an error ends the run: the steps so far are good work, and a resumed run keeps them."""
@@ -268,11 +313,11 @@ class Loop:
             await self.session.checkpoints.save_stopped(self.steps_done, {"batch": self.steps_done})
 
     async def finish(self) -> None:
-        """Evaluate and save the final weights."""
-        if self.start >= self.end:
+        """Evaluate and save the final weights, unless that has been done."""
+        if self.session.is_complete(self.start, self.end):
             return
         if due := self.rounds.at_end():
-            final = await run_evaluators(due, self.session.training_client, self.sampling_client)
+            final = await self._run_evaluators(due, self.end)
             self.session.run.logger.log_metrics(
                 {"progress/batch": self.end, "progress/done_frac": 1.0, **final}, step=self.end
             )

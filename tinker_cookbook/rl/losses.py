@@ -3,6 +3,7 @@
 The engine computes the losses; here is only what a config may say of them.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,6 +34,16 @@ def check_loss(loss_fn: str, loss_fn_config: Mapping[str, float] | None, backend
             raise ConfigurationError(f"loss_fn_config has {key!r}; loss_fn={loss_fn} takes {sorted(known)}")
         if key in _LOCAL_ONLY and backend != "local":
             raise ConfigurationError(f"loss_fn_config has {key!r}, which only the local engine knows; remove it")
+    _check_values(loss_fn_config or {})
+
+
+def _check_values(config: Mapping[str, float]) -> None:
+    for key, value in config.items():
+        if not 0 <= value < math.inf:
+            raise ConfigurationError(f"loss_fn_config {key}={value}: must be a finite number of at least 0")
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise ConfigurationError(f"loss_fn_config clip_low_threshold={low} is above clip_high_threshold={high}")
 
 
 def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:

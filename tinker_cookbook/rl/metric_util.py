@@ -11,6 +11,7 @@ from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout
+from tinker_cookbook.rl.transcripts import ShownGroup, eval_page, write_page
 from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, EnvGroupBuilder, RLDataset, TrajectoryGroup
 
 
@@ -95,6 +96,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         strategy: what a failing rollout means, as in training; groups that were given up are counted and left out.
         termination: what a rollout that hit a limit is worth, as in training.
         seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
+        num_groups_to_log: the first groups, whose transcripts are written where a training run says (`rl.transcripts`).
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         seed: int | None = None,
         strategy: RolloutStrategy | None = None,
         termination: TerminationRewardPolicy | None = None,
+        num_groups_to_log: int = 4,
     ):
         self._builders = dataset_to_env_group_builders(dataset)
         self._max_tokens = max_tokens
@@ -113,10 +116,17 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         self._temperature = temperature
         self._seed = seed
         self._strategy, self._termination = strategy, termination
+        self._num_groups_to_log = num_groups_to_log
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         policy = TinkerTokenCompleter(sampling_client, self._max_tokens, self._temperature, seed=self._seed)
-        outcomes = await do_batch_rollout(self._builders, policy, self._strategy, self._termination)
+        page = eval_page(self._name)
+        num_shown = self._num_groups_to_log if page is not None else 0
+        outcomes = await do_batch_rollout(self._builders, policy, self._strategy, self._termination, num_shown)
+        if page is not None and num_shown:
+            first = zip(self._builders, outcomes[:num_shown], strict=False)
+            shown = [ShownGroup(outcome, builder.logging_tags()) for builder, outcome in first]
+            write_page(page, f"{self._name}, {page.parent.name}", shown, sampling_client.get_tokenizer())
         errors = RolloutErrorCounter()
         groups: list[TrajectoryGroup] = []
         tags: list[list[str]] = []

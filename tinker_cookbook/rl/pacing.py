@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
 from tinker_cookbook.rl.data_processing import DatumMetadata
@@ -17,7 +18,7 @@ from tinker_cookbook.rl.metrics import compute_kl_sample_train
 from tinker_cookbook.rl.minibatch import Minibatch
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics
-from tinker_cookbook.utils.misc_utils import dict_mean, gather_all, split_list, timed
+from tinker_cookbook.utils.misc_utils import dict_mean, gather_all, split_list, timed, with_tasks
 
 
 async def do_sync_training(loop: Loop) -> None:
@@ -29,7 +30,7 @@ async def do_sync_training(loop: Loop) -> None:
             builders = loop.schedule.get_batch(step)
             with timed("sampling", metrics):
                 sampled = await gather_all(loop.sample_group(step, i, builder) for i, builder in enumerate(builders))
-            await loop.train(step, loop.collect(step, sampled, metrics), len(sampled), metrics)
+            await loop.train(step, loop.collect(step, sampled, metrics), sampled, metrics)
         await loop.end_step(step, metrics)
 
 
@@ -39,28 +40,29 @@ async def do_async_training(loop: Loop, config: AsyncConfig) -> None:
     Groups start in order, as many at a time as a batch has, each with the newest snapshot; batch b may start when step
     b - K is next. So no group is ever more than K updates old, and none is thrown away for it.
     """
-    if loop.start >= loop.end:
-        return
-    slots = asyncio.Semaphore(max(1, len(loop.schedule.get_batch(loop.start))))
+    if loop.start < loop.end:
+        await with_tasks(partial(_train_ahead, loop, config))
+
+
+async def _train_ahead(loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup) -> None:
+    slots: asyncio.Semaphore | None = None
+    if config.max_steps_off_policy > 0:
+        slots = asyncio.Semaphore(len(loop.schedule.get_batch(loop.start)))
     running: dict[int, list[asyncio.Task[WrappedTrajectoryGroup]]] = {}
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for step in range(loop.start, loop.end):
-                metrics = loop.new_metrics(step)
-                with timed("total", metrics):
-                    await loop.evaluate(step, metrics)
-                    for ahead in range(step, min(step + config.max_steps_off_policy + 1, loop.end)):
-                        if ahead not in running:
-                            running[ahead] = [
-                                tasks.create_task(loop.sample_group(ahead, i, builder, slots))
-                                for i, builder in enumerate(loop.schedule.get_batch(ahead))
-                            ]
-                    with timed("sampling", metrics):
-                        sampled = [await task for task in running.pop(step)]
-                    await loop.train(step, loop.collect(step, sampled, metrics), len(sampled), metrics)
-                await loop.end_step(step, metrics)
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # what follows a first failure are its cancelled peers
+    for step in range(loop.start, loop.end):
+        metrics = loop.new_metrics(step)
+        with timed("total", metrics):
+            await loop.evaluate(step, metrics)
+            for ahead in range(step, min(step + config.max_steps_off_policy + 1, loop.end)):
+                if ahead not in running:
+                    running[ahead] = [
+                        tasks.create_task(loop.sample_group(ahead, i, builder, slots))
+                        for i, builder in enumerate(loop.schedule.get_batch(ahead))
+                    ]
+            with timed("sampling", metrics):
+                sampled = [await task for task in running.pop(step)]
+            await loop.train(step, loop.collect(step, sampled, metrics), sampled, metrics)
+        await loop.end_step(step, metrics)
 
 
 async def do_sync_training_with_stream_minibatch(loop: Loop, config: StreamMinibatchConfig) -> None:
@@ -73,16 +75,12 @@ async def do_sync_training_with_stream_minibatch(loop: Loop, config: StreamMinib
         metrics = loop.new_metrics(step)
         with timed("total", metrics):
             await loop.evaluate(step, metrics)
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    await _stream_batch(loop, config, step, tasks, metrics)
-            except BaseExceptionGroup as failures:
-                raise failures.exceptions[0] from None
+            await with_tasks(partial(_stream_batch, loop, config, step, metrics))
         await loop.end_step(step, metrics)
 
 
 async def _stream_batch(
-    loop: Loop, config: StreamMinibatchConfig, step: int, tasks: asyncio.TaskGroup, metrics: LoopMetrics
+    loop: Loop, config: StreamMinibatchConfig, step: int, metrics: LoopMetrics, tasks: asyncio.TaskGroup
 ) -> None:
     running = [
         tasks.create_task(loop.sample_group(step, i, builder))
@@ -104,7 +102,7 @@ async def _stream_batch(
         update.optim_step()
     loop.collect(step, sampled, metrics)
     batch = _joined(parts)
-    if not loop.account(step, batch, len(sampled), metrics):
+    if not loop.account(step, batch, sampled, metrics):
         return
     with timed("train", metrics):
         logprobs_D = await update.finish(metrics)

@@ -38,6 +38,7 @@ from tinker_cookbook.rl.types import (
     Trajectory,
     Transition,
 )
+from tinker_cookbook.utils import logtree
 
 TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
 """On the last transition: how many replies were cut off and the rollout went on. Absent when none was."""
@@ -165,10 +166,15 @@ class _Rollout:
         self.sampled_tokens = 0
         self.truncations = 0
         self.reason = ""
+        self.notes = logtree.Node("section")
         self.clock = asyncio.get_running_loop().time
         self.started = self.clock()
 
     async def run(self) -> Trajectory:
+        with logtree.write_into(self.notes):
+            return await self._run()
+
+    async def _run(self) -> Trajectory:
         try:
             async with asyncio.timeout(self.limits.rollout_timeout_seconds) as timer:
                 await self._play()
@@ -183,6 +189,7 @@ class _Rollout:
             last[TRUNCATION_METRIC_KEY] = self.truncations
         last[STOP_METRIC_PREFIX + self.reason] = 1
         await self.hooks.on_artifacts(self._state())
+        self.transitions[-1].notes += self.notes.take()
         return Trajectory(self.transitions, self.observation, stop_reason=self.reason)
 
     async def _play(self) -> None:
@@ -245,7 +252,9 @@ class _Rollout:
         result = await self.env.step(action.tokens, extra=extra)
         told = stop_reason_from_metrics(result.metrics)
         metrics = {key: value for key, value in result.metrics.items() if not key.startswith(STOP_METRIC_PREFIX)}
-        transition = Transition(self.observation, action, result.reward, result.episode_done, metrics, result.logs)
+        transition = Transition(
+            self.observation, action, result.reward, result.episode_done, metrics, result.logs, self.notes.take()
+        )
         self.transitions.append(transition)
         self.sampled_tokens += len(action.tokens)
         self.observation, self.stop = result.next_observation, result.next_stop_condition

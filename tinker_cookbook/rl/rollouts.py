@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -30,6 +30,7 @@ from tinker_cookbook.rl.types import (
     Trajectory,
     TrajectoryGroup,
 )
+from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.misc_utils import gather_all
 
 __all__ = [
@@ -95,6 +96,7 @@ async def do_group_rollout(
     termination: TerminationRewardPolicy | None = None,
     *,
     name: str | None = None,
+    with_notes: bool = False,
 ) -> TrajectoryGroup:
     """All episodes of one group at once, then its rewards, selection and records.
 
@@ -102,12 +104,13 @@ async def do_group_rollout(
         strategy: what to do when a rollout fails; None: FailFast, as opponents may be waiting for each other.
         termination: what a rollout that hit a limit is worth; None: what it was graded.
         name: what errors call the group; None: its builder's class and tags.
+        with_notes: keep what envs and rewards write with `logtree`, in the `notes` of the group and of its turns.
 
     Raises:
         GroupFailedError: a tolerant strategy gave the group up, or its rewards failed under one. Count it and go on.
         Exception: under FailFast, whatever a rollout or the rewards raised, with notes that say where.
     """
-    settings = (strategy or FailFast(), termination, name or describe_group(builder))
+    settings = (strategy or FailFast(), termination, name or describe_group(builder), with_notes)
     executor = get_rollout_executor()
     if executor is None:
         return await _group_rollout(builder, policy, *settings)
@@ -120,12 +123,16 @@ async def _group_rollout(
     strategy: RolloutStrategy,
     termination: TerminationRewardPolicy | None,
     name: str,
+    with_notes: bool,
 ) -> TrajectoryGroup:
     result: RolloutResult | None = None
     try:
-        result = await strategy.execute(builder, policy)
-        async with result.cleanups or _cleanup_of(builder):
-            return await _grade(builder, result, termination)
+        with logtree.init_trace(name) if with_notes else nullcontext() as trace:
+            result = await strategy.execute(builder, policy)
+            async with result.cleanups or _cleanup_of(builder):
+                group = await _grade(builder, result, termination)
+        group.notes = trace.take() if trace is not None else []
+        return group
     except Exception as error:
         error.add_note(f"in group {name}")
         if not strategy.tolerant or isinstance(error, GroupFailedError | ConfigurationError):
@@ -196,6 +203,7 @@ async def do_batch_rollout(
     policy: TokenCompleter,
     strategy: None = None,
     termination: TerminationRewardPolicy | None = None,
+    num_groups_with_notes: int = 0,
 ) -> list[TrajectoryGroup]: ...
 
 
@@ -205,6 +213,7 @@ async def do_batch_rollout(
     policy: TokenCompleter,
     strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
+    num_groups_with_notes: int = 0,
 ) -> list[TrajectoryGroup | FailedGroup]: ...
 
 
@@ -213,8 +222,12 @@ async def do_batch_rollout(
     policy: TokenCompleter,
     strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
+    num_groups_with_notes: int = 0,
 ) -> list[TrajectoryGroup] | list[TrajectoryGroup | FailedGroup]:
     """All groups of a batch at once, in order. The policy is forked per group, so seeds do not depend on timing.
+
+    Args:
+        num_groups_with_notes: the first groups of the batch, which keep what is written with `logtree`.
 
     Returns:
         One entry per builder. Under a tolerant strategy a group that was given up is a FailedGroup; under FailFast there
@@ -224,7 +237,14 @@ async def do_batch_rollout(
     async def one(index: int, builder: EnvGroupBuilder) -> TrajectoryGroup | FailedGroup:
         name = f"{index}, {describe_group(builder)}"
         try:
-            return await do_group_rollout(builder, policy.fork("group", index), strategy, termination, name=name)
+            return await do_group_rollout(
+                builder,
+                policy.fork("group", index),
+                strategy,
+                termination,
+                name=name,
+                with_notes=index < num_groups_with_notes,
+            )
         except GroupFailedError as error:
             logger.warning("group %s is left out: %s", name, error)
             return FailedGroup(error.errors)

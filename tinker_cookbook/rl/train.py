@@ -106,10 +106,10 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
                 await do_sync_training_with_stream_minibatch(loop, config.stream_minibatch_config)
             else:
                 await do_sync_training(loop)
+            await loop.finish()
         except Exception:
             await loop.save_stopped()
             raise
-        await loop.finish()
 
 
 def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluator:
@@ -121,6 +121,7 @@ def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluat
         derive_seed(config.seed, "test"),
         rollout_strategy_from_config(config.rollout_error_tolerance),
         config.termination,
+        config.num_groups_to_log,
     )
 
 

@@ -16,6 +16,7 @@ import chz
 import tinker
 
 from tinker_cookbook.completers import StopCondition, TokensWithLogprobs
+from tinker_cookbook.utils import logtree
 
 Action: TypeAlias = list[int]
 Observation: TypeAlias = tinker.ModelInput
@@ -73,6 +74,8 @@ class Transition:
     episode_done: bool
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
+    notes: list[logtree.Node] = field(default_factory=list)
+    """what the env wrote with `logtree` up to the end of this turn, if its group is among those that are shown"""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ class TrajectoryGroup:
     """what the training record says of each member: its question, seat, verdict, ..."""
     roles_G: list[str] | None = None
     """the role that each member plays, for baselines per role; None: they are all alike"""
+    notes: list[logtree.Node] = field(default_factory=list)
+    """what was written with `logtree` outside of members' turns, by what rewards the group, say"""
 
     def get_total_rewards(self) -> list[float]:
         """Sum of step rewards plus the group's final reward, per member."""

@@ -1,6 +1,16 @@
 """The settings that every training loop has, declared once: what is trained, where its files go, how often it is saved."""
 
+from typing import Any
+
 import chz
+
+from tinker_cookbook.exceptions import ConfigurationError
+
+
+def _positive_or_none(owner: Any, attribute: str) -> None:
+    value = getattr(owner, attribute)
+    if value is not None and value <= 0:
+        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be greater than 0, or None")
 
 
 @chz.chz(typecheck=True)
@@ -33,7 +43,9 @@ class RunConfig:
     save_every_seconds: float = chz.field(
         default=0.0, doc="save when this many seconds have passed; 0: not by time", validator=chz.validators.ge(0)
     )
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of periodic checkpoints; None keeps them")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of periodic checkpoints; None keeps them", validator=_positive_or_none
+    )
     rolling_save_every: int = chz.field(
         default=0,
         doc="save the training state after every n-th batch, replacing the last such save; 0: never",

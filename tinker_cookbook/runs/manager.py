@@ -127,10 +127,17 @@ class CheckpointManager:
         await self._delete(replaced)
 
     async def save_stopped(self, step: int, cursor: Mapping[str, Any]) -> None:
-        """Keep what is done before an error ends the run. Nothing is saved before the first step."""
-        await self._wait()
-        if step > 0:
-            await self._submit(f"{step:06d}-stopped", cursor, "state", self._ttl_seconds).finish()
+        """Keep what is done before an error ends the run. Nothing is saved before the first step.
+
+        What keeps it from being saved (the same broken connection, say) is logged and not raised, so that the error itself
+        is seen.
+        """
+        try:
+            await self._wait()
+            if step > 0:
+                await self._submit(f"{step:06d}-stopped", cursor, "state", self._ttl_seconds).finish()
+        except Exception:
+            logger.exception("what was done until step %d could not be saved", step)
 
     async def save_final(self, cursor: Mapping[str, Any]) -> None:
         """The finished run: state and sampler weights that do not expire. The rolling checkpoint goes."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tinker_cookbook import backends
 from tinker_cookbook.checkpoint_utils import add_renderer_name_to_user_metadata
 from tinker_cookbook.clients import ServiceClient, TrainingClient
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.checkpoints import CheckpointRecord
 from tinker_cookbook.runs.config import RunConfig
@@ -41,12 +42,33 @@ class Session:
         epoch = self.record.epoch or 0
         return epoch * steps_per_epoch + self.record.batch if steps_per_epoch is not None else self.record.batch
 
+    def is_complete(self, start: int, end: int) -> bool:
+        """Whether there is nothing left to do: all steps are done, and the final checkpoint is there (or more than all)."""
+        return start > end or (start == end and self.record is not None and self.record.final)
+
     def rewind(self, start: int, end: int) -> None:
-        """Forget the metrics of steps that are going to be done again. A finished run keeps all of its own."""
-        if start < end:
+        """Forget the metrics of what is going to be done again. A finished run keeps all of its own."""
+        if not self.is_complete(start, end):
             self.run.rewind_metrics(start)
         else:
             logger.info("nothing left to do: the run had reached batch %d of %d", start, end)
+
+
+_HOSTED_TTL_SECONDS = (3600, 10 * 365 * 24 * 3600)
+"""The shortest and the longest life that the hosted service gives a checkpoint (SDK: TrainingClient.save_state)."""
+
+
+def _check_ttl(config: RunConfig) -> None:
+    """Found before anything is loaded, not at the first save."""
+    if backends.resolve_backend(config.backend) == "local":
+        return
+    shortest, longest = _HOSTED_TTL_SECONDS
+    rolling = config.rolling_ttl_seconds if config.rolling_save_every > 0 else None
+    for name, seconds in (("ttl_seconds", config.ttl_seconds), ("rolling_ttl_seconds", rolling)):
+        if seconds is not None and not shortest <= seconds <= longest:
+            raise ConfigurationError(
+                f"{name}={seconds}: the hosted service keeps checkpoints between {shortest} and {longest} seconds"
+            )
 
 
 @asynccontextmanager
@@ -54,9 +76,11 @@ async def open_session(config: RunConfig) -> AsyncIterator[Session]:
     """Open the run of a config; on leaving, outstanding saves are finished and the loggers closed.
 
     Raises:
-        ConfigurationError: the folder cannot be used, or a logger's package is missing.
+        ConfigurationError: the folder cannot be used, a logger's package is missing, or a checkpoint's life is one that the
+            hosted service does not give.
         CheckpointError: none of the run's checkpoints can be loaded.
     """
+    _check_ttl(config)
     with open_run(
         config.log_path,
         config=config,

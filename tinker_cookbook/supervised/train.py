@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Metrics = dict[str, float | int | str]
 
 CHECKED_BATCHES = 100
-"""Batches rendered before a model is loaded. A dataset of that size is thereby checked whole."""
+"""Batches rendered before a model is loaded; those beyond are checked when their turn comes."""
 SHOWN_TOKENS = 512
 
 
@@ -129,9 +129,9 @@ async def _train(
     run, client, checkpoints = session.run, session.training_client, session.checkpoints
     start = session.start_step(len(dataset))
     session.rewind(start, total)
-    if start >= total:
+    if session.is_complete(start, total):
         return
-    clock = _Clock()
+    clock, context = _Clock(), model_info.get_context_length(config.model_name)
     pending: deque[_Submitted] = deque()
 
     async def finish(limit: int) -> None:
@@ -153,6 +153,7 @@ async def _train(
         try:
             with timed("get_batch", metrics):
                 data = dataset.get_batch(batch)
+                _check_lengths(data, context, f"batch {batch}")
         except Exception:
             await finish(0)
             if step > start:

@@ -28,11 +28,18 @@ MODES: dict[str, Mode] = {
     "test/env/all/reward/total": "max",
     "env/all/correct": "max",
     "env/all/reward/total": "max",
+    "test/win_rate": "max",
+    "test/agreement": "max",
+    "test/accuracy": "max",
     "accuracy": "max",
+    "test/teacher_kl": "min",
+    "teacher_kl": "min",
+    "test/kl": "min",
+    "train/kl": "min",
+    "test/dpo_loss": "min",
+    "dpo_loss": "min",
     "test/nll": "min",
     "train_mean_nll": "min",
-    "dpo_loss": "min",
-    "teacher_kl": "min",
 }
 """Metrics whose better end is known. Without a choice, runs are ranked by the first of these that they have."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -94,11 +94,38 @@ def not_none(value: T | None) -> T:
     return value
 
 
+async def with_tasks(body: Callable[[asyncio.TaskGroup], Awaitable[T]]) -> T:
+    """Run `body(tasks)`; the tasks that it starts end with it.
+
+    The first failure, of the body or of a task, cancels the others and is raised itself, with the causes it had. What its
+    peers raise because they are cancelled is dropped.
+    """
+    result: list[T] = []
+    first: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            result.append(await body(tasks))
+    except BaseExceptionGroup as failures:
+        # Peers that end before the body does come before it in the group.
+        roots = [error for error in failures.exceptions if not _follows_cancellation(error)]
+        first = (roots or failures.exceptions)[0]
+    if first is not None:
+        raise first  # not within `except`, which would put the group in place of its context
+    return result[0]
+
+
+def _follows_cancellation(error: BaseException) -> bool:
+    """Whether an error was raised while a cancellation was being handled. A timeout is an error of its own."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, asyncio.CancelledError | TimeoutError):
+        seen = seen.__cause__ or seen.__context__
+    return isinstance(seen, asyncio.CancelledError)
+
+
 async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all at once and return their results in order. The first failure cancels the others and is raised itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # what follows a first failure are its cancelled peers
-    return [task.result() for task in tasks]
+
+    async def start(tasks: asyncio.TaskGroup) -> list[asyncio.Task[T]]:
+        return [tasks.create_task(coroutine) for coroutine in coroutines]
+
+    return [task.result() for task in await with_tasks(start)]

@@ -1,0 +1,62 @@
+"""The keys that all training recipes take reach the loop's config: none is taken from the command line and then forgotten."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import chz
+import pytest
+
+from recipes.common import CommonConfig
+from recipes.preference import rlhf_pipeline
+from tinker_cookbook.runs.config import RunConfig
+
+GIVEN: dict[str, Any] = {
+    "lora_rank": 3,
+    "seed": 5,
+    "max_steps": 2,
+    "load_checkpoint_path": "tinker://run/weights/start",
+    "eval_every": 4,
+    "save_every": 7,
+    "rolling_save_every": 3,
+    "wandb_project": "project",
+    "wandb_name": "name",
+    "trackio_project": "tracks",
+    "tensorboard": True,
+}
+RECIPES = (
+    "sl_basic", "chat_sl", "rl_basic", "math_rl", "shorter", "debate_rs_grpo", "single_turn", "preference.train",
+    "distillation.on_policy", "distillation.off_policy",
+)  # fmt: skip
+
+
+def test_every_key_is_looked_at() -> None:
+    elsewhere = {"model_name", "backend", "base_url", "renderer_name", "log_path", "name", "behavior_if_log_dir_exists"}
+    settings = set(chz.chz_fields(CommonConfig)) & set(chz.chz_fields(RunConfig))
+    assert settings - elsewhere == set(GIVEN) - elsewhere
+
+
+def values(config: Any) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in GIVEN}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_they_reach_the_loop(name: str, tmp_path: Path) -> None:
+    recipe = importlib.import_module(f"recipes.{name}")
+    built = recipe.build_config(recipe.CLIConfig(log_path=str(tmp_path / "log"), **GIVEN))
+    config = built[0] if isinstance(built, tuple) else built
+    assert isinstance(config, RunConfig)
+    assert values(config) == GIVEN
+
+
+def test_they_reach_every_stage_of_the_pipeline(tmp_path: Path) -> None:
+    cli = rlhf_pipeline.CLIConfig(**GIVEN)
+    stages = {
+        "sft": rlhf_pipeline.sft_config(cli, tmp_path),
+        "preference_model": rlhf_pipeline.preference_model_config(cli, tmp_path, "tinker://run/weights/warm"),
+        "rl": rlhf_pipeline.rl_config(cli, tmp_path, "tinker://run/weights/warm", None),
+    }
+    for stage, config in stages.items():
+        start = GIVEN["load_checkpoint_path"] if stage == "sft" else "tinker://run/weights/warm"
+        assert values(config) == GIVEN | {"wandb_name": f"name-{stage}", "load_checkpoint_path": start}
+        assert (config.log_path, config.recipe_name) == (str(tmp_path / stage), f"rlhf_pipeline/{stage}")

@@ -1,0 +1,193 @@
+"""Trees of text for people: nothing in them is taken for markup, tasks do not mix, files are whole or absent."""
+
+import asyncio
+import json
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinker_cookbook.utils import logtree
+
+NASTY = [
+    "<script>alert(1)</script>",
+    "</pre></figure><h1>out</h1>",
+    "\"'><img src=x onerror=alert(1)>",
+    "\n  first line empty",
+    "&lt;b&gt; {{ 7 * 7 }} {% for %} {# #}",
+    "<!-- --> <![CDATA[ ]]> </title></style>",
+]
+OUR_TAGS = {
+    *("html", "head", "meta", "title", "style", "body", "section", "details", "summary", "figure", "figcaption", "pre"),
+    *("h1", "h2", "h3", "h4", "h5", "h6", "table", "tr", "td", "th"),
+}
+
+
+class Page(HTMLParser):
+    """What a browser makes of a page: its tags, their attributes, and the text of some."""
+
+    def __init__(self, html: str):
+        super().__init__(convert_charrefs=True)
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts[self.open[-1]][-1] += data
+
+    def pres(self) -> list[str]:
+        return [text.removeprefix("\n") for text in self.texts["pre"]]
+
+
+def write(root: logtree.Node, folder: Path) -> tuple[str, dict[str, Any]]:
+    logtree.write_trace(root, folder / "page.html")
+    return (folder / "page.html").read_text(), json.loads((folder / "page_logtree.json").read_text())
+
+
+class TestPage:
+    @pytest.mark.parametrize("text", NASTY)
+    def test_text_is_text_wherever_it_stands(self, text: str, tmp_path: Path) -> None:
+        root = logtree.Node("section", text)
+        section = root.section(text).details(text)
+        section.text(text, label=text)
+        section.table([{text: text}], label=text)
+        section.table({text: text}, label=text)
+        html, tree = write(root, tmp_path)
+        page = Page(html)
+        assert page.tags <= OUR_TAGS
+        assert {name for name, _ in page.attributes} == {"lang", "charset", "http-equiv", "content", "data-label"}
+        assert page.pres() == [text]
+        for tag in ("title", "h1", "h2", "summary", "th"):
+            assert page.texts[tag] == [text]
+        assert page.texts["td"] == [text] * 3 and page.texts["figcaption"] == [text] * 3
+        assert page.open == []
+        assert tree["children"][0]["children"][0]["children"][0] == {"kind": "text", "title": text, "content": text}
+
+    @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t<>&'\""), max_size=40))
+    def test_any_text_comes_back(self, text: str) -> None:
+        root = logtree.Node("section")
+        root.text(text)
+        assert Page(logtree._page().render(root=root)).pres() == [text]
+
+    def test_what_no_file_or_browser_takes_is_shown(self, tmp_path: Path) -> None:
+        root = logtree.Node("section")
+        root.text("\x00\x1b[1m\r\x7f half \ud83d")
+        html, tree = write(root, tmp_path)
+        assert Page(html).pres() == ["␀␛[1m␍␡ half \\ud83d"]
+        assert tree["children"][0]["content"] == "\x00\x1b[1m\r\x7f half \\ud83d"
+
+    def test_tables(self, tmp_path: Path) -> None:
+        root = logtree.Node("section")
+        root.table([{"a": 1, "b": 0.123456789}, {"b": float("nan"), "c": [None]}])
+        root.table({"k": None, "l": True})
+        html, tree = write(root, tmp_path)
+        rows = [[1, 0.123456789, None], [None, "nan", "[None]"]]
+        first = {"kind": "table", "title": "", "columns": ["a", "b", "c"], "rows": rows}
+        second = {"kind": "table", "title": "", "columns": [], "rows": [["k", None], ["l", True]]}
+        assert tree["children"] == [first, second]
+        assert Page(html).texts["td"] == ["1", "0.123457", "", "", "nan", "[None]", "k", "", "l", "True"]
+
+    def test_nothing_is_loaded_or_run(self, tmp_path: Path) -> None:
+        html, _ = write(logtree.Node("section", "page"), tmp_path)
+        assert "default-src 'none'" in html and "http://" not in html and "https://" not in html and "url(" not in html
+
+
+class TestContext:
+    def test_writes_to_the_innermost_section(self) -> None:
+        with logtree.init_trace("top") as root:
+            with logtree.scope_header("a"):
+                logtree.log_text("in a")
+                with logtree.details("b"):
+                    logtree.table({"in": "b"})
+            logtree.log_text("in top", label="x")
+        a, x = root.children
+        assert (a.kind, a.title, a.children[0].content) == ("section", "a", "in a")
+        assert (a.children[1].kind, a.children[1].children[0].rows) == ("details", [["in", "b"]])
+        assert (x.title, x.content) == ("x", "in top")
+
+    def test_without_a_trace_nothing_happens(self) -> None:
+        assert not logtree.is_enabled()
+        aside = logtree.Node("section")
+        with logtree.scope_header("a"), logtree.details("b"), logtree.write_into(aside):
+            logtree.log_text("lost")
+            logtree.table({"lost": 1})
+            assert not logtree.is_enabled()
+        assert aside.children == []
+
+    def test_a_trace_ends_where_it_ends(self) -> None:
+        with logtree.init_trace("outer") as outer:
+            with pytest.raises(ValueError), logtree.init_trace("inner") as inner, logtree.scope_header("a"):
+                raise ValueError
+            logtree.log_text("after")
+        logtree.log_text("lost")
+        assert [node.title for node in inner.children] == ["a"]
+        assert [node.content for node in outer.children] == ["after"]
+
+    def test_tasks_do_not_mix(self) -> None:
+        async def speak(name: str, mine: asyncio.Event, theirs: asyncio.Event) -> None:
+            with logtree.scope_header(name):
+                for i in range(3):
+                    await mine.wait()
+                    mine.clear()
+                    with logtree.scope_header(f"{name}{i}"):
+                        theirs.set()
+                        await asyncio.sleep(0)
+                        logtree.log_text(name)
+                        await asyncio.to_thread(logtree.log_text, name + " in a thread")
+
+        async def main() -> None:
+            turns = [asyncio.Event(), asyncio.Event()]
+            turns[0].set()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(speak("a", *turns))
+                tasks.create_task(speak("b", *reversed(turns)))
+
+        with logtree.init_trace("both") as root:
+            asyncio.run(main())
+        assert [node.title for node in root.children] == ["a", "b"]
+        for node in root.children:
+            assert [child.title for child in node.children] == [f"{node.title}{i}" for i in range(3)]
+            for child in node.children:
+                assert [text.content for text in child.children] == [node.title, node.title + " in a thread"]
+
+
+class TestFiles:
+    def test_written_when_the_body_raises(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError), logtree.init_trace("run", tmp_path / "deep" / "run.html"):
+            logtree.log_text("the last words")
+            raise ValueError
+        assert Page((tmp_path / "deep" / "run.html").read_text()).pres() == ["the last words"]
+        assert (tmp_path / "deep" / "run_logtree.json").exists()
+
+    def test_whole_or_absent(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        page = tmp_path / "page.html"
+        logtree.write_trace(logtree.Node("section", "old"), page)
+        before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+        def full(*_: Any) -> None:
+            raise OSError("disk full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="disk full"):
+                logtree.write_trace(logtree.Node("section", "new"), page)
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+        assert "old" in before["page.html"]
