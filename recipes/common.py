@@ -129,11 +129,16 @@ def learning_rate(config: CommonConfig, given: float | None, usual: float) -> fl
 
 def max_tokens(config: "RLConfig") -> int:
     """The turn length asked for, else what suits the model."""
-    if config.max_tokens is None:
+    return turn_tokens(config, config.max_tokens)
+
+
+def turn_tokens(config: CommonConfig, given: int | None) -> int:
+    """`given`, else what suits the model. Raises ConfigurationError unless it is positive."""
+    if given is None:
         return TINY_MAX_TOKENS if config.model_name == TINY_CHAT else MAX_TOKENS
-    if config.max_tokens < 1:
-        raise ConfigurationError(f"max_tokens={config.max_tokens}: must be at least 1")
-    return config.max_tokens
+    if given < 1:
+        raise ConfigurationError(f"max_tokens={given}: must be at least 1")
+    return given
 
 
 def prompt_room(config: "RLConfig", model: str) -> int | None:

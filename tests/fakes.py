@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 
 from tinker_cookbook.clients import CustomLossFn, SamplingClient, ServiceClient, TrainingClient
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs, derive_seed
+from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_local_backend import CheckpointError
 
 T = TypeVar("T")
@@ -217,12 +219,15 @@ class FakeRestClient:
         return Pending("delete", None, self.service.calls)
 
     def get_training_run_by_tinker_path_async(self, tinker_path: str) -> Awaitable[tinker.types.TrainingRun]:
-        raise NotImplementedError("the fake keeps no training runs")
+        training_run: Any = SimpleNamespace(base_model=self.service.base_model, user_metadata=None)
+        return Pending("get_training_run", training_run, self.service.calls)
 
 
 @dataclass
 class FakeServiceClient:
     reply: Reply = seeded_reply
+    base_model: str = str(EXAMPLE_DATA / "tiny_chat")
+    """of all that is saved"""
     calls: list[str] = field(default_factory=list)
     sampled: list[SampleCall] = field(default_factory=list)
     trainers: list[FakeTrainingClient] = field(default_factory=list)

@@ -170,6 +170,13 @@ class TestResume:
         with pytest.raises(ConnectionError):
             train(config, 6)
 
+    def test_weights_of_another_base_model_are_refused(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        service.saved["tinker://other/weights/x"] = 7
+        service.base_model = "Qwen/Qwen3-8B"
+        with pytest.raises(ConfigurationError, match="adapter of Qwen/Qwen3-8B"):
+            train(make_config(tmp_path, load_checkpoint_path="tinker://other/weights/x"), 1)
+        assert service.created == []
+
     def test_epochs_count(self, service: FakeServiceClient, tmp_path: Path) -> None:
         nothing: Any = None
         record = CheckpointRecord("a", batch=3, epoch=2)

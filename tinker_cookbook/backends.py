@@ -98,7 +98,11 @@ def is_checkpoint_error(error: BaseException) -> bool:
     import tinker
 
     local = sys.modules.get("tinker_local_backend")
-    return isinstance(error, tinker.NotFoundError) or (local is not None and isinstance(error, local.CheckpointError))
+    if local is not None and isinstance(error, local.CheckpointError):
+        return True
+    # Loading is queued on the service: what is wrong with the path comes back as a failed request of the user's making.
+    failed = isinstance(error, tinker.RequestFailedError) and error.category == tinker.types.RequestErrorCategory.User
+    return failed or isinstance(error, tinker.NotFoundError)
 
 
 def merge_adapter(

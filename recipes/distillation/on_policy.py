@@ -15,13 +15,13 @@ import chz
 
 from recipes.common import (
     MAX_TOKENS,
-    TINY_CHAT,
     TINY_MAX_TOKENS,
     dataset_label,
     learning_rate,
     open_log_path,
     resolve_model,
     run_settings,
+    turn_tokens,
 )
 from recipes.distillation.teacher import TeacherKeys, make_teacher, named_teacher, teacher_run
 from tinker_cookbook import model_info
@@ -87,8 +87,7 @@ def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
             f"dataset={cli.dataset!r} has no answers to make a teacher from; name one by teacher_model or "
             f"teacher_checkpoint, or use dataset={SHIPPED}"
         )
-    usual = TINY_MAX_TOKENS if cli.model_name == TINY_CHAT else MAX_TOKENS
-    longest = usual if cli.max_tokens is None else cli.max_tokens
+    longest = turn_tokens(cli, cli.max_tokens)
     context = model_info.get_context_length(model)
     shipped = cli.dataset == SHIPPED
     evaluator = TaskEvaluatorBuilder(

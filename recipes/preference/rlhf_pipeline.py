@@ -18,6 +18,7 @@ from typing import Literal
 import chz
 
 from recipes.common import (
+    MAX_TOKENS,
     RL_LEARNING_RATE,
     SL_LEARNING_RATE,
     TINY_CHAT,
@@ -26,6 +27,7 @@ from recipes.common import (
     learning_rate,
     open_log_path,
     run_settings,
+    turn_tokens,
 )
 from recipes.preference.data import SHIPPED, ComparisonConfig, chat_config, comparison_source
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_last_checkpoint
@@ -49,7 +51,6 @@ from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDatas
 
 RECIPE = "rlhf_pipeline"
 SFT, PREFERENCE_MODEL, RL = "sft", "preference_model", "rl"
-RL_MAX_TOKENS = 512
 TINY_SFT_RATE, TINY_PREFERENCE_RATE = 1e-2, 2e-3
 """The shipped data are few, and the tiny model has to learn a new style and a new task from them."""
 
@@ -80,7 +81,7 @@ class CLIConfig(ComparisonConfig):
     )
     group_size: int = chz.field(default=4, doc="replies per prompt", validator=chz.validators.gt(1))
     max_tokens: int | None = chz.field(
-        default=None, doc=f"longest reply; default: {TINY_MAX_TOKENS} for tiny_chat, else {RL_MAX_TOKENS}"
+        default=None, doc=f"longest reply; default: {TINY_MAX_TOKENS} for tiny_chat, else {MAX_TOKENS}"
     )
     max_steps: int | None = chz.field(default=None, doc="no stage takes more steps than this")
     eval_every: int = chz.field(
@@ -209,8 +210,7 @@ def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path:
         num_batches=cli.rl_steps if cli.max_steps is None else min(cli.max_steps, cli.rl_steps),
         seed=cli.seed,
     )
-    default_tokens = TINY_MAX_TOKENS if cli.model_name == TINY_CHAT else RL_MAX_TOKENS
-    max_tokens = cli.max_tokens if cli.max_tokens is not None else default_tokens
+    max_tokens = turn_tokens(cli, cli.max_tokens)
     has_test = data.comparison_builder.get_rows()[1] is not None
     return rl_train.Config(
         **fields,
