@@ -116,8 +116,12 @@ RECIPES: tuple[RecipeRun, ...] = (
     ),
     RecipeRun(
         "recipes.guess_number",
-        small=(*_RL, "groups_per_batch=2", "group_size=4"),
-        measures=(Measure("env/all/reward/total", "up", "steps"), Measure("test/env/all/reward/total", "up")),
+        small=(*_RL, "groups_per_batch=2", "group_size=4", "warm_up_steps=2"),
+        measures=(
+            Measure("env/all/reward/total", "up", "steps"),
+            Measure("test/env/all/reward/total", "up"),
+            Measure("test/env/all/correct", "up"),
+        ),
     ),
     RecipeRun(
         "recipes.twenty_questions",

@@ -16,7 +16,14 @@ from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, policy_config, reply_tokens
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
-from tinker_cookbook.eval.benchmarks import BenchmarkConfig, check_config, run_benchmarks, task_benchmark
+from tinker_cookbook.eval.benchmarks import (
+    BenchmarkConfig,
+    check_config,
+    run_benchmarks,
+    task_benchmark,
+    task_items,
+)
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.policies import open_policy
 
 RECIPE = "eval_benchmarks"
@@ -43,9 +50,15 @@ class CLIConfig(PolicyCLIConfig):
 
 async def main(cli: CLIConfig) -> None:
     check_config(_config(cli, ""))
+    for spec in cli.benchmarks:
+        task_items(spec)  # refused before anything loads
     policy = await open_policy(policy_config(cli))
     config = _config(cli, policy.base_model)
     room = None if policy.context_length is None else policy.context_length - config.max_tokens
+    if room is not None and room < 1:
+        raise ConfigurationError(
+            f"max_tokens={config.max_tokens} leaves no room for a question in the context of {policy.context_length}; lower it"
+        )
     benchmarks = [
         task_benchmark(spec, policy.renderer, cli.num_samples, max_items=cli.max_items, max_prompt_tokens=room)
         for spec in cli.benchmarks

@@ -1,10 +1,10 @@
 """Reinforcement learning with tools: a calculator, or a search over local news articles.
 
 The environment runs the calls that a reply holds, shows their results, and grades the answer that comes without a call. The
-calculator parses arithmetic and never runs code. The shipped model has hardly seen a tool call: a supervised stage on
-generated conversations shows it the form, by a player that often gives up without a call. What reinforcement learning adds
-is to call the tool and to repeat its result faithfully (used_tools, faithful). Right answers take more than the shipped model
-can do reliably: it copies the numbers of a question into the call only sometimes.
+calculator parses arithmetic and never runs code. The shipped model can neither write a call nor copy numbers into one: a
+supervised stage teaches it both, by a player that gives up so often that the model then calls for less than half of the
+questions. What reinforcement learning adds is to call for nearly all of them, and to keep copying well (correct,
+used_tools, faithful). Nothing is computed by the model itself, and its prompt does not name the tool.
 
     python -m recipes.tool_use
     python -m recipes.tool_use task=search
@@ -23,7 +23,7 @@ from typing import Any, Literal
 import chz
 
 from recipes.common import TINY_CHAT, prompt_room, resolve_model, train_config
-from recipes.warm_up import WarmUpConfig, demonstrate, warm_up
+from recipes.warm_up import GentleConfig, demonstrate, warm_up
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_content
 from tinker_cookbook.rl import train
@@ -42,9 +42,10 @@ from tinker_cookbook.tool_use.env import tool_conversation
 RECIPE = "tool_use"
 SYSTEM = "Put only the final answer between <SOLUTION> and </SOLUTION>."
 FORMAT_PENALTY = 0.1
-FAITHFUL = 0.2
 NO_ANSWER = "?"
-CALL_SHARE = 0.95
+CALL_SHARE = 0.82
+TINY_STEPS = 180
+"""Supervised steps, after which the shipped model copies the numbers of nearly every question."""
 ARTICLES = EXAMPLE_DATA / "summary" / "articles_train.jsonl"
 Task = Literal["calculator", "search"]
 
@@ -84,13 +85,15 @@ def draw_question(task: Task, largest: int, rng: random.Random) -> Question:
         return rng.choice(article_questions())
     a, b = (rng.randint(1, largest) for _ in range(2))
     expression = f"{a} {rng.choice('+-*')} {b}"
-    return Question(f"What is {expression}?", calculate(expression), {"expression": expression})
+    return Question(f'What is "{expression}"?', calculate(expression), {"expression": expression})
 
 
 @dataclass(frozen=True)
 class AnswerGrader:
-    """1 for the right answer between <SOLUTION> tags. An answer without tags costs FORMAT_PENALTY; a wrong one that a tool's
-    result holds is worth FAITHFUL, a step on the way."""
+    """1 for the right answer between <SOLUTION> tags; an answer without tags costs FORMAT_PENALTY.
+
+    `faithful` is reported only: whether a tool's result holds the answer.
+    """
 
     answer: str
 
@@ -99,18 +102,17 @@ class AnswerGrader:
         results = [get_text_content(message) for message in messages if message["role"] == "tool"]
         correct, tagged = solution == self.answer, solution is not None
         faithful = bool(solution) and any(solution in result for result in results)
-        reward = 1.0 if correct else FAITHFUL if faithful else 0.0 if tagged else -FORMAT_PENALTY
+        reward = 1.0 if correct else 0.0 if tagged else -FORMAT_PENALTY
         return reward, {"correct": float(correct), "format": float(tagged), "faithful": float(faithful)}
 
 
 def make_tool_env(task: Task, question: Question, declare: bool, renderer: Renderer) -> ToolUseEnv:
-    """`declare`: show the tool in the renderer's own way, as JSON schema; otherwise only a word of the system prompt names it."""
+    """`declare`: show the tool in the renderer's own way and ask for the answer's form; otherwise the question stands alone."""
     tools = registry(task)
     if declare:
         messages = tool_conversation(renderer, tools, SYSTEM, question.text)
     else:
-        system = f"Call the tool {tools.specs[0]['name']}. {SYSTEM}"
-        messages = [Message(role="system", content=system), Message(role="user", content=question.text)]
+        messages = [Message(role="user", content=question.text)]
     return ToolUseEnv(messages, tools, AnswerGrader(question.answer))
 
 
@@ -118,7 +120,7 @@ def half_hearted(task: Task, question: Question, rng: random.Random, messages: l
     """A player that calls the tool for most questions and repeats what it says, and gives up on the others.
 
     Each conversation weighs the same in training, so that a token of a short one weighs more: with CALL_SHARE calls the
-    choice between calling and giving up comes out about even.
+    shipped model comes to call for about a third of the questions, and most of what it reads still shows how.
     """
     answer = question.answer if messages[-1]["role"] == "tool" else NO_ANSWER
     if messages[-1]["role"] == "user" and rng.random() < CALL_SHARE:
@@ -158,7 +160,7 @@ class ToolUseDatasetBuilder(MessageDatasetBuilder):
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(WarmUpConfig):
+class CLIConfig(GentleConfig):
     """Keys of `python -m recipes.tool_use`."""
 
     task: Task = chz.field(default="calculator", doc="calculator, or search (extra: search)")
@@ -172,7 +174,7 @@ class CLIConfig(WarmUpConfig):
     )
     groups_per_batch: int = chz.field(default=8, doc="questions per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="episodes per question", validator=chz.validators.gt(1))
-    max_steps: int = chz.field(default=10, doc="number of batches", validator=chz.validators.gt(0))
+    max_steps: int = chz.field(default=16, doc="number of batches", validator=chz.validators.gt(0))
     num_test: int = chz.field(default=32, doc="questions of an evaluation", validator=chz.validators.gt(0))
     play: bool = chz.field(default=False, doc="answer a question yourself in the terminal; no model is loaded")
 
@@ -205,9 +207,8 @@ def make_dataset_builder(cli: CLIConfig) -> ToolUseDatasetBuilder:
 
 def build_config(cli: CLIConfig, episodes: ToolUseDatasetBuilder) -> train.Config:
     """The run's full config, checked; its folder is settled last."""
-    return train_config(
-        cli, RECIPE, episodes.model_name, episodes, [cli.task, f"{cli.groups_per_batch}x{cli.group_size}"]
-    )
+    folder = [cli.task, f"{cli.groups_per_batch}x{cli.group_size}"]
+    return train_config(cli.with_learning_rate(), RECIPE, episodes.model_name, episodes, folder)
 
 
 async def main(cli: CLIConfig) -> None:
@@ -222,7 +223,7 @@ async def main(cli: CLIConfig) -> None:
         player = partial(half_hearted, cli.task, question, rng)
         return await demonstrate(make_tool_env(cli.task, question, episodes.declare, renderer), player)
 
-    config = await warm_up(cli, config, episodes, half_hearted_episode, tiny_steps=120)
+    config = await warm_up(cli, config, episodes, half_hearted_episode, tiny_steps=TINY_STEPS)
     await train.main(config)
     print_rl_changes(config.log_path, ["reward/total", "correct", "used_tools", "faithful", "format"])
 

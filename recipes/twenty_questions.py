@@ -1,12 +1,15 @@
-"""Twenty questions: the policy asks, an answerer says yes or no, and a right guess ends the game.
+"""Twenty questions: the policy asks, an answerer says yes or no, and naming a thing ends the game.
 
 The default answerer is a script that knows the attributes of eight things (example_data/twenty_questions); answerer=lm asks a
-frozen model instead. With the shipped model this is a small game: four questions, and each answer lists what is still
-possible. A supervised stage shows it the form of a question, by a careless player; what it learns from the reward is to
-ask what narrows the list down and to name what is still on it. It does not learn to reason about things.
+frozen model instead. With the shipped model this is a small game: four things are drawn, one of them is it, each answer lists
+what is still open (attributes that tell the possible things apart, then these), and a thing that is named wrongly loses. A
+supervised stage shows the form and how to copy a name from the list, by a player that names things too early and asks what
+it could know. What is learnt from the reward is to narrow the list down before naming a thing, and to name the one that is
+left (won). Often it still names one of two. It does not learn what the things are: every game lists the same three
+attributes, and what they exclude is said.
 
     python -m recipes.twenty_questions
-    python -m recipes.twenty_questions model_name=Qwen/Qwen3-4B-Instruct-2507 answerer=lm max_turns=20 list_objects=False
+    python -m recipes.twenty_questions model_name=Qwen/Qwen3-4B-Instruct-2507 num_things=8 list_objects=False answerer=lm
     python -m recipes.twenty_questions play=True
 """
 
@@ -22,7 +25,7 @@ from typing import Any, Literal
 import chz
 
 from recipes.common import prompt_room, resolve_model, train_config
-from recipes.warm_up import WarmUpConfig, demonstrate, warm_up
+from recipes.warm_up import GentleConfig, demonstrate, warm_up
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
@@ -43,7 +46,9 @@ RECIPE = "twenty_questions"
 OBJECTS = EXAMPLE_DATA / "twenty_questions" / "objects.jsonl"
 WASTE = 0.2
 """What a question costs that is none, or whose answer could be known."""
-WIN = 0.5
+WIN = 1.0
+TINY_STEPS = 150
+"""Supervised steps, after which the shipped model names what is on the list."""
 _QUESTION = re.compile(r"Is it (.{1,80})\?")
 
 Answerer = Callable[[str, str], Awaitable[bool | None]]
@@ -103,52 +108,65 @@ class LMAnswerer:
 
 
 class TwentyQuestionsEnv(MessageEnv):
-    """One thing to find with at most `max_turns` questions of the form "Is it ...?".
+    """One thing of a few to find, with at most `max_turns` questions of the form "Is it ...?".
 
-    A win is worth WIN. A question is worth the share of the uncertainty that it may be expected to remove by what is still
-    possible: for half of 8 things log 2 / log 8, whatever the answer, so that luck counts little. One that is not
-    understood, or whose answer is known, costs WASTE.
+    Naming a thing ends the game: WIN if it is the right one, else 0. A question about an attribute is worth the share of the
+    uncertainty that it may be expected to remove by what is still possible: for half of 4 things log 2 / log 4, whatever the
+    answer, so that luck counts little; 0 if the script has no opinion (answerer=lm). One that is not understood, or whose
+    answer is known, costs WASTE.
 
     Args:
-        list_objects: each answer lists the things that are still possible, by what the script knows of them.
+        among: the things that it may be, two or more for a game in which anything is to be asked.
+        list_objects: each answer lists what is still open, by what the script knows; otherwise only the first message does.
     """
 
-    def __init__(self, name: str, things: Things, answerer: Answerer, max_turns: int, list_objects: bool):
-        self.name, self.things, self.answerer = name, things, answerer
+    def __init__(
+        self, name: str, among: list[str], things: Things, answerer: Answerer, max_turns: int, list_objects: bool
+    ):
+        self.name, self.among, self.things, self.answerer = name, among, things, answerer
         self.max_turns, self.list_objects = max_turns, list_objects
-        self.possible = things.names
+        self.possible = list(among)
         self.messages: list[Message] = []
         self.turns = 0
 
     async def initial_observation(self) -> list[Message]:
-        rules = f"Find my thing. Ask: Is it ...? It may be {', '.join(self.things.known)}.{self.left()}"
-        self.messages = [{"role": "user", "content": rules}]
+        self.messages = [{"role": "user", "content": f"Find my thing. Ask: Is it ...? {self.open_questions()}"}]
         return list(self.messages)
 
     async def step(self, message: Message) -> MessageStepResult:
         self.turns += 1
         match = _QUESTION.fullmatch(get_text_content(message).strip())
         question = match.group(1) if match else ""
-        won = question == self.name
-        answer = True if won else await self.answerer(self.name, question) if question else None
-        information = self.information(question) if answer is not None else 0.0
-        useful = won or information > 0
+        named, won = question in self.things.names, question == self.name
+        answer = won if named else await self.answerer(self.name, question) if question else None
+        reward = WIN * won if named else self.worth(question, answer)
         if answer is not None:
             self.narrow(question, answer)
-        done = won or self.turns == self.max_turns
-        reward = WIN * won + (information if useful else -WASTE)
-        metrics: Metrics = {"well_formed": float(answer is not None), "useful": float(useful)}
+        done = named or self.turns == self.max_turns
+        metrics: Metrics = {
+            "well_formed": float(answer is not None),
+            "useful": float(won or (not named and reward > 0)),
+        }
         if done:
             metrics |= {"won": float(won), "left": len(self.possible)}
         self.messages += [message, {"role": "user", "content": "You win!" if won else self.reply(answer)}]
         return MessageStepResult(reward, done, list(self.messages), metrics, {"thing": self.name, "question": question})
 
+    def worth(self, question: str, answer: bool | None) -> float:
+        """Reward of a question that names no thing."""
+        if answer is not None and question not in self.things.known:
+            return 0.0
+        information = 0.0 if answer is None else self.information(question)
+        return information if information > 0 else -WASTE
+
     def information(self, question: str) -> float:
         """Expected fall of the entropy over what is possible, in units of the entropy at the beginning."""
         n = len(self.possible)
         yes = sum(bool(self.things.holds(thing, question)) for thing in self.possible)
-        rest = sum(k / n * math.log(k) for k in (yes, n - yes) if k > 0)
-        return (math.log(n) - rest) / math.log(len(self.things.names))
+        if yes in (0, n):
+            return 0.0
+        rest = sum(k / n * math.log(k) for k in (yes, n - yes))
+        return (math.log(n) - rest) / math.log(len(self.among))
 
     def narrow(self, question: str, answer: bool) -> None:
         """Keep what the script finds possible; an answer that contradicts it in everything (answerer=lm) narrows nothing."""
@@ -157,26 +175,33 @@ class TwentyQuestionsEnv(MessageEnv):
 
     def reply(self, answer: bool | None) -> str:
         said = {True: "Yes.", False: "No.", None: "I do not understand. Ask: Is it ...?"}[answer]
-        return said + self.left()
+        return f"{said} {self.open_questions()}" if self.list_objects else said
 
-    def left(self) -> str:
-        return f" Left: {', '.join(self.possible)}." if self.list_objects else ""
+    def open_questions(self) -> str:
+        """The attributes that some of the possible things have and others lack, and the possible things."""
+        splitting = [what for what in self.things.known if self.information(what) > 0]
+        return f"Open: {', '.join(splitting + self.possible)}."
 
 
 def careless_question(things: Things, rng: random.Random, messages: list[Message]) -> Message:
-    """A player that knows the form, and that half of the time does not look at what is still possible."""
-    left = get_text_content(messages[-1]).partition("Left: ")[2].removesuffix(".").split(", ")
-    names = left if rng.random() < 0.5 and left != [""] else things.names
-    what = rng.choice(things.known if rng.random() < 0.4 else names)
+    """A player without a plan: often it names a thing while there is more to ask, or asks what it could know."""
+    listed = get_text_content(messages[-1]).partition("Open: ")[2].removesuffix(".").split(", ")
+    left = [what for what in listed if what in things.names]
+    splitting = [what for what in listed if what in things.known]
+    if rng.random() < (0.6 if splitting or not left else 0.1):
+        what = rng.choice(splitting if splitting and rng.random() < 0.75 else things.known)
+    else:
+        what = left[-1] if left else rng.choice(things.names)
     return {"role": "assistant", "content": f"Is it {what}?"}
 
 
 @chz.chz(typecheck=True)
 class TwentyQuestionsDatasetBuilder(MessageDatasetBuilder):
-    """Games about things drawn evenly from the list."""
+    """Games about a few things drawn from the list, each of them as likely."""
 
+    num_things: int = chz.field(doc="things that it may be")
     max_turns: int = chz.field(doc="questions per game")
-    list_objects: bool = chz.field(doc="answers list what is still possible")
+    list_objects: bool = chz.field(doc="answers list what is still open")
     answerer_model: str | None = chz.field(doc="model that answers; None: the script")
     backend: str | None = chz.field(doc="where that model runs")
     base_url: str | None = chz.field(doc="its server")
@@ -200,8 +225,9 @@ class TwentyQuestionsDatasetBuilder(MessageDatasetBuilder):
         answerer = await self.make_answerer(things)
 
         def make_env(renderer: Renderer, rng: random.Random) -> Callable[[], TwentyQuestionsEnv]:
-            name = rng.choice(things.names)
-            return partial(TwentyQuestionsEnv, name, things, answerer, self.max_turns, self.list_objects)
+            among = rng.sample(things.names, self.num_things)
+            name = rng.choice(among)
+            return partial(TwentyQuestionsEnv, name, among, things, answerer, self.max_turns, self.list_objects)
 
         return make_env
 
@@ -211,16 +237,19 @@ class TwentyQuestionsDatasetBuilder(MessageDatasetBuilder):
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(WarmUpConfig):
+class CLIConfig(GentleConfig):
     """Keys of `python -m recipes.twenty_questions`."""
 
     answerer: Literal["script", "lm"] = chz.field(default="script", doc="script, or lm (a frozen model)")
     answerer_model: str | None = chz.field(
         default=None, doc="model of an lm answerer; default: the policy's base model"
     )
-    list_objects: bool = chz.field(default=True, doc="answers list what is still possible, by what the script knows")
-    max_turns: int = chz.field(default=4, doc="questions per game", validator=chz.validators.gt(0))
-    max_steps: int = chz.field(default=14, doc="number of batches", validator=chz.validators.gt(0))
+    list_objects: bool = chz.field(default=True, doc="answers list what is still open, by what the script knows")
+    num_things: int = chz.field(
+        default=4, doc="things that it may be, drawn anew for each game", validator=chz.validators.gt(1)
+    )
+    max_turns: int = chz.field(default=5, doc="questions per game", validator=chz.validators.gt(0))
+    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
     groups_per_batch: int = chz.field(default=8, doc="things per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="games per thing", validator=chz.validators.gt(1))
     num_test: int = chz.field(default=48, doc="games of an evaluation", validator=chz.validators.gt(0))
@@ -235,6 +264,8 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
         answerer, _ = resolve_model(chz.replace(cli, model_name=cli.answerer_model or cli.model_name))
     elif cli.answerer_model is not None:
         raise ConfigurationError(f"answerer_model={cli.answerer_model!r} is of no use with answerer=script; drop it")
+    if cli.num_things > (known := len(Things.read().names)):
+        raise ConfigurationError(f"num_things={cli.num_things}: there are {known} things; choose at most that many")
     return TwentyQuestionsDatasetBuilder(
         model_name=model,
         renderer_name=renderer_name,
@@ -244,6 +275,7 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
         num_test=cli.num_test,
         seed=cli.seed,
         max_prompt_tokens=prompt_room(cli, model),
+        num_things=cli.num_things,
         max_turns=cli.max_turns,
         list_objects=cli.list_objects,
         answerer_model=answerer,
@@ -254,9 +286,8 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
 
 def build_config(cli: CLIConfig, episodes: TwentyQuestionsDatasetBuilder) -> train.Config:
     """The run's full config, checked; its folder is settled last."""
-    return train_config(
-        cli, RECIPE, episodes.model_name, episodes, [cli.answerer, f"{cli.groups_per_batch}x{cli.group_size}"]
-    )
+    folder = [cli.answerer, f"{cli.groups_per_batch}x{cli.group_size}"]
+    return train_config(cli.with_learning_rate(), RECIPE, episodes.model_name, episodes, folder)
 
 
 async def main(cli: CLIConfig) -> None:
@@ -268,11 +299,13 @@ async def main(cli: CLIConfig) -> None:
     things = Things.read()
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:
-        thing, answerer = rng.choice(things.names), ScriptedAnswerer(things)
-        game = TwentyQuestionsEnv(thing, things, answerer, cli.max_turns, cli.list_objects)
+        # Half of the games begin where one thing is left: short conversations, from which copying is learnt fastest.
+        among = rng.sample(things.names, 1 if rng.random() < 0.5 else cli.num_things)
+        answerer = ScriptedAnswerer(things)
+        game = TwentyQuestionsEnv(rng.choice(among), among, things, answerer, cli.max_turns, cli.list_objects)
         return await demonstrate(game, partial(careless_question, things, rng))
 
-    config = await warm_up(cli, config, episodes, careless_game)
+    config = await warm_up(cli, config, episodes, careless_game, tiny_steps=TINY_STEPS)
     await train.main(config)
     print_rl_changes(config.log_path, ["reward/total", "won", "left", "useful", "well_formed"])
 

@@ -1,7 +1,8 @@
 """A supervised stage before reinforcement learning, for a model that does not know the form of a game or of tool calls.
 
 What it trains on is written by a player that is a plain function: it knows the form and plays badly, so that what the
-policy learns afterwards is its own. The conversations stay in the run's folder, as warm_up.jsonl beside the folder warm_up of
+policy learns afterwards is its own. Its learning rate is a constant of this module: the key learning_rate is that of
+reinforcement learning alone. The conversations stay in the run's folder, as warm_up.jsonl beside the folder warm_up of
 the supervised run itself. A model that knows the form needs none of this: warm_up_steps=0.
 """
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import chz
 
-from recipes.common import SL_LEARNING_RATE, TINY_CHAT, RLConfig
+from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, TINY_CHAT, RLConfig
 from tinker_cookbook.checkpoint_utils import get_last_checkpoint
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
@@ -34,6 +35,8 @@ BATCH_SIZE = 16
 TINY_STEPS = 40
 TINY_RATE = 3e-3
 """Higher than what suits the shipped model otherwise: it has a form to learn from scratch, and few steps."""
+GENTLE_RATE = 3e-4
+"""For reinforcement learning on the shipped model after it has learnt to copy: at 1e-3 it soon forgets that again."""
 
 
 @chz.chz(typecheck=True)
@@ -50,6 +53,21 @@ class WarmUpConfig(RLConfig):
     def _check_warm_up_steps(self) -> None:
         if self.warm_up_steps is not None and self.warm_up_steps < 0:
             raise ConfigurationError(f"warm_up_steps={self.warm_up_steps}: must be 0 (no warm-up) or more")
+
+
+@chz.chz(typecheck=True)
+class GentleConfig(WarmUpConfig):
+    """Keys of the recipes whose warm-up teaches more than a form: a lower learning rate keeps it. Not that of the warm-up."""
+
+    learning_rate: float | None = chz.field(
+        default=None,
+        doc=f"Adam's learning rate; default: {GENTLE_RATE:g} for tiny_chat, {RL_LEARNING_RATE:g} for other models",
+    )
+
+    def with_learning_rate(self) -> "GentleConfig":
+        """These keys with the learning rate settled for the shipped model."""
+        gentle = self.learning_rate is None and self.model_name == TINY_CHAT
+        return chz.replace(self, learning_rate=GENTLE_RATE) if gentle else self
 
 
 def warm_up_steps(cli: WarmUpConfig, tiny_steps: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.renderers.families import FAMILIES
+from tinker_cookbook import model_info
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_info import (
     ModelAttributes,
@@ -199,3 +200,19 @@ def test_warning(caplog: pytest.LogCaptureFixture, model: str, renderer: str | N
     assert bool(caplog.records) == warns
     if warns:
         assert f"renderer_name={renderer!r} is not made for model_name={model!r}" in caplog.text
+
+
+def test_the_context_of_a_folder_is_read_and_that_of_a_hub_name_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 77}')
+    assert model_info.get_context_length(str(tmp_path)) == 77
+    asked = []
+
+    def refuse(name: str) -> None:
+        asked.append(name)
+        raise OSError("no such model on the hub")
+
+    monkeypatch.setattr(model_info.AutoConfig, "from_pretrained", refuse)
+    assert [model_info.get_context_length("owner/asked-once") for _ in range(3)] == [None] * 3
+    assert asked == ["owner/asked-once"]

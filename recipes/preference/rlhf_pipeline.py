@@ -13,7 +13,7 @@ A stage that is finished is not run again, so an interrupted pipeline goes on wh
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import chz
 
@@ -149,11 +149,12 @@ class WinRateBuilder:
         )
 
 
-def common_fields(cli: CLIConfig, log_path: Path, stage: str) -> dict:
-    """The fields that the configs of all stages have."""
+def common_fields(cli: CLIConfig, log_path: Path, stage: str, start: str | None) -> dict[str, Any]:
+    """The fields that the configs of all stages have. `start`: the weights that the stage starts from."""
     return {
         **run_settings(cli, f"{RECIPE}/{stage}", chat_config(cli).model_name_for_tokenizer),
         "log_path": str(log_path / stage),
+        "load_checkpoint_path": start,
         "wandb_name": cli.wandb_name and f"{cli.wandb_name}-{stage}",
     }
 
@@ -166,7 +167,7 @@ def sl_learning_rate(cli: CLIConfig, given: float | None, tiny: float) -> float:
 def sft_config(cli: CLIConfig, log_path: Path) -> sl_train.Config:
     """Stage 1."""
     return sl_train.Config(
-        **common_fields(cli, log_path, SFT),
+        **common_fields(cli, log_path, SFT, cli.load_checkpoint_path),
         dataset_builder=DemonstrationsBuilder(
             common_config=chat_config(cli),
             comparison_builder=comparison_source(cli),
@@ -182,7 +183,7 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
     data = ChatDatasetBuilderFromComparisons(common_config=chat_config(cli), comparison_builder=comparison_source(cli))
     has_test = data.comparison_builder.get_rows()[1] is not None
     return sl_train.Config(
-        **common_fields(cli, log_path, PREFERENCE_MODEL) | {"load_checkpoint_path": warm_path},
+        **common_fields(cli, log_path, PREFERENCE_MODEL, warm_path),
         dataset_builder=data,
         learning_rate=sl_learning_rate(cli, cli.preference_learning_rate, TINY_PREFERENCE_RATE),
         num_epochs=cli.preference_epochs,
@@ -192,7 +193,7 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
 
 def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path: str | None) -> rl_train.Config:
     """Stage 3, from the weights of stage 1, judged by those of stage 2."""
-    fields = common_fields(cli, log_path, RL) | {"load_checkpoint_path": warm_path}
+    fields = common_fields(cli, log_path, RL, warm_path)
     data = PairwisePreferenceRLDatasetBuilder(
         comparison_builder=comparison_source(cli),
         preference_model_builder=PreferenceModelBuilderFromChatRenderer(

@@ -58,7 +58,7 @@ def test_prompt_distillation_the_student_agrees_without_the_prompt(tmp_path: Pat
     assert before < 0.4 and after > before + 0.3
     labelled = (tmp_path / "log" / "data" / "train.jsonl").read_bytes()
     # The same data, made beforehand, gives the same student.
-    again = run(prompt_distillation, tmp_path / "again", f"data={tmp_path / 'log' / 'data'}", *argv)
+    again = run(prompt_distillation, tmp_path / "again", f"data={tmp_path / 'log' / 'data'}", *argv[1:])
     assert ends(again, "test/agreement") == (before, after)
     assert (tmp_path / "log" / "data" / "train.jsonl").read_bytes() == labelled
 

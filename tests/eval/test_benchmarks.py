@@ -15,9 +15,17 @@ from tests.fakes import FakeServiceClient, SampleCall
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval import benchmarks
-from tinker_cookbook.eval.benchmarks import BenchmarkConfig, BenchmarkResult, pass_at_k, run_benchmarks, task_benchmark
+from tinker_cookbook.eval.benchmarks import (
+    BenchmarkConfig,
+    BenchmarkResult,
+    dataset_benchmark,
+    pass_at_k,
+    run_benchmarks,
+    task_benchmark,
+)
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 from tinker_cookbook.runs.files import read_jsonl
 from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -139,3 +147,44 @@ def test_the_recipe_measures_the_tiny_model(
     assert 0.2 < metrics["pass@1"] < metrics["pass@2"] <= 1
     assert "qa/arithmetic" in capsys.readouterr().out
     assert benchmarks.SETTINGS_BASE_NAME in {path.name for path in (tmp_path / "qa-arithmetic").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("arithmetic", "must be task/dataset"),
+        ("nothing/arithmetic", "task='nothing' is unknown"),
+        ("qa/nothing", "dataset='nothing'"),
+    ],
+)
+def test_the_recipe_refuses_an_unknown_benchmark_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: str, message: str
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a model was loaded before the benchmarks had been checked")
+
+    monkeypatch.setattr(eval_benchmarks, "open_policy", refuse)
+    with pytest.raises(SystemExit):
+        run_recipe(
+            eval_benchmarks.CLIConfig, eval_benchmarks.main, argv=[f"benchmarks={spec}", f"save_dir={tmp_path / 'x'}"]
+        )
+    assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_a_benchmark_of_an_rl_dataset_tries_every_group(tmp_path: Path) -> None:
+    builders = list(task_benchmark("qa/arithmetic", RENDERER, num_samples=2, max_items=5).builders)
+
+    class Halves(RLDataset):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [builders[:3], builders[3:]][index]
+
+        def __len__(self) -> int:
+            return 2
+
+    client = FakeServiceClient(reply=answer).new_sampler(0)
+    config = BenchmarkConfig(max_tokens=20, num_samples=2)
+    for max_items, count in ((None, 5), (4, 4)):
+        benchmark = dataset_benchmark("mine", Halves(), max_items)
+        folder = tmp_path / str(count)
+        (result,) = asyncio.run(run_benchmarks([benchmark], client, TOKENIZER, folder, config, "p"))
+        assert (result.metrics["num_items"], result.metrics["num_tries"]) == (count, 2 * count)

@@ -112,6 +112,10 @@ def test_each_step_scores_the_pairs_and_takes_one_update(service: FakeServiceCli
         assert "state_path" not in row
         assert all(isinstance(value, int | float) for value in row.values())
     assert [row["epoch"] for row in written] == [0, 0, 0, 1, 1, 1]
+    # The names that every loop has.
+    assert [row["progress/batch"] for row in written] == list(range(6))
+    assert [row["progress/done_frac"] for row in written] == [(i + 1) / 6 for i in range(6)]
+    assert [row["optim/lr"] for row in written] == [row["learning_rate"] for row in written]
 
 
 def test_policy_and_reference_that_agree_have_no_margin(service: FakeServiceClient, tmp_path: Path) -> None:

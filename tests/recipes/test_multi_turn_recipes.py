@@ -7,15 +7,19 @@ import math
 import pickle
 import random
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import chz
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipes import guess_number, math_rl, tool_use, twenty_questions
-from recipes.warm_up import Player, demonstrate
+from recipes.warm_up import GENTLE_RATE, TINY_RATE, Player, demonstrate
 from tests.debate.arena import make_renderer
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
@@ -52,6 +56,24 @@ def test_from_command_line_to_files(name: str, tmp_path: Path) -> None:
     assert resumed == rows
 
 
+@pytest.mark.parametrize(
+    ("argv", "rate"),
+    [((), GENTLE_RATE), (("learning_rate=0.01",), 0.01), (("load_checkpoint_path=tinker://x",), GENTLE_RATE)],
+)
+@pytest.mark.parametrize("recipe", [tool_use, twenty_questions])
+def test_the_learning_rate_is_gentle_unless_given(
+    recipe: ModuleType, argv: tuple[str, ...], rate: float, tmp_path: Path
+) -> None:
+    cli = chz.Blueprint(recipe.CLIConfig).make_from_argv([*argv, f"log_path={tmp_path / 'run'}"])
+    assert recipe.build_config(cli, recipe.make_dataset_builder(cli)).learning_rate == rate
+
+
+def test_the_learning_rate_does_not_reach_the_warm_up(tmp_path: Path) -> None:
+    run(tool_use, tmp_path / "run", "warm_up_steps=1", "max_steps=1", "learning_rate=1e-9")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "warm_up" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["learning_rate"] == TINY_RATE
+
+
 def test_an_episode_of_several_turns_is_one_datum(tmp_path: Path) -> None:
     run(guess_number, tmp_path / "run", "warm_up_steps=0", "max_tokens=24")
     records = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("training_step_*.json"))]
@@ -83,6 +105,7 @@ def test_mathematics(tmp_path: Path) -> None:
         (tool_use, "warm_up_steps=-1", "warm_up_steps=-1: must be 0 (no warm-up) or more"),
         (guess_number, "highest=1", "highest: must be greater than 1"),
         (twenty_questions, "answerer_model=tiny_chat", "is of no use with answerer=script"),
+        (twenty_questions, "num_things=9", "num_things=9: there are 8 things"),
         (twenty_questions, "max_turns=0", "max_turns: must be greater than 0"),
     ],
 )
@@ -102,7 +125,7 @@ def test_a_person_can_play(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = WITH_WARM_UP[name]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("no idea\n\n" * 4))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("no idea\n\n" * 5))
     run_recipe(recipe.CLIConfig, recipe.main, argv=["play=True", f"log_path={tmp_path / 'run'}"])
     assert "total reward" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
@@ -138,50 +161,88 @@ class TestGuessNumber:
 
 
 class TestTwentyQuestions:
-    @staticmethod
-    def env(name: str = "owl", turns: int = 4) -> twenty_questions.TwentyQuestionsEnv:
-        things = twenty_questions.Things.read()
-        return twenty_questions.TwentyQuestionsEnv(name, things, twenty_questions.ScriptedAnswerer(things), turns, True)
+    things = twenty_questions.Things.read()
+
+    def env(
+        self, name: str = "owl", turns: int = 4, among: Sequence[str] = (), list_objects: bool = True
+    ) -> twenty_questions.TwentyQuestionsEnv:
+        answerer = twenty_questions.ScriptedAnswerer(self.things)
+        candidates = list(among or self.things.names)
+        return twenty_questions.TwentyQuestionsEnv(name, candidates, self.things, answerer, turns, list_objects)
 
     def test_a_game(self) -> None:
-        results = play(self.env(), "Is it an animal?", "Is it big?", "Is it cat?", "Is it owl?")
+        results = play(self.env(), "Is it an animal?", "Is it heavy?", "Is it white?", "Is it owl?")
         assert [shown(result) for result in results] == [
-            "Yes. Left: cat, horse, owl, sheep.",
-            "No. Left: cat, owl.",
-            "No. Left: owl.",
+            "Yes. Open: heavy, white, cat, dog, owl, sheep.",
+            "No. Open: white, cat, owl.",
+            "Yes. Open: owl.",
             "You win!",
         ]
         assert [result.reward for result in results] == pytest.approx([1 / 3, 1 / 3, 1 / 3, twenty_questions.WIN])
+        assert [result.episode_done for result in results] == [False, False, False, True]
         assert results[-1].metrics["won"] == 1
 
+    def test_naming_a_wrong_thing_ends_the_game_for_nothing(self) -> None:
+        (result,) = play(self.env(), "Is it cat?")
+        assert result.episode_done and result.reward == 0
+        assert result.metrics["won"] == result.metrics["useful"] == 0
+
+    def test_the_last_question_ends_the_game(self) -> None:
+        results = play(self.env(turns=2), "Is it white?", "Is it heavy?")
+        assert [result.episode_done for result in results] == [False, True] and results[-1].metrics["won"] == 0
+
+    def test_the_first_message_names_what_may_be_asked(self) -> None:
+        env = self.env("cat", among=("sheep", "cat"), list_objects=False)
+        first = asyncio.run(env.initial_observation())
+        assert first[0]["content"] == "Find my thing. Ask: Is it ...? Open: heavy, white, sheep, cat."
+        assert shown(play(env, "Is it heavy?")[0]) == "No."
+
     def test_three_attributes_tell_all_things_apart(self) -> None:
-        things = twenty_questions.Things.read()
-        assert len(things.known) == 3 and len(set(things.attributes.values())) == len(things.names) == 8
+        assert len(self.things.known) == 3
+        assert len(set(self.things.attributes.values())) == len(self.things.names) == 8
 
     @pytest.mark.parametrize(
-        "reply", ["owl", "Is it an owl, perhaps", "Is it heavy?", "Is it ?", "Is it big? Is it white?"]
+        "reply", ["owl", "Is it an owl, perhaps", "Is it big?", "Is it ?", "Is it heavy? Is it white?"]
     )
     def test_a_question_that_is_none_costs(self, reply: str) -> None:
         (result,) = play(self.env(), reply)
         assert result.reward == -twenty_questions.WASTE and result.metrics["well_formed"] == 0
 
     def test_what_is_known_already_costs_too(self) -> None:
-        rewards = [result.reward for result in play(self.env(), "Is it big?", "Is it big?")]
+        rewards = [result.reward for result in play(self.env(), "Is it heavy?", "Is it heavy?")]
         assert rewards == pytest.approx([1 / 3, -twenty_questions.WASTE])
 
-    def test_a_name_is_worth_what_it_may_tell_whether_it_is_right_or_not(self) -> None:
-        hit, miss = (play(self.env(), f"Is it {name}?")[0].reward for name in ("owl", "cat"))
-        assert hit - miss == pytest.approx(twenty_questions.WIN)
-        assert miss == pytest.approx(1 - 7 / 8 * math.log(7) / math.log(8))
+    @pytest.mark.parametrize("name", ["cat", "dog", "sheep"])
+    def test_a_question_is_worth_what_it_may_be_expected_to_tell(self, name: str) -> None:
+        (result,) = play(self.env(name, among=("cat", "dog", "sheep")), "Is it white?")
+        assert result.reward == pytest.approx((math.log(3) - 2 / 3 * math.log(2)) / math.log(3))
 
     def test_an_answer_that_contradicts_the_script_narrows_nothing(self) -> None:
-        async def contrary(name: str, question: str) -> bool:
-            return True
+        env = self.env(among=("cat", "apple"))
+        env.answerer = self.agree
+        results = play(env, "Is it white?", "Is it an animal?", "Is it green?")
+        assert [shown(result) for result in results[:2]] == ["Yes. Open: an animal, cat, apple.", "Yes. Open: cat."]
+        # The model may know what the script does not: no reward, no cost.
+        assert results[2].reward == 0 and results[2].metrics["well_formed"] == 1
 
-        things = twenty_questions.Things.read()
-        env = twenty_questions.TwentyQuestionsEnv("owl", things, contrary, 4, True)
-        results = play(env, "Is it cat?", "Is it big?")
-        assert shown(results[0]) == shown(results[1]) == "Yes. Left: cat."
+    @staticmethod
+    async def agree(name: str, question: str) -> bool:
+        return True
+
+    @given(st.integers(0, 10_000), st.integers(2, 8))
+    def test_information_adds_up_to_the_whole(self, seed: int, number: int) -> None:
+        rng = random.Random(seed)
+        among = rng.sample(self.things.names, number)
+        env = self.env(rng.choice(among), among=among)
+        total = [max(0.0, r.reward) for r in play(env, *(f"Is it {what}?" for what in self.things.known))]
+        assert env.possible == [env.name] and 0 < sum(total) <= 1 + math.log(4) / math.log(number)
+
+    def test_the_careless_player_speaks_of_what_it_sees(self) -> None:
+        said = set()
+        for seed in range(60):
+            messages: list[Any] = [{"role": "user", "content": "Open: white, cat, owl."}]
+            said.add(str(twenty_questions.careless_question(self.things, random.Random(seed), messages)["content"]))
+        assert said == {"Is it white?", "Is it heavy?", "Is it an animal?", "Is it owl?"}
 
     @pytest.mark.parametrize(("reply", "answer"), [("Yes, it is.", True), ("no", False), ("Perhaps.", None)])
     def test_a_model_may_answer(self, reply: str, answer: bool | None) -> None:
@@ -228,6 +289,31 @@ class TestToolUse:
             reward, length = asyncio.run(self.play_and_grade(env, player))
             rewards.setdefault(length, set()).add(reward)
         assert rewards == {3: {0.0}, 5: {1.0}}
+
+    def test_search_from_command_line_to_files(self, tmp_path: Path) -> None:
+        pytest.importorskip("bm25s")
+        rows = run(tool_use, tmp_path / "run", "task=search", "warm_up_steps=1", "max_steps=1", "max_tokens=32")
+        assert [row["step"] for row in rows] == [0, 1] and "test/env/all/reward/total" in rows[0]
+        assert '"query' in (tmp_path / "run" / "warm_up.jsonl").read_text().replace('\\"', '"')
+
+    def test_without_its_package_search_says_what_to_install(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "bm25s", None)
+        tool_use.registry.cache_clear()
+        with pytest.raises(SystemExit):
+            run(tool_use, tmp_path / "run", "task=search")
+        tool_use.registry.cache_clear()
+        assert "bm25s" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+    def test_a_wrong_answer_is_worth_nothing_however_faithful(self) -> None:
+        conversation: list[Any] = [{"role": "tool", "content": "7"}, {"role": "assistant", "content": ""}]
+        outcomes = {}
+        for text in ("<SOLUTION>7</SOLUTION>", "<SOLUTION>8</SOLUTION>", "8"):
+            conversation[-1]["content"] = text
+            reward, metrics = asyncio.run(tool_use.AnswerGrader("8")(conversation))
+            outcomes[text] = (reward, metrics["faithful"])
+        assert list(outcomes.values()) == [(0.0, 1.0), (1.0, 0.0), (-tool_use.FORMAT_PENALTY, 0.0)]
 
     def test_environments_pickle(self) -> None:
         question = tool_use.Question("What is 1 + 1?", "2", {"expression": "1 + 1"})

@@ -154,10 +154,14 @@ class TestRows:
         for number, row in enumerate(rows[:-1]):
             assert row["learning_rate"] == pytest.approx(1e-2 * (1 - number / 5))
             assert row["progress"] == number / 5
+            # The names that every loop has.
+            assert (row["progress/batch"], row["progress/done_frac"]) == (number, (number + 1) / 5)
+            assert row["optim/lr"] == row["learning_rate"]
             assert {"epoch", "num_sequences", "num_tokens", "num_loss_tokens", "train_mean_nll", "train_mean_bpb",
                     "optim/grad_norm", "time/get_batch", "time/step", "time/total"} <= row.keys()  # fmt: skip
         assert [number for number, row in enumerate(rows) if "time/save_checkpoint" in row] == [2, 4]
-        assert {"test/nll", "test/bpb", "time/evals", "time/total"} <= rows[-1].keys() and rows[-1]["progress"] == 1
+        assert {"test/nll", "test/bpb", "time/evals", "time/total"} <= rows[-1].keys()
+        assert (rows[-1]["progress"], rows[-1]["progress/batch"], rows[-1]["progress/done_frac"]) == (1, 5, 1)
 
     def test_the_first_example_is_shown_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

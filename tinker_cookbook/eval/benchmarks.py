@@ -29,6 +29,7 @@ from tinker_cookbook.runs.files import append_jsonl, read_jsonl, truncate_jsonl,
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder
+from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.misc_utils import gather_all
 
 TRAJECTORIES_BASE_NAME, RESULT_BASE_NAME = "trajectories.jsonl", "result.json"
@@ -109,6 +110,17 @@ def task_benchmark(
         ConfigurationError: unknown task or dataset, or it has no such items.
         DataFormatError: a line of a file cannot be read.
     """
+    task, items = task_items(spec, split)
+    chosen = items[:max_items]
+    builders = [
+        SingleTurnGroupBuilder(task, item, renderer, num_samples, max_prompt_tokens=max_prompt_tokens)
+        for item in chosen
+    ]
+    return Benchmark(spec, builders, {"split": split, "items": [item.id for item in chosen]})
+
+
+def task_items(spec: str, split: Literal["train", "test"] = "test") -> tuple[Task, Sequence[TaskItem]]:
+    """The task and the items of `task/dataset`; nothing of a model is needed. Raises as `task_benchmark`."""
     task_name, slash, dataset = spec.partition("/")
     if not slash or not dataset:
         raise ConfigurationError(
@@ -119,12 +131,7 @@ def task_benchmark(
     items = train if split == "train" or dataset.endswith(".jsonl") else test
     if not items:
         raise ConfigurationError(f"benchmark {spec!r}: has no {split} items; try split=train")
-    chosen = items[:max_items]
-    builders = [
-        SingleTurnGroupBuilder(task, item, renderer, num_samples, max_prompt_tokens=max_prompt_tokens)
-        for item in chosen
-    ]
-    return Benchmark(spec, builders, {"split": split, "items": [item.id for item in chosen]})
+    return task, items
 
 
 def check_config(config: BenchmarkConfig) -> None:

@@ -39,6 +39,7 @@ from tinker_cookbook.runs.epochs import (
     data_state,
     evaluation_rounds,
     order_epoch,
+    progress_metrics,
 )
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
@@ -139,7 +140,7 @@ async def _train(
         if epoch != ordered_epoch:
             order_epoch(config, dataset, epoch)
             ordered_epoch = epoch
-        metrics: Metrics = {"epoch": epoch, "progress": step / total}
+        metrics: Metrics = {"epoch": epoch, **progress_metrics(step, total)}
         with timed("total", metrics):
             if due := rounds.due(step):
                 with timed("evals", metrics):
@@ -163,7 +164,7 @@ async def _train(
         else:
             session.checkpoints.tokens += tokens
     if last := rounds.at_end():
-        metrics = {"progress": 1.0}
+        metrics = {**progress_metrics(total, total)}
         with timed("total", metrics), timed("evals", metrics):
             metrics |= await run_evaluators(last, session.training_client)
         session.run.logger.log_metrics(metrics, step=total)
@@ -188,6 +189,7 @@ async def do_update(
     optim = await optim_step
     names = ("dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
     metrics |= {
+        "optim/lr": adam.learning_rate,
         "learning_rate": adam.learning_rate,
         "num_pairs": len(data) // 2,
         "num_tokens": sum(datum.model_input.length for datum in data),

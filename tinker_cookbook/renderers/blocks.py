@@ -13,6 +13,8 @@ TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 class BlockKind(Enum):
+    """What a piece of a response is."""
+
     TEXT = "text"
     THINK_START = "think_start"
     THINKING = "thinking"

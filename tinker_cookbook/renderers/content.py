@@ -99,6 +99,7 @@ def parse_content_blocks(text: str) -> tuple[list[ContentPart], list[ToolCall | 
 
 
 def scan_blocks(text: str) -> Iterable[Piece]:
+    """The pieces of a whole text, in order."""
     scanner = BlockScanner()
     return [*scanner.feed(text), *scanner.finish()]
 

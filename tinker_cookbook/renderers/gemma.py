@@ -23,6 +23,8 @@ _MAY_FOLLOW = {"system": (None,), "user": (None, "system", "assistant"), "assist
 
 
 class GemmaRenderer(EndTokenRenderer):
+    """Gemma 2 and 3: turns of `user` and `model`, text only."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, _END)
         self._bos_id = special_token_id(tokenizer, _BOS)

@@ -43,6 +43,8 @@ class Frame:
 
 
 class HarmonyFraming:
+    """Special tokens of the format for one tokenizer, and how a response divides into its messages."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.ids = {token: special_token_id(tokenizer, token) for token in SPECIAL}

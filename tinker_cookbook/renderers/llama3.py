@@ -24,6 +24,8 @@ _ROLES = ("system", "user", "assistant")
 
 
 class Llama3Renderer(EndTokenRenderer):
+    """Llama 3 Instruct: a header per role, text only."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, _END)
         self._bos_id = special_token_id(tokenizer, _BOS)

@@ -82,6 +82,7 @@ def is_renderer_registered(name: str) -> bool:
 
 
 def get_registered_renderer_names() -> list[str]:
+    """The names that users have registered; those of the library are in known_renderer_names."""
     return sorted(_registered)
 
 

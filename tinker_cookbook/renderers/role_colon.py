@@ -20,6 +20,8 @@ _LABELS = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
 class RoleColonRenderer(Renderer):
+    """Base models: no special tokens but the beginning, a turn ends where the user's next one begins."""
+
     @property
     def has_extension_property(self) -> bool:
         return True

@@ -14,6 +14,8 @@ Role: TypeAlias = str
 
 
 class TextPart(TypedDict):
+    """Text as it is written."""
+
     type: Literal["text"]
     text: str
 
@@ -26,12 +28,16 @@ class ThinkingPart(TypedDict):
 
 
 class ImagePart(TypedDict):
+    """An image, for models that see."""
+
     type: Literal["image"]
     image: str
     """A URL, a file path or a data URI."""
 
 
 class AudioPart(TypedDict):
+    """A recording, for models that hear."""
+
     type: Literal["audio"]
     audio: str
     """A URL, a file path or a data URI."""
@@ -75,6 +81,8 @@ class ToolSpec(TypedDict):
 
 
 class Message(TypedDict):
+    """What one speaker of a conversation said: `role` and `content`, and where they apply the other keys."""
+
     role: Role
     content: Content
     tool_calls: NotRequired[list[ToolCall]]
@@ -135,11 +143,15 @@ class StreamingMessageHeader:
 
 @dataclass(frozen=True)
 class StreamingTextDelta:
+    """More of the reply's text."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class StreamingThinkingDelta:
+    """More of the reply's reasoning."""
+
     thinking: str
 
 

@@ -121,6 +121,19 @@ def adam_params(config: EpochConfig, step: int, total: int) -> tinker.AdamParams
     )
 
 
+def progress_metrics(step: int, total: int) -> dict[str, float | int]:
+    """Where the run is in the row of `step`; `total` stands for the row after the last one.
+
+    `progress/batch` and `progress/done_frac` (the share that is done with this step) are what every loop logs, `progress` (the
+    share before it) what the learning rate's schedule goes by.
+    """
+    return {
+        "progress/batch": step,
+        "progress/done_frac": min(1.0, (step + 1) / total),
+        "progress": step / total,
+    }
+
+
 def cursor(step: int, dataset: SupervisedDataset) -> dict[str, int]:
     """Where the next batch stands when `step` steps are done, as checkpoints record it."""
     epoch, batch = divmod(step, len(dataset))

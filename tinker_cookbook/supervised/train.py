@@ -33,6 +33,7 @@ from tinker_cookbook.runs.epochs import (
     data_state,
     evaluation_rounds,
     order_epoch,
+    progress_metrics,
 )
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll
@@ -145,7 +146,7 @@ async def _train(
         if epoch != ordered_epoch:
             order_epoch(config, dataset, epoch)
             ordered_epoch = epoch
-        metrics |= {"epoch": epoch, "progress": step / total}
+        metrics |= {"epoch": epoch, **progress_metrics(step, total)}
         if due := rounds.due(step):
             await finish(0)
             with timed("evals", metrics):
@@ -174,7 +175,7 @@ async def _train(
     await finish(0)
     if last := rounds.at_end():
         with timed("evals", metrics):
-            metrics |= {"progress": 1.0, **await run_evaluators(last, client)}
+            metrics |= {**progress_metrics(total, total), **await run_evaluators(last, client)}
         metrics["time/total"] = clock.lap()
         run.logger.log_metrics(metrics, step=total)
     await checkpoints.save_final(cursor(total, dataset))
@@ -207,7 +208,7 @@ def _submit(
     config: Config, client: TrainingClient, step: int, data: list[tinker.Datum], total: int, metrics: Metrics
 ) -> _Submitted:
     adam = adam_params(config, step, total)
-    metrics["learning_rate"] = adam.learning_rate
+    metrics["optim/lr"] = metrics["learning_rate"] = adam.learning_rate
     forward_backward = client.forward_backward(data, "cross_entropy")
     return _Submitted(step, data, forward_backward, client.optim_step(adam), metrics)
 

@@ -46,7 +46,6 @@ Metrics = Mapping[str, float | int | str]
 
 KEY_METRICS = {
     "progress/done_frac": "done",
-    "progress": "done",
     "env/all/reward/total": "reward",
     "env/all/correct": "correct",
     "env/all/debate/judge_accuracy": "judge",
