@@ -126,7 +126,11 @@ RECIPES: tuple[RecipeRun, ...] = (
     RecipeRun(
         "recipes.twenty_questions",
         small=(*_RL, "groups_per_batch=2", "group_size=4", "warm_up_steps=2"),
-        measures=(Measure("env/all/won", "up", "steps"), Measure("test/env/all/won", "up")),
+        measures=(
+            Measure("env/all/reward/total", "up", "steps"),
+            Measure("test/env/all/reward/total", "up"),
+            Measure("test/env/all/won", "up"),
+        ),
     ),
     RecipeRun(
         "recipes.tool_use",

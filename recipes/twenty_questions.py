@@ -4,9 +4,9 @@ The default answerer is a script that knows the attributes of eight things (exam
 frozen model instead. With the shipped model this is a small game: four things are drawn, one of them is it, each answer lists
 what is still open (attributes that tell the possible things apart, then these), and a thing that is named wrongly loses. A
 supervised stage shows the form and how to copy a name from the list, by a player that names things too early and asks what
-it could know. What is learnt from the reward is to narrow the list down before naming a thing, and to name the one that is
-left (won). Often it still names one of two. It does not learn what the things are: every game lists the same three
-attributes, and what they exclude is said.
+it could know. What is learnt from the reward is to narrow the list down before naming a thing (reward/total, left). Often it
+still names one of two, so that games won rise less, and by how much depends on the seed. It does not learn what the things
+are: every game lists the attributes, and what an answer excludes is said.
 
     python -m recipes.twenty_questions
     python -m recipes.twenty_questions model_name=Qwen/Qwen3-4B-Instruct-2507 num_things=8 list_objects=False answerer=lm
