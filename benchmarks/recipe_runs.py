@@ -9,6 +9,7 @@ than the limit, or moves a number the wrong way.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import subprocess
@@ -295,6 +296,9 @@ def main(config: CLIConfig) -> int:
             chosen = [*(run for run in RECIPES if run.module == "recipes.sl_basic" and run not in chosen), *chosen]
         outcomes = []
         for run in chosen:
+            if absent := [package for package in run.needs if importlib.util.find_spec(package) is None]:
+                print(f"{run.module}: not run, {', '.join(absent)} is not installed", flush=True)
+                continue
             print(f"{run.module} ...", flush=True)
             outcome = run_recipe(run, Path(root) / run.module, sl_basic)
             outcomes.append(outcome)

@@ -114,6 +114,8 @@ def resolve_model(config: CommonConfig) -> tuple[str, str]:
     model = str(EXAMPLE_DATA / TINY_CHAT) if config.model_name == TINY_CHAT else config.model_name
     backends.check_backend(config.backend, model, config.base_url)
     renderer_name = config.renderer_name or model_info.get_recommended_renderer_name(model)
+    if config.renderer_name is not None:
+        model_info.warn_if_renderer_not_recommended(model, renderer_name)
     get_renderer(renderer_name, get_tokenizer(model), model_name=model)  # a renderer that does not fit fails here
     return model, renderer_name
 
