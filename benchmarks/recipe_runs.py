@@ -283,7 +283,7 @@ class CLIConfig:
 
     only: tuple[str, ...] = chz.field(default=(), doc="these recipes alone, by module; default: all")
     limit: float = chz.field(default=120.0, doc="seconds that a recipe may take", validator=chz.validators.gt(0))
-    write: bool = chz.field(default=False, doc="write the table to benchmarks/results/recipes.{json,md}")
+    write: bool = chz.field(default=False, doc="write benchmarks/results/recipes.md and recipes/runs.json")
 
 
 def main(config: CLIConfig) -> int:
@@ -353,7 +353,9 @@ def _write(rows: Sequence[Sequence[str]], outcomes: Sequence[Outcome]) -> None:
             for outcome in outcomes
         ],
     }
-    write_json(results / "recipes.json", content)
+    # Not beside the reports, which `benchmarks.tables` reads every JSON file of.
+    (results / "recipes").mkdir(exist_ok=True)
+    write_json(results / "recipes" / "runs.json", content)
     lines = [
         "# Recipes with their defaults",
         "",
