@@ -74,4 +74,6 @@ def main(log_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+    folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
+    main(folder)
+    print(f"Files: {folder}")

@@ -119,4 +119,6 @@ def main(log_path: str) -> None:
 
 if __name__ == "__main__":
     print(f"tinker {tinker.__version__}")
-    main(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+    folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
+    main(folder)
+    print(f"Files: {folder}")

@@ -5,6 +5,7 @@
     python -m recipes.chat model_path=tinker://<run>/sampler_weights/final temperature=0
     echo "What is 2 + 3?" | python -m recipes.chat seed=0        # lines from a pipe work too
 
+A run that trained under a system prompt wants the same one here: system='Answer the question. ...'.
 /help lists the commands: /reset, /system, /temperature, /max_tokens, /logprobs, /quit.
 """
 

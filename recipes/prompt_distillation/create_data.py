@@ -1,6 +1,6 @@
 """Prompt distillation, first half: a teacher with a long prompt labels lines of text, and its answers become training data.
 
-    python -m recipes.prompt_distillation.create_data output_path=/tmp/sums
+    python -m recipes.prompt_distillation.create_data
     python -m recipes.prompt_distillation.create_data task=languages model_name=Qwen/Qwen3-30B-A3B-Instruct-2507 \\
         output_path=/tmp/languages
 
@@ -12,6 +12,7 @@ Two files are written to the folder: train.jsonl and test.jsonl, conversations w
 import json
 import random
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,7 @@ import chz
 from recipes.common import TINY_CHAT, CommonConfig, resolve_model
 from recipes.prompt_distillation.multilingual import FILE, labelled_lines
 from tinker_cookbook import backends
-from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.distillation.prompt_distillation import Labelled, Sampling, check_pattern, label_lines
 from tinker_cookbook.distillation.prompts import read_lines
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teacher
@@ -120,7 +121,9 @@ class LabelKeys(CommonConfig):
 class CLIConfig(LabelKeys):
     """Keys of `python -m recipes.prompt_distillation.create_data`."""
 
-    output_path: str = chz.field(doc=f"folder that gets {TRAIN_FILE} and {TEST_FILE}")
+    output_path: str | None = chz.field(
+        default=None, doc=f"folder that gets {TRAIN_FILE} and {TEST_FILE}; default: a new one"
+    )
 
 
 def read_task(keys: LabelKeys) -> Task:
@@ -187,7 +190,8 @@ def _write(path: Path, items: list[Labelled], target: Literal["reply", "answer"]
 
 
 async def main(cli: CLIConfig) -> None:
-    folder = Path(cli.output_path).expanduser()
+    given = cli.output_path
+    folder = Path(given or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))).expanduser()
     await create_data(cli, folder)
     print(f"Written to {folder}: {TRAIN_FILE}, {TEST_FILE}")
 
