@@ -266,19 +266,6 @@ class TestTrouble:
         assert [row["train/skipped_steps"] for row in rows(tmp_path)] == [1] * 4
         assert service.trainers[0].passes == [] and service.trainers[0].adam == []
 
-    def test_data_that_runs_out_in_the_middle_of_a_batch(
-        self, service: FakeServiceClient, tmp_path: Path, mode: dict[str, Any]
-    ) -> None:
-        if not mode:
-            pytest.skip("the synchronous loop takes the dataset's own batches")
-        (name, config), *_ = mode.items()
-        run(
-            make_config(
-                tmp_path, NumberDatasetBuilder(batches=4, groups=2), **{name: chz.replace(config, groups_per_batch=3)}
-            )
-        )
-        assert [row["groups/sampled"] for row in rows(tmp_path)] == [3, 3, 2]
-
     def test_the_steps_before_an_error_are_kept(
         self, service: FakeServiceClient, tmp_path: Path, mode: dict[str, Any], use: Any
     ) -> None:
@@ -302,6 +289,17 @@ async def unclean() -> None:
         await asyncio.Event().wait()
     finally:
         raise OSError("could not clean up")
+
+
+@pytest.mark.parametrize("mode", ALL_MODES[1:], ids=["async 0", "async 2", "stream 1", "stream 3"])
+def test_data_that_runs_out_in_the_middle_of_a_batch(
+    service: FakeServiceClient, tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    """The synchronous loop takes the dataset's own batches; the others may cut them anew."""
+    ((name, config),) = mode.items()
+    cut = {name: chz.replace(config, groups_per_batch=3)}
+    run(make_config(tmp_path, NumberDatasetBuilder(batches=4, groups=2), **cut))
+    assert [row["groups/sampled"] for row in rows(tmp_path)] == [3, 3, 2]
 
 
 class TestFirstFailure:
