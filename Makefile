@@ -18,7 +18,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 help:
 	@echo "make demo   train and sample a tiny model on the CPU, end to end"
 	@echo "make test   run the tests"
-	@echo "make smoke  every recipe with its defaults, half an hour"
+	@echo "make smoke  every recipe with its defaults, about a quarter of an hour"
 	@echo "make lint   ruff and pyright"
 	@echo "make llms   write llms.txt anew from the docstrings"
 
