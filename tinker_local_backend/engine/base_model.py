@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from tinker_local_backend.engine.attention import ATTENTION_NAME, DecodePlan, PackedPlan, Segment
@@ -84,6 +84,48 @@ def _quiet_loading() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _refuse_unsupported(name: str, config: Any) -> None:
+    for key, what in _REFUSED_CONFIG.items():
+        value = getattr(config, key, None)
+        if value is True or value not in (None, 0, 1):
+            raise ModelLoadError(
+                f"model {name!r} ({config.model_type}) has {what} (config.{key}), which the local engine "
+                f"does not support; {_INSTEAD}"
+            )
+    if not isinstance(getattr(config, "max_position_embeddings", None), int):
+        raise ModelLoadError(
+            f"model {name!r} ({config.model_type}) states no max_position_embeddings, as models without "
+            f"rotary positions do, which the local engine does not support; {_INSTEAD}"
+        )
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelLoadError(
+            f"model {name!r} ({config.model_type}) has layers of type {', '.join(sorted(kinds))}, which the local "
+            f"engine does not support; {_INSTEAD}"
+        )
+
+
+def _load(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Module (on the CPU) and tokenizer of a directory or hub id."""
+    model_type = "unknown"
+    try:
+        config = AutoConfig.from_pretrained(name).get_text_config()
+        model_type = config.model_type
+        _refuse_unsupported(name, config)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+        with _quiet_loading():
+            module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except ModelLoadError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+    except KeyError as error:  # an architecture with attention of its own looks ours up in vain
+        raise ModelLoadError(
+            f"model {name!r} ({model_type}) cannot be loaded with the local engine's attention ({error}); {_INSTEAD}"
+        ) from error
+    return module, tokenizer
+
+
 @dataclass(frozen=True)
 class HeadWeights:
     """logits = soft_cap(hidden @ weight.T + bias + scale * (hidden @ a.T) @ b.T); a (rank, H) and b (V, rank) are float32."""
@@ -110,27 +152,33 @@ class BaseModel:
 
     def __init__(self, name: str, device: torch.device | None = None, dtype: torch.dtype | None = None):
         check_model_name(name)
+        device = device or default_device()
+        module, tokenizer = _load(name, dtype or default_dtype(device))
+        self._take(name, module.to(device), tokenizer)
+
+    @classmethod
+    def from_module(cls, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
+        """Serve a module that the caller made, on the device and in the dtype that it has.
+
+        For models that no folder holds: random weights from a config, or weights changed in memory. The module belongs to the
+        engine from here on. `name` stands for it in errors, records and adapter files.
+
+        Raises ModelLoadError as the constructor does.
+        """
+        _refuse_unsupported(name, module.config.get_text_config())
+        self = cls.__new__(cls)
+        self._take(name, module, tokenizer)
+        return self
+
+    def _take(self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Plug attention, LoRA linears and recomputation into the module, and check what comes out of it."""
+        model: Any = module
         self.name = name
-        self.device = device or default_device()
-        self.dtype = dtype or default_dtype(self.device)
-        try:
-            self.config = AutoConfig.from_pretrained(name).get_text_config()
-            self._refuse_unsupported()
-            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-            with _quiet_loading():
-                model: Any = AutoModelForCausalLM.from_pretrained(
-                    name, dtype=self.dtype, attn_implementation=ATTENTION_NAME
-                )
-        except ModelLoadError:
-            raise
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
-        except KeyError as error:  # an architecture with attention of its own looks ours up in vain
-            raise ModelLoadError(
-                f"model {name!r} ({self.config.model_type}) cannot be loaded with the local engine's attention "
-                f"({error}); {_INSTEAD}"
-            ) from error
-        self._model: nn.Module = model.to(self.device).eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.device, self.dtype = torch.device(model.device), model.dtype
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._model: nn.Module = model.eval().requires_grad_(False)
         self._routing = AdapterRouting()
         self.linears = install_lora(self._model, self._routing)
         self._body: nn.Module = model.base_model
@@ -140,26 +188,6 @@ class BaseModel:
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self.context_length: int = self._check_passes()
-
-    def _refuse_unsupported(self) -> None:
-        for key, what in _REFUSED_CONFIG.items():
-            value = getattr(self.config, key, None)
-            if value is True or value not in (None, 0, 1):
-                raise ModelLoadError(
-                    f"model {self.name!r} ({self.config.model_type}) has {what} (config.{key}), which the local engine "
-                    f"does not support; {_INSTEAD}"
-                )
-        if not isinstance(getattr(self.config, "max_position_embeddings", None), int):
-            raise ModelLoadError(
-                f"model {self.name!r} ({self.config.model_type}) states no max_position_embeddings, as models without "
-                f"rotary positions do, which the local engine does not support; {_INSTEAD}"
-            )
-        kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-        if kinds:
-            raise ModelLoadError(
-                f"model {self.name!r} ({self.config.model_type}) has layers of type {', '.join(sorted(kinds))}, which the local "
-                f"engine does not support; {_INSTEAD}"
-            )
 
     def _wrap_layers(self) -> None:
         """Let each decoder layer drop its activations and compute them again in the backward pass when `recompute` says so."""

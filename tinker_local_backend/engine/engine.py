@@ -208,11 +208,14 @@ class Engine:
     def load(self, name: str) -> BaseModel:
         """The base model of this name, loaded on first use. Only within an operation."""
         if name not in self._models:
-            model = BaseModel(name)
-            tokens = self._kv_tokens or self._default_kv_tokens(model)
-            self._generators[name] = Generator(model, tokens, self.random_seed)
-            self._models[name] = model
+            self.adopt(BaseModel(name))
         return self._models[name]
+
+    def adopt(self, model: BaseModel) -> None:
+        """Serve a base model that the caller made, under its name. Only within an operation."""
+        tokens = self._kv_tokens or self._default_kv_tokens(model)
+        self._generators[model.name] = Generator(model, tokens, self.random_seed)
+        self._models[model.name] = model
 
     def kv_budget(self, name: str) -> int:
         """Bound on prompt + max_tokens of one sequence. Only within an operation."""
