@@ -14,6 +14,7 @@ import torch
 from benchmarks.errors import BenchmarkError
 
 RESULTS = str(Path(__file__).resolve().parent / "results")
+EXAMPLE_MODEL = str(Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat")
 DEFAULT_MODELS_DIR = str(Path(tempfile.gettempdir()) / "tinker-benchmark-models")
 
 _OFFLINE = {

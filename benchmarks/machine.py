@@ -81,8 +81,11 @@ def _descendants(pid: int) -> list[int]:
     return children + [grandchild for child in children for grandchild in _descendants(child)]
 
 
-def facts(threads: int) -> dict[str, str]:
-    """The machine, the versions of what was measured, the commit, the date and the command, as text."""
+def facts(threads: int, ask_gpu: bool = True) -> dict[str, str]:
+    """The machine, the versions of what was measured, the commit, the date and the command, as text.
+
+    ask_gpu: False in a process that must not use CUDA, because it forks.
+    """
     info = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
@@ -92,14 +95,19 @@ def facts(threads: int) -> dict[str, str]:
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "python": platform.python_version(),
     }
-    if torch.cuda.is_available():
-        info["gpu"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    if ask_gpu and torch.cuda.is_available():
+        info["gpu"] = gpu_name()
     for package in _PACKAGES:
         try:
             info[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return info
+
+
+def gpu_name() -> str:
+    """Of torch's current CUDA device."""
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
 
 
 def _cpu_model() -> str:

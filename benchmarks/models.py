@@ -54,6 +54,11 @@ class Shape:
     def head_parameters(self) -> int:
         return self.hidden * self.vocab
 
+    @property
+    def parameters(self) -> int:
+        """Weights that every token is multiplied by: the linears and the head."""
+        return self.body_parameters + self.head_parameters
+
     def adapter_parameters(self, rank: int) -> int:
         return self.layers * sum(rank * (a + b) for a, b in self.linear_shapes)
 
@@ -91,8 +96,9 @@ def ensure_model(name: str, shape: Shape, models_dir: str) -> Path:
     return target
 
 
-def _write_model(shape: Shape, folder: Path) -> None:
-    config = Qwen3Config(
+def qwen3_config(shape: Shape) -> Qwen3Config:
+    """The config of a Qwen3 model of this shape, with the special tokens of `word_tokenizer`."""
+    return Qwen3Config(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -106,6 +112,10 @@ def _write_model(shape: Shape, folder: Path) -> None:
         eos_token_id=EOS_ID,
         bos_token_id=None,
     )
+
+
+def _write_model(shape: Shape, folder: Path) -> None:
+    config = qwen3_config(shape)
     logging.disable_progress_bar()
     with torch.random.fork_rng():
         torch.manual_seed(0)

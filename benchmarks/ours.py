@@ -20,6 +20,7 @@ from benchmarks.workload import (
     random_tokens,
 )
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.base_model import BaseModel
 
 LEARNING_RATE = 1e-4
 DPO_BETA = 0.1
@@ -29,14 +30,22 @@ _ADAPTER_STEPS, _ADAPTER_LEARNING_RATE = 2, 1e-2
 class LocalEngine:
     """A service client of its own, with one adapter on every linear but the head. Use as a context manager."""
 
-    def __init__(self, model: Path, rank: int):
+    def __init__(self, model: Path | str, rank: int, made: BaseModel | None = None, train_unembed: bool = False):
         self._model = str(model)
         self._stack = ExitStack()
         self.home = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tinker-benchmark-")))
         self.service = self._stack.enter_context(ServiceClient(self.home))
+        if made is not None:
+            engine = self.service._engine
+            engine.submit("models", lambda: engine.adopt(made)).result()
         self.training: TrainingClient = self.service.create_lora_training_client(
-            self._model, rank=rank, seed=0, train_unembed=False
+            self._model, rank=rank, seed=0, train_unembed=train_unembed
         ).result()
+
+    @classmethod
+    def of(cls, model: BaseModel, rank: int, train_unembed: bool = False) -> LocalEngine:
+        """An engine that serves a model which no folder holds."""
+        return cls(model.name, rank, model, train_unembed)
 
     def base_sampler(self) -> SamplingClient:
         return self.service.create_sampling_client(base_model=self._model).result()
@@ -48,7 +57,7 @@ class LocalEngine:
     def save_adapter(self) -> Path:
         """The adapter as it is now, as a folder in PEFT's format, for the peers."""
         self.training.save_weights_for_sampler("benchmark", overwrite=True).result()
-        return next(self.home.rglob("adapter_config.json")).parent
+        return next(self.home.rglob("benchmark/adapter_config.json")).parent
 
     def make_adapter_nonzero(self, workload: Workload) -> None:
         """A few steps on uniform random tokens: B leaves zero, and the model stays about uniform."""

@@ -119,6 +119,11 @@ class Generator:
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def running(self) -> int:
+        """Sequences that hold a row of the cache."""
+        return len(self._running)
+
     def add(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
 

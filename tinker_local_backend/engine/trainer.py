@@ -34,7 +34,8 @@ class TrainState:
 
     def accumulate(self, gradients: list[torch.Tensor]) -> None:
         """Add the gradients of a call. Raises RequestError, with nothing added, when one is not finite."""
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        finite = torch.stack([gradient.isfinite().all() for gradient in gradients])
+        if not bool(finite.all()):  # one answer from the device, not one for each matrix
             raise RequestError(
                 "the gradient of this call is not finite: check advantages, weights and sampled logprobs (a probability "
                 "ratio overflowed) and the learning rate; it was not kept"

@@ -1,0 +1,179 @@
+"""One command that meets a GPU: what is right on it and how fast it is, in ten minutes at most.
+
+    python -m benchmarks.gpu                  # on a GPU: real shapes; elsewhere: tiny ones, to try the command
+    python -m benchmarks.gpu only=correctness,decoding seconds=200
+
+Every section runs in a process of its own, within its share of the time, and what it has found is in the report after every
+row: a crash, a hang or a cut-off loses nothing else. Exit code 0: every check held. 1: one did not, or was not reached.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+import torch
+
+from benchmarks.config import RESULTS
+from benchmarks.errors import BenchmarkError
+from benchmarks.gpu.findings import COMPLETE, RUNNING, Findings, describe
+from benchmarks.gpu.scale import SCALES, Scale
+from benchmarks.gpu.visit import SECTIONS, Section, Visit
+from benchmarks.gpu.visit_report import VisitReport
+from tinker_local_backend.errors import LocalBackendError
+
+POLL_SECONDS = 0.5
+SHARE_BEFORE_KILL = 0.85
+"""of its time after which a section begins nothing new; at the end of it the process is killed"""
+
+
+@chz.chz(typecheck=True)
+class Config:
+    """Keys of `python -m benchmarks.gpu`."""
+
+    seconds: float = chz.field(
+        default=600.0, doc="time for everything; sections share it by their worth", validator=chz.validators.gt(0)
+    )
+    device: Literal["auto", "cuda", "cpu"] = chz.field(default="auto", doc="auto: cuda when torch sees one, else cpu")
+    scale: Literal["auto", "full", "tiny"] = chz.field(
+        default="auto", doc="full: Qwen3-0.6B and 4B shapes; tiny: a try in a minute or two; auto: full on cuda"
+    )
+    only: list[str] | None = chz.field(
+        default=None, doc=f"sections to run, separated by commas: {', '.join(s.name for s in SECTIONS)}; default: all"
+    )
+    rank: int = chz.field(default=16, doc="rank of the LoRA adapters", validator=chz.validators.gt(0))
+    threads: int = chz.field(default=1, doc="CPU threads of a section on a CPU", validator=chz.validators.gt(0))
+    vllm_python: str | None = chz.field(
+        default=None, doc="python of an environment with vLLM, to run it beside (see benchmarks/README.md)"
+    )
+    output: str = chz.field(default=RESULTS, doc="folder for the report (JSON and markdown)")
+
+
+def main(config: Config) -> int:
+    """Run the sections, print and write the report. Returns the exit code."""
+    sections = chosen_sections(config.only)
+    device = _device(config.device)
+    scale = SCALES[config.scale if config.scale != "auto" else ("full" if device == "cuda" else "tiny")]
+    os.environ.update(
+        HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
+    )
+    report = VisitReport.start(device, scale.name, config.threads, sections, config.output)
+    deadline = time.monotonic() + config.seconds
+    rates: dict[str, float] = {}
+    for i, section in enumerate(sections):
+        left = deadline - time.monotonic()
+        limit = left * section.share / sum(other.share for other in sections[i:])
+        print(f"\n[{i + 1}/{len(sections)}] {section.title} (up to {limit:.0f} s)", flush=True)
+        found = run_section(section, config, device, scale, rates, limit, report)
+        rates.update(found.data.get("rates", {}))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        print(f"  {found.status}, {found.seconds:.0f} s", flush=True)
+    print()
+    report.show()
+    for path in report.write():
+        print(f"wrote {path}")
+    problems = report.problems()
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def chosen_sections(only: list[str] | None) -> list[Section]:
+    """All sections, or those named, in order of worth. Raises BenchmarkError for a name that there is not."""
+    names = [section.name for section in SECTIONS]
+    unknown = [name for name in only or [] if name not in names]
+    if unknown:
+        raise BenchmarkError(f"only={','.join(unknown)}: no such section; there are {', '.join(names)}")
+    return [section for section in SECTIONS if only is None or section.name in only]
+
+
+def _device(wanted: str) -> str:
+    """`cpu` or `cuda`. torch is asked in another process: this one forks, and a process that has used CUDA cannot."""
+    if wanted == "cpu":
+        return "cpu"
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.stdout.strip() == "True":
+        return "cuda"
+    if wanted == "cuda":
+        raise BenchmarkError("device=cuda: torch sees no CUDA device here; use device=cpu")
+    return "cpu"
+
+
+def run_section(
+    section: Section,
+    config: Config,
+    device: str,
+    scale: Scale,
+    rates: dict[str, float],
+    limit: float,
+    report: VisitReport,
+) -> Findings:
+    """One section in a process of its own; the report is written whenever the section has something new."""
+    with tempfile.TemporaryDirectory(prefix="tinker-gpu-") as folder:
+        path = Path(folder) / "findings.json"
+        Findings(section.name, path, limit).save()
+        process = multiprocessing.get_context("fork").Process(
+            target=_in_child, args=(section, config, device, scale, rates, limit * SHARE_BEFORE_KILL, path)
+        )
+        process.start()
+        end, seen = time.monotonic() + limit, 0.0
+        while process.is_alive() and time.monotonic() < end:
+            process.join(POLL_SECONDS)
+            if path.stat().st_mtime != seen:
+                seen = path.stat().st_mtime
+                report.add(Findings.read(path))
+        killed = process.is_alive()
+        if killed:
+            _kill(process)
+        found = Findings.read(path)
+    if found.status == RUNNING:
+        end_of_process = "its time was up" if killed else f"its process ended with code {process.exitcode}"
+        found = replace(found, status=f"cut off: {end_of_process}")
+    report.add(found)
+    return found
+
+
+def _kill(process: Any) -> None:
+    """The section and whatever it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+    process.join()
+
+
+def _in_child(
+    section: Section, config: Config, device: str, scale: Scale, rates: dict[str, float], limit: float, path: Path
+) -> None:
+    os.setpgid(0, 0)
+    torch.set_num_threads(config.threads if device == "cpu" else 4)
+    findings = Findings(section.name, path, limit)
+    on = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    try:
+        section.run(Visit(on, scale, config.rank, findings, rates, config.vllm_python))
+        findings.status = COMPLETE
+    except BaseException as error:
+        traceback.print_exc()
+        findings.status = f"failed: {describe(error)}"
+    findings.save()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a broken device must not hang the end of the process
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(chz.nested_entrypoint(main, allow_hyphens=True))
+    except (BenchmarkError, LocalBackendError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,169 @@
+"""One model in one dtype on the device, with what the checks of correctness need: clients, prompts, tolerances, a reference."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.config import EXAMPLE_MODEL
+from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.models import fill_adapter, random_module, shape_of
+from benchmarks.gpu.scale import Scale
+from benchmarks.models import word_tokenizer
+from benchmarks.ours import LocalEngine, completion_datum
+from benchmarks.workload import TrainingSequence, random_tokens
+from tests.engine.reference import Reference
+from tinker_local_backend import SamplingClient, TrainingClient
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.lora import Adapter
+
+PROMPT_LENGTHS = (24, 3, 60, 11)
+"""ragged on purpose"""
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest accepted differences. In bfloat16 single tokens may be far off, so means and quantiles count there."""
+
+    largest: float
+    """of one logprob"""
+    mean: float
+    """of |difference| of logprobs"""
+    quantile: float
+    """99.9 %"""
+    gradient: float
+    """norm of the error of a matrix's gradient, as a share of the norm of the gradient"""
+    same_tokens: float
+    """share of sequences that must be equal alone and in a crowd"""
+
+
+TOLERANCES = {
+    torch.float32: Tolerance(largest=1e-3, mean=5e-5, quantile=5e-4, gradient=2e-3, same_tokens=0.9),
+    torch.bfloat16: Tolerance(largest=float("inf"), mean=0.03, quantile=0.3, gradient=0.1, same_tokens=0.3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`training` has an adapter on every linear that changes every logit."""
+
+    name: str
+    scale: Scale
+    model: BaseModel
+    engine: LocalEngine
+    tolerance: Tolerance
+    findings: Findings
+    prompts: Sequence[list[int]]
+    path: Path | None
+    """folder of the model; None when it is random"""
+
+    @property
+    def training(self) -> TrainingClient:
+        return self.engine.training
+
+    @property
+    def adapter(self) -> Adapter:
+        """The trained matrices themselves (float32, on the device)."""
+        return self.training._run.state.adapter
+
+    def sampler(self) -> SamplingClient:
+        return self.engine.adapter_sampler()
+
+    def compare(self, name: str, found: Sequence[float] | Array, expected: Sequence[float] | Array) -> None:
+        """Logprobs against logprobs: the largest difference in float32, mean and 99.9 % quantile in every dtype."""
+        found, expected = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+        assert found.shape == expected.shape and found.size > 0
+        difference = np.abs(found - expected)
+        detail = (
+            f"{difference.size} logprobs, mean |difference| {difference.mean():.1e}, largest {difference.max():.1e}"
+        )
+        limit = self.tolerance
+        if np.isfinite(limit.largest):
+            self.findings.check(f"{self.name}: {name}", float(difference.max()), limit.largest, detail)
+            return
+        self.findings.check(f"{self.name}: {name}, mean", float(difference.mean()), limit.mean, detail)
+        self.findings.check(f"{self.name}: {name}, 99.9 %", float(np.quantile(difference, 0.999)), limit.quantile)
+
+    def compare_gradients(self, name: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, Array]) -> None:
+        """The worst matrix counts: norm of the error over the norm of the expected gradient.
+
+        A matrix with less than 1e-3 of the largest norm is measured against that, since rounding dominates it.
+        """
+        norms = {key: float(np.linalg.norm(value)) for key, value in expected.items()}
+        floor = 1e-3 * max(norms.values())
+        errors = {
+            key: float(np.linalg.norm(found[key].double().cpu().numpy() - expected[key])) / max(norm, floor, 1e-30)
+            for key, norm in norms.items()
+        }
+        worst = max(errors, key=lambda key: errors[key] if np.isfinite(errors[key]) else float("inf"))
+        self.findings.check(f"{self.name}: {name}", errors[worst], self.tolerance.gradient, f"worst: {worst}")
+
+
+@contextmanager
+def open_case(
+    name: str, scale: Scale, device: torch.device, dtype: torch.dtype, rank: int, findings: Findings
+) -> Iterator[Case]:
+    """`tiny_chat`, or a random model of the scale's shape, cut to a few layers."""
+    path = Path(EXAMPLE_MODEL) if name == "tiny_chat" else None
+    if path is not None:
+        model = BaseModel(str(path), device, dtype)
+    else:
+        shape = shape_of(scale.correctness_shape, scale.correctness_layers)
+        model = BaseModel.from_module(
+            f"random/{scale.correctness_shape}", random_module(shape, device, dtype), word_tokenizer(shape.vocab)
+        )
+    vocabulary = min(model.vocab_size, 1500)  # tiny_chat's special tokens lie behind
+    prompts = [random_tokens(vocabulary, length, seed=length) for length in PROMPT_LENGTHS]
+    label = f"{name} {str(dtype).removeprefix('torch.')}"
+    with (
+        environment(TINKER_LOCAL_DEVICE=str(device), TINKER_LOCAL_DTYPE=str(dtype).removeprefix("torch.")),
+        LocalEngine.of(model, rank, train_unembed=True) as engine,
+    ):
+        fill_adapter(engine.training._run.state.adapter, seed=1)
+        yield Case(label, scale, model, engine, TOLERANCES[dtype], findings, prompts, path)
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Environment variables, until the block ends."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class Float64(Reference):
+    """transformers' own model on the CPU in float64, with the weights that the device has (rounded as they are there)."""
+
+    def __init__(self, case: Case):
+        config = copy.deepcopy(case.model._model.config)  # the new model writes its attention into it
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
+        weights = {name: value.detach().cpu().double() for name, value in case.model._model.state_dict().items()}
+        model.load_state_dict(weights)
+        self.model = model.eval().requires_grad_(False)
+
+
+def teacher_forced(
+    client: TrainingClient, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+) -> list[npt.NDArray[np.float32]]:
+    """The trainer's logprobs of tokens 1, 2, ... of each sequence."""
+    data = [completion_datum(TrainingSequence(list(tokens), prompt_length=len(tokens))) for tokens in sequences]
+    output = client.forward(data, "cross_entropy", {"temperature": temperature or 1.0}).result()
+    return [result["logprobs"].to_numpy() for result in output.loss_fn_outputs]

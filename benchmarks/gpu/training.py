@@ -1,0 +1,122 @@
+"""Section 4: forward and backward passes of LoRA training at real shapes: tokens per second, matrix rate, memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import tinker
+import torch
+
+from benchmarks.gpu.findings import describe
+from benchmarks.gpu.models import random_model, shape_of
+from benchmarks.gpu.visit import Visit
+from benchmarks.models import Shape
+from benchmarks.ours import LocalEngine, completion_datum
+from benchmarks.report import NOT_MEASURED, number
+from benchmarks.workload import TrainingSequence, random_tokens
+from tinker_local_backend.engine.base_model import BaseModel
+
+OPERATIONS_PER_WEIGHT = 4
+"""per token: 2 forward, 2 backward to the inputs. Frozen weights get no gradient; attention, adapters, recomputation and
+padding are left out, so the true load of the device is higher."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward_backward took. Peak memory in bytes, None on a CPU."""
+
+    seconds: float
+    tokens: int
+    computed: int
+    passes: int
+    peak: int | None
+
+
+def run(visit: Visit) -> None:
+    """Every shape and number of tokens, each sequence alone and eight completions to a prompt."""
+    scale = visit.scale
+    for name in scale.training_shapes:
+        model = random_model(name, visit.device, visit.dtype)
+        add = visit.findings.table(
+            f"Training, {name}, {visit.dtype_name}, LoRA rank {visit.rank}: forward and backward, cross-entropy on half of "
+            f"each sequence of {scale.training_sequence} tokens; {OPERATIONS_PER_WEIGHT} N operations per computed token",
+            ["tokens", "prompts", "computed", "passes", "tokens/s", "TFLOP/s", "matrix rate", "peak memory"],
+        )
+        with LocalEngine.of(model, visit.rank) as engine:
+            for tokens in scale.training_tokens:
+                for shared in (False, True):
+                    label = [f"{tokens:,}", "8 to a prompt" if shared else "1 to a prompt"]
+                    if visit.findings.time_is_up:
+                        visit.findings.leave_out(f"training {name}: {' tokens, '.join(label)}")
+                        continue
+                    try:
+                        row = _figures(visit, shape_of(name), measure(visit, engine, model, tokens, shared))
+                    except Exception as error:
+                        row = [describe(error)]
+                    visit.free()  # not in the handler, where the error's frames still hold tensors
+                    add([*label, *row])
+        del model, engine
+        visit.free()
+
+
+def _figures(visit: Visit, shape: Shape, result: Pass) -> list[str]:
+    rate = OPERATIONS_PER_WEIGHT * shape.parameters * result.computed / result.seconds
+    peak = visit.rates.get(visit.dtype_name, float("nan"))
+    return [
+        f"{result.computed:,}",
+        str(result.passes),
+        number(result.tokens / result.seconds),
+        number(rate / 1e12),
+        f"{rate / peak:.0%}",
+        NOT_MEASURED if result.peak is None else f"{result.peak / 2**30:.1f} GiB",
+    ]
+
+
+def training_data(vocab: int, tokens: int, length: int, shared: bool) -> list[tinker.Datum]:
+    """Sequences of `length` tokens, the first half of each a prompt; `shared`: every eight have the same one."""
+    half, data = length // 2, []
+    for i in range(tokens // length):
+        prompt = random_tokens(vocab, half, seed=i // 8 if shared else 1000 + i)
+        completion = random_tokens(vocab, length - half + 1, seed=2000 + i)
+        data.append(completion_datum(TrainingSequence(prompt + completion, half)))
+    return data
+
+
+def measure(visit: Visit, engine: LocalEngine, model: BaseModel, tokens: int, shared: bool) -> Pass:
+    """The median of a few calls after an unmeasured one. The optimizer's step is not in it."""
+    data = training_data(model.vocab_size, tokens, visit.scale.training_sequence, shared)
+    times, passes = [], 0
+    for repetition in range(visit.scale.training_repetitions + 1):
+        if repetition == 1 and visit.on_gpu:
+            torch.cuda.reset_peak_memory_stats(visit.device)
+        with counted_passes(model) as counter:
+            start = time.perf_counter()
+            output = engine.training.forward_backward(data, "cross_entropy").result()
+            visit.synchronize()
+            times.append(time.perf_counter() - start)
+        passes = len(counter)
+        engine.training.optim_step(tinker.AdamParams(learning_rate=1e-5)).result()
+    peak = torch.cuda.max_memory_allocated(visit.device) if visit.on_gpu else None
+    metrics = output.metrics
+    counted = int(metrics["tokens:sum"]), int(metrics["computed_tokens:sum"])
+    return Pass(statistics.median(times[1:]), *counted, passes, peak)
+
+
+@contextmanager
+def counted_passes(model: BaseModel) -> Iterator[list[int]]:
+    """The number of tokens of each pass through the model within."""
+    passes: list[int] = []
+    original = model.hidden_states
+
+    def counted(tokens_T: torch.Tensor, *rest: Any) -> torch.Tensor:
+        passes.append(len(tokens_T))
+        return original(tokens_T, *rest)
+
+    with mock.patch.object(model, "hidden_states", counted):
+        yield passes

@@ -1,0 +1,73 @@
+"""What every section is given, and the order in which they run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.scale import Scale
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The device, the sizes, and where what is found goes. `rates` holds what the machine section measured, by name."""
+
+    device: torch.device
+    scale: Scale
+    rank: int
+    findings: Findings
+    rates: dict[str, float]
+    vllm_python: str | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which speeds are measured."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def free(self) -> None:
+        """Give back what is no longer referenced, before the next model."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Section:
+    """`share` of the whole time; a section that ends early leaves its rest to the others."""
+
+    name: str
+    title: str
+    share: float
+    is_correctness: bool = False
+    """its failed checks, or its absence, make the visit fail"""
+
+    @property
+    def run(self) -> Callable[[Visit], None]:
+        return importlib.import_module(f"benchmarks.gpu.{self.name}").run
+
+
+SECTIONS = (
+    Section("hardware", "Machine", 0.06),
+    Section("correctness", "Correctness on the device", 0.26, is_correctness=True),
+    Section("decoding", "Decoding", 0.20),
+    Section("training", "Training", 0.16),
+    Section("agreement", "Sampler against trainer by depth, one GRPO step, profiles", 0.18, is_correctness=True),
+    Section("beside", "Beside other tools", 0.10),
+    Section("placement", "Placement without a device", 0.04, is_correctness=True),
+)
+"""In order of worth: what comes last is lost first."""
