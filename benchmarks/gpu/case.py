@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ from tinker_local_backend.engine.lora import Adapter
 PROMPT_LENGTHS = (24, 3, 60, 11)
 """ragged on purpose"""
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,8 @@ class Case:
 
     def compare(self, name: str, found: Sequence[float] | Array, expected: Sequence[float] | Array) -> None:
         """Logprobs against logprobs: the largest difference in float32, mean and 99.9 % quantile in every dtype."""
-        found, expected = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
-        assert found.shape == expected.shape and found.size > 0
-        difference = np.abs(found - expected)
+        difference = np.abs(np.asarray(found, dtype=np.float64) - np.asarray(expected, dtype=np.float64))
+        assert len(found) == len(expected) == difference.size > 0
         detail = (
             f"{difference.size} logprobs, mean |difference| {difference.mean():.1e}, largest {difference.max():.1e}"
         )

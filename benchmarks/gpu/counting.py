@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +36,7 @@ def count_step(device: torch.device, action: Callable[[], object]) -> Counts:
     torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         action()
-    names = [event.name for event in profiler.events() if event.device_type == DeviceType.CPU]
+    names = [event.name for event in profiler.events() or [] if event.device_type == DeviceType.CPU]
     launches = sum(name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch")) for name in names)
     return Counts(launches, sum(name in WAITS for name in names))
 

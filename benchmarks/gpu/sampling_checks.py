@@ -26,8 +26,8 @@ TOKENS = 24
 SAMPLES = 4
 
 
-def _params(seed: int, tokens: int = TOKENS, **fields: float) -> tinker.SamplingParams:
-    return tinker.SamplingParams(max_tokens=tokens, seed=seed, stop=[], **fields)  # pyright: ignore[reportArgumentType]
+def _params(seed: int, **fields: float) -> tinker.SamplingParams:
+    return tinker.SamplingParams(max_tokens=TOKENS, seed=seed, stop=[], **fields)  # pyright: ignore[reportArgumentType]
 
 
 def _input(tokens: list[int]) -> tinker.ModelInput:

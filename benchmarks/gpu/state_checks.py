@@ -49,10 +49,11 @@ def peft_agrees(case: Case) -> None:
     import peft
 
     folder = case.engine.save_adapter()
-    plain: Any
     disable_progress_bar()
+    plain: Any
     if case.path is not None:
-        plain = AutoModelForCausalLM.from_pretrained(case.path, dtype=case.model.dtype).to(case.model.device)
+        plain = AutoModelForCausalLM.from_pretrained(case.path, dtype=case.model.dtype)
+        plain = plain.to(case.model.device)
     else:
         shape = shape_of(case.scale.correctness_shape, case.scale.correctness_layers)
         plain = random_module(shape, case.model.device, case.model.dtype)
