@@ -1,44 +1,14 @@
-"""Checkpoints under the names that training scripts import: the list of a run's checkpoints, saving, and their renderer."""
+"""Saving a run's weights: submitted at once, and listed in `checkpoints.jsonl` when they are safe."""
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-from tinker_cookbook import model_info
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
-from tinker_cookbook.runs.checkpoints import (
-    CHECKPOINTS_BASE_NAME,
-    CheckpointRecord,
-    append_checkpoint,
-    get_last_checkpoint,
-    load_checkpoints_file,
-)
-
-if TYPE_CHECKING:
-    from tinker_cookbook.clients import ServiceClient
-
-__all__ = [
-    "CHECKPOINTS_BASE_NAME",
-    "RENDERER_NAME_METADATA_KEY",
-    "CheckpointRecord",
-    "PendingCheckpoint",
-    "add_renderer_name_to_user_metadata",
-    "append_checkpoint",
-    "check_renderer_name_for_checkpoint_async",
-    "get_last_checkpoint",
-    "get_renderer_name_from_checkpoint_async",
-    "load_checkpoints_file",
-    "resolve_renderer_name_from_checkpoint_or_default_async",
-    "save_checkpoint",
-    "save_checkpoint_async",
-    "submit_checkpoint",
-]
+from tinker_cookbook.runs.checkpoints import CheckpointRecord, append_checkpoint
 
 Kind: TypeAlias = Literal["state", "sampler", "both"]
-
-RENDERER_NAME_METADATA_KEY = "renderer_name"
-"""Under this key a training run's user metadata names the renderer that made its data."""
 
 
 class _Saves(Protocol):
@@ -119,41 +89,3 @@ async def save_checkpoint(
 
 
 save_checkpoint_async = save_checkpoint
-
-
-def add_renderer_name_to_user_metadata(
-    user_metadata: Mapping[str, str] | None, renderer_name: str | None
-) -> dict[str, str]:
-    """The metadata of a new training run with its renderer's name, so that its checkpoints can be sampled from as trained."""
-    named = {} if renderer_name is None else {RENDERER_NAME_METADATA_KEY: renderer_name}
-    return {**(user_metadata or {}), **named}
-
-
-async def get_renderer_name_from_checkpoint_async(service_client: "ServiceClient", path: str) -> str | None:
-    """The renderer that a checkpoint (tinker://...) was trained with; None when its run did not say."""
-    training_run = await service_client.create_rest_client().get_training_run_by_tinker_path_async(path)
-    return (training_run.user_metadata or {}).get(RENDERER_NAME_METADATA_KEY)
-
-
-async def resolve_renderer_name_from_checkpoint_or_default_async(
-    service_client: "ServiceClient", model_name: str, renderer_name: str | None, load_checkpoint_path: str | None
-) -> str:
-    """The renderer asked for, else the checkpoint's own, else the one recommended for the model."""
-    if renderer_name is not None:
-        return renderer_name
-    if load_checkpoint_path is not None:
-        recorded = await get_renderer_name_from_checkpoint_async(service_client, load_checkpoint_path)
-        if recorded is not None:
-            return recorded
-    return model_info.get_recommended_renderer_name(model_name)
-
-
-async def check_renderer_name_for_checkpoint_async(
-    service_client: "ServiceClient", path: str, renderer_name: str
-) -> None:
-    """Raises ConfigurationError when a checkpoint was trained with another renderer than `renderer_name`."""
-    recorded = await get_renderer_name_from_checkpoint_async(service_client, path)
-    if recorded not in (None, renderer_name):
-        raise ConfigurationError(
-            f"renderer_name={renderer_name!r}, but {path} was trained with {recorded!r}: set renderer_name={recorded}"
-        )
