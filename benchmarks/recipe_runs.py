@@ -27,8 +27,8 @@ from rich.table import Table
 
 from benchmarks.machine import facts
 from tinker_cookbook import cli_utils
-from tinker_cookbook.runs.files import read_jsonl, write_json, write_text
 from tinker_cookbook.runs.outcome import before_and_after, first_and_last
+from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
 
 ROOT = Path(__file__).parents[1]
 

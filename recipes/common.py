@@ -12,13 +12,13 @@ import chz
 from recipes.rl_options import RLOptions, algorithm_settings
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.data_processing import AdvantageConfig
 from tinker_cookbook.rl.types import RLDatasetBuilder
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer

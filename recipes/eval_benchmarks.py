@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, policy_config, reply_tokens
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
-from tinker_cookbook.eval.benchmarks import (
+from tinker_cookbook.benchmarks.runner import (
     BenchmarkConfig,
     check_config,
     run_benchmarks,
     task_benchmark,
     task_items,
 )
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.policies import open_policy
 

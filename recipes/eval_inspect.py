@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, policy_config, reply_tokens
+from tinker_cookbook.benchmarks.inspect_adapter import inspect_model, require_inspect, run_inspect, task_of_items
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
-from tinker_cookbook.eval.inspect_adapter import inspect_model, require_inspect, run_inspect, task_of_items
 from tinker_cookbook.policies import open_policy
 
 RECIPE = "eval_inspect"

@@ -3,8 +3,8 @@
 import chz
 
 from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.policies import PolicyConfig
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 
 @chz.chz(typecheck=True)

@@ -11,11 +11,11 @@ import chz
 
 from recipes.common import RLConfig, resolve_model, train_config
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.preference.envs import PairwisePreferenceRLDatasetBuilder
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
 from tinker_cookbook.preference.types import Comparison, LabeledComparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.preference_envs import PairwisePreferenceRLDatasetBuilder
 from tinker_cookbook.runs.outcome import print_rl_changes
 
 RECIPE = "shorter"

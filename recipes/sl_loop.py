@@ -15,11 +15,11 @@ import tinker
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum, read_conversations
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinker_cookbook.utils.ml_log import setup_logging

@@ -25,19 +25,19 @@ import chz
 from recipes.common import TINY_CHAT, prompt_room, resolve_model, train_config
 from recipes.warm_up import GentleConfig, demonstrate, warm_up
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_content
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.runs.files import read_jsonl
 from tinker_cookbook.runs.outcome import print_rl_changes
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, function_tool
 from tinker_cookbook.tool_use.env import tool_conversation
+from tinker_cookbook.utils.files import read_jsonl
 
 RECIPE = "tool_use"
 SYSTEM = "Put only the final answer between <SOLUTION> and </SOLUTION>."

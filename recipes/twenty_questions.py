@@ -29,6 +29,7 @@ from recipes.warm_up import GentleConfig, demonstrate, warm_up
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.model_info import get_recommended_renderer_name
 from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
@@ -37,10 +38,9 @@ from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.runs.files import read_jsonl
 from tinker_cookbook.runs.outcome import print_rl_changes
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.files import read_jsonl
 
 RECIPE = "twenty_questions"
 OBJECTS = EXAMPLE_DATA / "twenty_questions" / "objects.jsonl"

@@ -14,17 +14,17 @@ from pathlib import Path
 import chz
 
 from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, TINY_CHAT, RLConfig
-from tinker_cookbook.checkpoint_utils import get_last_checkpoint
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.message_groups import MessageDatasetBuilder
-from tinker_cookbook.runs.files import write_text
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.supervised import train as supervised_train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.utils.files import write_text
 
 Player = Callable[[list[Message]], Message]
 """The next message of a conversation, given what was said so far."""

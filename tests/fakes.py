@@ -25,7 +25,7 @@ from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 
 from tinker_cookbook.clients import CustomLossFn, SamplingClient, ServiceClient, TrainingClient
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs, derive_seed
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_local_backend import CheckpointError
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ import weakref
 import pytest
 
 from tinker_cookbook import backends
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

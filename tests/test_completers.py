@@ -6,10 +6,10 @@ import pytest
 
 from tinker_cookbook import backends
 from tinker_cookbook.completers import TinkerMessageCompleter
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer, get_text_content
 from tinker_cookbook.tasks import registry
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.types import parse_solution

@@ -7,8 +7,8 @@ import pytest
 
 from tests import killing
 from tests.killing import KillPoint
-from tinker_cookbook.runs import files
-from tinker_cookbook.runs.files import append_jsonl, read_jsonl
+from tinker_cookbook.utils import files
+from tinker_cookbook.utils.files import append_jsonl, read_jsonl
 
 LINE = "tests.test_killing:append_jsonl"
 PAUSE = "tests.test_killing:pause"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes import FakeServiceClient, FakeTrainingClient
 from tests.rl.loop import TINY, rows
-from tinker_cookbook import backends, checkpoint_utils
+from tinker_cookbook import backends
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
 from tinker_cookbook.runs.config import RunConfig
@@ -231,33 +231,3 @@ class TestReference:
         train(config, 3)
         with pytest.raises(ConfigurationError, match="started without a reference"):
             self.reference(config)
-
-
-class TestRendererName:
-    @pytest.fixture
-    def trained(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, str]:
-        """A service on the shipped model, and a checkpoint of a run that recorded its renderer."""
-        monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
-        service = backends.create_service_client("local")
-
-        async def save() -> str:
-            metadata = checkpoint_utils.add_renderer_name_to_user_metadata({"recipe": "r"}, "role_colon")
-            client = await service.create_lora_training_client(TINY, rank=2, seed=0, user_metadata=metadata)
-            return (await client.save_state("a")).path
-
-        return service, asyncio.run(save())
-
-    def test_it_is_found_from_a_path(self, trained: tuple[Any, str]) -> None:
-        service, path = trained
-        found = asyncio.run(checkpoint_utils.get_renderer_name_from_checkpoint_async(service, path))
-        assert found == "role_colon"
-        resolve = checkpoint_utils.resolve_renderer_name_from_checkpoint_or_default_async
-        assert asyncio.run(resolve(service, TINY, None, path)) == "role_colon"
-        assert asyncio.run(resolve(service, TINY, "qwen3", path)) == "qwen3"
-        assert asyncio.run(resolve(service, TINY, None, None)) == "qwen3_instruct"
-
-    def test_another_one_is_refused(self, trained: tuple[Any, str]) -> None:
-        service, path = trained
-        asyncio.run(checkpoint_utils.check_renderer_name_for_checkpoint_async(service, path, "role_colon"))
-        with pytest.raises(ConfigurationError, match="set renderer_name=role_colon"):
-            asyncio.run(checkpoint_utils.check_renderer_name_for_checkpoint_async(service, path, "qwen3"))

@@ -18,9 +18,9 @@ from recipes import export as export_recipe
 from recipes import rl_basic
 from tinker_cookbook import weights
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.policies import PolicyConfig, last_sampler_path, open_policy
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 TOKENS = list(range(5, 45))

@@ -10,11 +10,11 @@ from pathlib import Path
 import chz
 
 from tinker_cookbook import backends, model_info
-from tinker_cookbook.checkpoint_utils import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.renderer_metadata import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 logger = logging.getLogger(__name__)

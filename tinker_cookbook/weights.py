@@ -18,8 +18,8 @@ from typing import Any, Literal
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
-from tinker_cookbook.runs.files import flatten, read_jsonl, write_text
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.utils.files import flatten, read_jsonl, write_text
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 Format = Literal["adapter", "merged"]

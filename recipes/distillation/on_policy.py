@@ -26,19 +26,20 @@ from recipes.common import (
 from recipes.distillation.teacher import TeacherKeys, make_teacher, named_teacher, teacher_run
 from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyDatasetBuilder
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.train import LOSS_FNS
-from tinker_cookbook.runs.files import write_text
 from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA, load_items
+from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
+from tinker_cookbook.utils.files import write_text
 
 RECIPE = "distillation.on_policy"
 SHIPPED = "arithmetic"

@@ -5,6 +5,7 @@ from pathlib import Path
 import chz
 
 from recipes.common import CommonConfig, resolve_model
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.preference_datasets import (
     ComparisonBuilderFromHF,
@@ -12,7 +13,6 @@ from tinker_cookbook.preference.preference_datasets import (
     ComparisonDatasetBuilder,
 )
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 SHIPPED = "comparisons"
 SHIPPED_TEST_SIZE = 32

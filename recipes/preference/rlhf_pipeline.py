@@ -30,10 +30,10 @@ from recipes.common import (
     turn_tokens,
 )
 from recipes.preference.data import SHIPPED, ComparisonConfig, chat_config, comparison_source
-from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_last_checkpoint
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.preference.comparison_policy_evaluator import ComparisonEvaluator, LabelAccuracyEvaluator
+from tinker_cookbook.preference.envs import PairwisePreferenceRLDatasetBuilder
 from tinker_cookbook.preference.preference_datasets import (
     ChatDatasetBuilderFromComparisons,
     ComparisonDatasetBuilder,
@@ -42,7 +42,7 @@ from tinker_cookbook.preference.preference_datasets import (
 from tinker_cookbook.preference.types import PreferenceModelBuilderFromChatRenderer
 from tinker_cookbook.renderers import Message, TrainOnWhat
 from tinker_cookbook.rl import train as rl_train
-from tinker_cookbook.rl.preference_envs import PairwisePreferenceRLDatasetBuilder
+from tinker_cookbook.runs.checkpoints import CheckpointRecord, get_last_checkpoint
 from tinker_cookbook.runs.metadata import write_run_metadata
 from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.supervised import train as sl_train

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import chz
 
-from tinker_cookbook.runs.files import write_text
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.utils.files import write_text
 
 LINES_PER_LANGUAGE = 140
 FILE = EXAMPLE_DATA / "multilingual.txt"

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
 from tinker_cookbook.debate.judges import DebateView, Judge, Verdict, Winner
 from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer

@@ -28,7 +28,7 @@ from tinker_cookbook.debate.judges import DebateView, Judge, Verdict, Winner
 from tinker_cookbook.debate.transcript import Seat
 from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.tasks.replies import strip_stop
+from tinker_cookbook.renderers.replies import strip_stop
 
 
 @pytest.fixture(params=RENDERERS)

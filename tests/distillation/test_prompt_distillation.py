@@ -9,6 +9,7 @@ import pytest
 from recipes.prompt_distillation import create_data
 from recipes.prompt_distillation.multilingual import FILE, LANGUAGES, LINES_PER_LANGUAGE, labelled_lines
 from tests.fakes import FakeSamplingClient, SampleCall
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation.prompt_distillation import (
     AgreementEvaluator,
     Sampling,
@@ -20,7 +21,6 @@ from tinker_cookbook.distillation.prompt_distillation import (
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.supervised.data import read_conversations
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 MODEL = str(EXAMPLE_DATA / "tiny_chat")

@@ -8,12 +8,12 @@ from pathlib import Path
 import datasets
 import pytest
 
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation.datasets import PromptOnlyDatasetBuilder
 from tinker_cookbook.distillation.prompts import load_prompts
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.types import ActionExtra, EnvGroupBuilder
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 MODEL = str(EXAMPLE_DATA / "tiny_chat")

@@ -11,8 +11,8 @@ import pytest
 from recipes.distillation import off_policy, on_policy
 from recipes.prompt_distillation import train as prompt_distillation
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 
 @pytest.fixture(autouse=True)

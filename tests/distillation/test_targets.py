@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes import FakeSamplingClient, seeded_reply
 from tinker_cookbook import backends
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation.scored import score_examples
 from tinker_cookbook.distillation.targets import (
     TeacherScores,
@@ -25,7 +26,6 @@ from tinker_cookbook.distillation.targets import (
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 MODEL = str(EXAMPLE_DATA / "tiny_chat")
 K = 7

@@ -10,9 +10,9 @@ import pytest
 
 from tests.fakes import FakeServiceClient
 from tinker_cookbook import backends
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teacher, open_teachers
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 MODEL = str(EXAMPLE_DATA / "tiny_chat")
 

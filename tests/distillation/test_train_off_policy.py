@@ -16,6 +16,7 @@ from tests.fakes import FakeSamplingClient, FakeServiceClient, seeded_reply
 from tests.killing import forget_checkpoints
 from tests.rl.loop import rows, untimed
 from tinker_cookbook import backends
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation import train_off_policy
 from tinker_cookbook.distillation.scored import score_examples
 from tinker_cookbook.distillation.teachers import TeacherConfig
@@ -23,7 +24,6 @@ from tinker_cookbook.distillation.train_off_policy import Config, DatasetWithTea
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples import custom_dataset, custom_env, custom_loss
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, DataValidationError
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
 from tinker_cookbook.preference.preference_datasets import (
@@ -18,7 +19,6 @@ from tinker_cookbook.preference.preference_datasets import (
 from tinker_cookbook.preference.types import Comparison, LabeledComparison
 from tinker_cookbook.renderers import Message, TrainOnWhat
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeSamplingClient, SampleCall
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.preference.comparison_policy_evaluator import (
     ComparisonEvaluator,
@@ -28,7 +29,6 @@ from tinker_cookbook.preference.types import (
     PreferenceModelFromChatRenderer,
 )
 from tinker_cookbook.renderers import Message, get_renderer, get_text_content
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")

@@ -14,6 +14,7 @@ import torch
 from tests.fakes import FakeServiceClient, fake_logprob
 from tests.killing import forget_checkpoints
 from tinker_cookbook import backends
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.preference import train_dpo
@@ -22,7 +23,6 @@ from tinker_cookbook.runs.reference import KLReferenceConfig
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

@@ -13,10 +13,10 @@ import pytest
 
 from recipes import chat, rl_basic
 from tinker_cookbook import backends
-from tinker_cookbook.checkpoint_utils import add_renderer_name_to_user_metadata
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.policies import PolicyConfig, checkpoint_path, open_policy
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.runs.renderer_metadata import add_renderer_name_to_user_metadata
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

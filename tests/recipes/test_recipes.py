@@ -14,8 +14,8 @@ import pytest
 
 from recipes import debate_rs_grpo, demo, rl_basic, single_turn, sl_basic
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.supervised import train as supervised_train
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 ROOT = EXAMPLE_DATA.parent
 SMALL_DEBATE = ("num_rollouts=16", "num_groups=2", "max_tokens=48", "lora_rank=8", "max_eval_items=4")

@@ -8,10 +8,10 @@ from typing import Any
 import chz
 import tinker
 
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

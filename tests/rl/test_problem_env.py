@@ -8,11 +8,11 @@ import pytest
 
 from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import InitialObservationOverflow
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")

@@ -10,10 +10,10 @@ from recipes import rl_basic
 from tests.fakes import FakeServiceClient, SampleCall, seeded_reply
 from tests.rl.loop import NumberDatasetBuilder, WhichWeights, make_config, rows, untimed
 from tinker_cookbook import backends
-from tinker_cookbook.checkpoint_utils import PendingCheckpoint
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.loop import Loop
 from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.runs.saving import PendingCheckpoint
 
 
 class Killed(BaseException):

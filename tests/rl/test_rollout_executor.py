@@ -13,6 +13,7 @@ import tinker
 
 from tests.fakes import FakeServiceClient, SampleCall, seeded_reply
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, TrainingError
 from tinker_cookbook.rl.rollout_limits import RolloutLimits, TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
@@ -23,7 +24,6 @@ from tinker_cookbook.rl.rollouts import (
     set_rollout_executor,
 )
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, StepResult, TrajectoryGroup
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 T = TypeVar("T")
 

@@ -14,15 +14,15 @@ import torch
 from tests.killing import Outcome, assert_same, checkpoints, forget_checkpoints, optimizer_steps, read_outcome
 from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient, TrainingClient
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.runs.epochs import order_epoch
-from tinker_cookbook.runs.files import read_jsonl
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
+from tinker_cookbook.supervised.epochs import order_epoch
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
+from tinker_cookbook.utils.files import read_jsonl
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 REFUSED: list[int] = []

@@ -14,9 +14,9 @@ from recipes import sweep
 from tests.sweeps import toy
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.runs.files import read_jsonl
 from tinker_cookbook.sweeps import Recipe, RunResult, grid, load_recipe, run_sweep
 from tinker_cookbook.sweeps.run import LOCK_BASE_NAME, STATUS_BASE_NAME
+from tinker_cookbook.utils.files import read_jsonl
 
 TOY = Recipe("tests.sweeps.toy", toy.CLIConfig, toy.main)
 RATES = grid({"learning_rate": ["1", "2"]})

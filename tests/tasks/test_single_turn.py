@@ -1,20 +1,17 @@
-"""A task without debate: prompt, score, rejection of replies, records; and a reply's text and ids without its stop."""
+"""A task without debate: prompt, score, rejection of replies, records."""
 
 import asyncio
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.debate.arena import RENDERERS, RIGHT, TINY, WRONG, decode, make_renderer, reply_ids, speech, stop_ids
+from tests.debate.arena import RIGHT, TINY, WRONG, decode, make_renderer, speech
 from tests.fakes import ScriptedCompleter
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.replies import decode_reply, strip_stop
 from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder, TaskEvaluatorBuilder
 from tinker_cookbook.tasks.types import TaskItem
 
@@ -77,25 +74,6 @@ class TestGroup:
         summary = SingleTurnGroupBuilder(get_task("summary"), ITEM, RENDERER, 1)
         policy = ScriptedCompleter({0: [REPLIES[0]]})
         assert [r.kind for r in asyncio.run(do_group_rollout(summary, policy)).records] == ["summary"]
-
-
-class TestReplies:
-    @pytest.mark.parametrize("name", RENDERERS)
-    @settings(max_examples=60, deadline=None)
-    @given(
-        text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|>:\r\n"), min_size=1, max_size=8)
-    )
-    def test_only_the_stop_goes(self, name: str, text: str) -> None:
-        renderer = make_renderer(name)
-        cut, ended = reply_ids(renderer, text, stopped=False), reply_ids(renderer, text)
-        assert strip_stop(renderer, ended) == strip_stop(renderer, cut) == cut
-        assert decode_reply(renderer, ended) == decode_reply(renderer, cut) == text
-
-    @pytest.mark.parametrize("name", RENDERERS)
-    def test_a_reply_that_is_nothing_but_its_stop(self, name: str) -> None:
-        renderer = make_renderer(name)
-        assert strip_stop(renderer, stop_ids(renderer)) == [] and decode_reply(renderer, stop_ids(renderer)) == ""
-        assert strip_stop(renderer, []) == [] and decode_reply(renderer, []) == ""
 
 
 class TestEvaluatorBuilder:

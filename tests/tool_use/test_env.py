@@ -8,6 +8,7 @@ import pytest
 
 from tests.debate.arena import decode, make_renderer, reply_ids
 from tests.fakes import ScriptedCompleter, said
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, RendererError
 from tinker_cookbook.renderers import Message, ToolCall
 from tinker_cookbook.rl.data_processing import trajectory_to_data
@@ -15,7 +16,6 @@ from tinker_cookbook.rl.message_env import EnvFromMessageEnv
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Metrics, Trajectory
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, function_tool
 from tinker_cookbook.tool_use.env import tool_conversation
 

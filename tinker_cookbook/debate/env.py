@@ -22,6 +22,7 @@ from tinker_cookbook.debate.records import debate_record
 from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript, Turn
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.renderers.replies import decode_reply, reply_text
 from tinker_cookbook.rl.types import (
     Action,
     ActionExtra,
@@ -35,7 +36,6 @@ from tinker_cookbook.rl.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from tinker_cookbook.tasks.replies import decode_reply, reply_text
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.misc_utils import gather_all
 

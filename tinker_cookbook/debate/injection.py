@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tinker_cookbook.debate.prompts import OPPONENT
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.tasks.replies import strip_stop
+from tinker_cookbook.renderers.replies import strip_stop
 
 
 @dataclass(frozen=True)

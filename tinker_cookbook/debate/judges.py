@@ -12,7 +12,7 @@ from tinker_cookbook.completers import MessageCompleter, TokenCompleter, TokensW
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, judge_user_prompt
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
-from tinker_cookbook.tasks.replies import decode_reply
+from tinker_cookbook.renderers.replies import decode_reply
 
 _VERDICT = re.compile(r"<VERDICT>\s*(A|B|TIE)\s*</VERDICT>")
 _REASONING = re.compile(r"<REASONING>(.*?)</REASONING>", re.DOTALL)

@@ -30,7 +30,9 @@ from tinker_cookbook.preference.dpo import (
     compute_reference_logprobs,
     dpo_loss_fn,
 )
-from tinker_cookbook.runs.epochs import (
+from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
+from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.supervised.epochs import (
     EpochConfig,
     adam_params,
     check_resumed,
@@ -41,8 +43,6 @@ from tinker_cookbook.runs.epochs import (
     order_epoch,
     progress_metrics,
 )
-from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
-from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.misc_utils import timed
 

@@ -1,7 +1,7 @@
 """Two replies to one conversation, which of them is better, and models that say so.
 
 How comparisons are read from files is in preference_datasets.py; training on them is in train_dpo.py (directly) and
-rl/preference_envs.py (through a preference model).
+envs.py (through a preference model).
 """
 
 import dataclasses

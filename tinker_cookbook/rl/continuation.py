@@ -12,7 +12,7 @@ import tinker
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
-from tinker_cookbook.tasks.replies import strip_stop
+from tinker_cookbook.renderers.replies import strip_stop
 
 
 def continue_prompt(

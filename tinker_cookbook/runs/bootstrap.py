@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.files import truncate_jsonl, write_json
 from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_run_metadata
 from tinker_cookbook.utils import ml_log
+from tinker_cookbook.utils.files import truncate_jsonl, write_json
 
 logger = logging.getLogger(__name__)
 

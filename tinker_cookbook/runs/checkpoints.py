@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tinker_cookbook.exceptions import CheckpointError
-from tinker_cookbook.runs.files import append_jsonl, read_jsonl
+from tinker_cookbook.utils.files import append_jsonl, read_jsonl
 
 CHECKPOINTS_BASE_NAME = "checkpoints.jsonl"
 

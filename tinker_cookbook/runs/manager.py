@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinker_cookbook.checkpoint_utils import Kind, PendingCheckpoint, submit_checkpoint
 from tinker_cookbook.clients import ServiceClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import CheckpointRecord
+from tinker_cookbook.runs.saving import Kind, PendingCheckpoint, submit_checkpoint
 
 logger = logging.getLogger(__name__)
 

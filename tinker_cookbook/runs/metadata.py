@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.runs.files import flatten, to_jsonable, write_json
+from tinker_cookbook.utils.files import flatten, to_jsonable, write_json
 
 CONFIG_BASE_NAME = "config.json"
 METADATA_BASE_NAME = "run_metadata.json"

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tinker_cookbook.runs.files import read_jsonl
+from tinker_cookbook.utils.files import read_jsonl
 
 WINDOW = 5
 """Steps averaged at each end of a run."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tinker_cookbook import backends
-from tinker_cookbook.checkpoint_utils import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.clients import ServiceClient, TrainingClient
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.runs.bootstrap import Run
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
+from tinker_cookbook.runs.renderer_metadata import RENDERER_NAME_METADATA_KEY
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tinker_cookbook import backends
-from tinker_cookbook.checkpoint_utils import add_renderer_name_to_user_metadata
 from tinker_cookbook.clients import ServiceClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.checkpoints import CheckpointRecord
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.runs.renderer_metadata import add_renderer_name_to_user_metadata
 from tinker_cookbook.runs.resume import open_training_client
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import chz
 import tinker
 
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row
@@ -26,7 +27,6 @@ from tinker_cookbook.supervised.types import (
     RowDataset,
     SupervisedDataset,
 )
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 
 if TYPE_CHECKING:
     import datasets

@@ -24,7 +24,9 @@ from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.display import example_text
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.epochs import (
+from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll
+from tinker_cookbook.supervised.epochs import (
     EpochConfig,
     adam_params,
     check_resumed,
@@ -35,8 +37,6 @@ from tinker_cookbook.runs.epochs import (
     order_epoch,
     progress_metrics,
 )
-from tinker_cookbook.runs.session import Session, open_session
-from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll
 from tinker_cookbook.supervised.evaluators import NLLEvaluator
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME, load_checkpoints_file
-from tinker_cookbook.runs.files import read_jsonl, write_json, write_text
 from tinker_cookbook.sweeps.points import SEED_KEY
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
+from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 Mode = Literal["max", "min"]

@@ -19,7 +19,7 @@ import chz
 from chz.blueprint import Blueprint
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.files import to_jsonable
+from tinker_cookbook.utils.files import to_jsonable
 
 Value: TypeAlias = str | int | float | bool | None
 Point: TypeAlias = Mapping[str, Value]

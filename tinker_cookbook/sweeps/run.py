@@ -23,9 +23,9 @@ from filelock import FileLock, Timeout
 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.runs.files import flatten, write_json
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
+from tinker_cookbook.utils.files import flatten, write_json
 
 STATUS_BASE_NAME = "sweep_run.json"
 CONSOLE_BASE_NAME = "console.log"

@@ -8,10 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.tasks.types import Task, TaskItem
-
-EXAMPLE_DATA = Path(__file__).resolve().parents[2] / "example_data"
 
 SHIPPED: dict[str, dict[str, tuple[str, str]]] = {
     "qa": {

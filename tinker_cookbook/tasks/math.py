@@ -14,7 +14,7 @@ from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.rewards import RewardSpec
 from tinker_cookbook.tasks.types import Score, TaskItem, parse_solution
-from tinker_cookbook.tool_use.calculator import calculate
+from tinker_cookbook.utils.arithmetic import evaluate, format_number
 
 Grading = Literal["number", "exact", "math_verify"]
 AnswerStyle = Literal["tags", "boxed"]
@@ -130,7 +130,7 @@ def generate_sums(
         expression = str(rng.randint(0, largest))
         for _ in range(operations):
             expression += f" {rng.choice(operators)} {rng.randint(0, largest)}"
-        answer = calculate(expression)
+        answer = format_number(evaluate(expression))
         if not answer.startswith("-"):
             items.setdefault(expression, TaskItem(f"sum-{len(items)}", f"What is {expression}?", answer))
     if len(items) < count:

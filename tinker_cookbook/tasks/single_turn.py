@@ -10,6 +10,7 @@ import chz
 from tinker_cookbook.completers import StopCondition, derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.renderers.replies import decode_reply, reply_text
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import (
@@ -28,7 +29,6 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.replies import decode_reply, reply_text
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.runs.files import read_jsonl
 from tinker_cookbook.tool_use.tools import FunctionTool, ToolError
+from tinker_cookbook.utils.files import read_jsonl
 
 MAX_QUERY = 200
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tinker_cookbook.runs.files import write_text
+from tinker_cookbook.utils.files import write_text
 
 PACKAGES = ("tinker_cookbook", "tinker_local_backend", "recipes")
 FILE_NAME = "llms.txt"

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 
 import jinja2
 
-from tinker_cookbook.runs.files import write_json, write_text
+from tinker_cookbook.utils.files import write_json, write_text
 
 Cell: TypeAlias = str | int | float | bool | None
 TableData: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]

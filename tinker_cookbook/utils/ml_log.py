@@ -15,7 +15,7 @@ from uuid import uuid4
 from rich.console import Console
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.runs.files import append_jsonl, flatten, to_jsonable, write_json, write_text
+from tinker_cookbook.utils.files import append_jsonl, flatten, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.run_logs import FILE_ONLY, configure_logging_module, label_prefix
 
 __all__ = [

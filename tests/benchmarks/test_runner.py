@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from recipes import eval_benchmarks
 from tests.fakes import FakeServiceClient, SampleCall
-from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.completers import derive_seed
-from tinker_cookbook.eval import benchmarks
-from tinker_cookbook.eval.benchmarks import (
+from tinker_cookbook.benchmarks import runner
+from tinker_cookbook.benchmarks.runner import (
     BenchmarkConfig,
     BenchmarkResult,
     dataset_benchmark,
@@ -23,12 +21,14 @@ from tinker_cookbook.eval.benchmarks import (
     run_benchmarks,
     task_benchmark,
 )
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.completers import derive_seed
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
-from tinker_cookbook.runs.files import read_jsonl
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.files import read_jsonl
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 TOKENIZER = get_tokenizer(TINY)
@@ -146,7 +146,7 @@ def test_the_recipe_measures_the_tiny_model(
     metrics = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["qa/arithmetic"]
     assert 0.2 < metrics["pass@1"] < metrics["pass@2"] <= 1
     assert "qa/arithmetic" in capsys.readouterr().out
-    assert benchmarks.SETTINGS_BASE_NAME in {path.name for path in (tmp_path / "qa-arithmetic").iterdir()}
+    assert runner.SETTINGS_BASE_NAME in {path.name for path in (tmp_path / "qa-arithmetic").iterdir()}
 
 
 @pytest.mark.parametrize(

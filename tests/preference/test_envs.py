@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import ScriptedCompleter, said
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
-from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
-from tinker_cookbook.renderers import Message, get_renderer, get_text_content
-from tinker_cookbook.rl.preference_envs import (
+from tinker_cookbook.preference.envs import (
     PairwisePreferenceDataset,
     PairwisePreferenceGroupBuilder,
     PairwisePreferenceRLDatasetBuilder,
@@ -24,8 +22,10 @@ from tinker_cookbook.rl.preference_envs import (
     get_pairs,
     get_pairs_chunked,
 )
+from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
+from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
+from tinker_cookbook.renderers import Message, get_renderer, get_text_content
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.tasks.datasets import EXAMPLE_DATA
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")

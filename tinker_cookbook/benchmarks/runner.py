@@ -25,11 +25,11 @@ from tinker_cookbook.rl.metric_util import dataset_to_env_group_builders
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
-from tinker_cookbook.runs.files import append_jsonl, read_jsonl, truncate_jsonl, write_json
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder
 from tinker_cookbook.tasks.types import Task, TaskItem
+from tinker_cookbook.utils.files import append_jsonl, read_jsonl, truncate_jsonl, write_json
 from tinker_cookbook.utils.misc_utils import gather_all
 
 TRAJECTORIES_BASE_NAME, RESULT_BASE_NAME = "trajectories.jsonl", "result.json"

@@ -1,0 +1,257 @@
+"""Reinforcement learning from a preference model: the members of a group answer one prompt and are compared in pairs.
+
+A member's reward is how often it wins. Every pair is asked in both orders unless the pattern says otherwise, so a model that
+likes one position better favours nobody.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations
+from typing import Any, TypeAlias
+
+import chz
+
+from tinker_cookbook.completers import StopCondition, derive_seed
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.preference.comparison_policy_evaluator import preprocess_content
+from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
+from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
+from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
+from tinker_cookbook.rl.records import transition_record
+from tinker_cookbook.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    EnvGroupBuilder,
+    Metrics,
+    Observation,
+    Record,
+    RLDataset,
+    RLDatasetBuilder,
+    StepResult,
+    Trajectory,
+    TrajectoryGroup,
+)
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.misc_utils import gather_all
+
+Prompt: TypeAlias = list[Message]
+
+
+class PreferenceEnv(Env):
+    """One prompt, one reply, no reward of its own: the group's comparisons give it. Metric: format, the reply ended itself."""
+
+    def __init__(self, convo_prefix: Prompt, policy_renderer: Renderer):
+        self.convo_prefix, self.policy_renderer = convo_prefix, policy_renderer
+        self.reply: Message | None = None
+        self.is_valid = False
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition]:
+        return self.policy_renderer.build_generation_prompt(
+            self.convo_prefix
+        ), self.policy_renderer.get_stop_sequences()
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        self.reply, termination = self.policy_renderer.parse_response(action)
+        self.is_valid = termination.is_clean
+        text = get_text_content(self.reply)
+        observation, stop = await self.initial_observation()
+        return StepResult(0.0, True, observation, stop, {"format": float(self.is_valid)}, {"reply": text})
+
+
+class TournamentPattern(StrEnum):
+    """Which pairs of a group are compared."""
+
+    ALL_PAIRS_ONE_WAY = "all_pairs_one_way"
+    ALL_PAIRS_BOTH_WAYS = "all_pairs_both_ways"
+
+
+def get_pairs(n: int, pattern: TournamentPattern) -> list[tuple[int, int]]:
+    """Pairs (A, B) of members 0..n-1: each pair once, the earlier member at A, or once in each order."""
+    pairs = list(combinations(range(n), 2))
+    if TournamentPattern(pattern) is TournamentPattern.ALL_PAIRS_ONE_WAY:
+        return pairs
+    return [order for i, j in pairs for order in ((i, j), (j, i))]
+
+
+def get_pairs_chunked(n: int, pattern: TournamentPattern, chunk_size: int) -> list[tuple[int, int]]:
+    """The pairs within consecutive chunks of at most `chunk_size` members: fewer comparisons for large groups.
+
+    Raises ConfigurationError when a chunk would have a single member, whom nobody meets.
+    """
+    if n < 2 or chunk_size < 2 or n % chunk_size == 1:
+        raise ConfigurationError(
+            f"{n} members in chunks of {chunk_size} leave somebody without an opponent; use chunks and groups of at least "
+            "2, and a last chunk of more than 1"
+        )
+    pairs = []
+    for start in range(0, n, chunk_size):
+        size = min(chunk_size, n - start)
+        pairs += [(start + i, start + j) for i, j in get_pairs(size, pattern)]
+    return pairs
+
+
+@dataclass(frozen=True)
+class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
+    """`num_envs` replies to one prompt, rewarded by the tournament among them.
+
+    Reward of a member = win_minus_loss + format_coef * (format - 1); win_minus_loss is the mean preference for it over its
+    matchups, in [-1, 1], and sums to 0 over a group. Pickles when the preference model does.
+    """
+
+    convo_prefix: Prompt
+    policy_renderer: Renderer
+    tournament_pattern: TournamentPattern
+    preference_model: PreferenceModel
+    num_envs: int
+    content_preprocessor: Callable[[str], str] | None = None
+    matchup_group_size: int = 4
+    format_coef: float = 1.0
+
+    async def make_envs(self) -> Sequence[PreferenceEnv]:
+        return [PreferenceEnv(self.convo_prefix, self.policy_renderer) for _ in range(self.num_envs)]
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        envs = [env for env in env_group if isinstance(env, PreferenceEnv)]
+        replies = [preprocess_content([env.reply], self.content_preprocessor) if env.reply else [] for env in envs]
+        pairs = get_pairs_chunked(len(replies), self.tournament_pattern, self.matchup_group_size)
+        preferences = await gather_all(
+            self.preference_model(Comparison(self.convo_prefix, replies[i], replies[j])) for i, j in pairs
+        )
+        won, matchups = [0.0] * len(replies), [0] * len(replies)
+        for (i, j), preference in zip(pairs, preferences, strict=True):
+            won[i] -= preference
+            won[j] += preference
+            matchups[i] += 1
+            matchups[j] += 1
+        rewards: list[tuple[float, Metrics]] = []
+        for env, total, count in zip(envs, won, matchups, strict=True):
+            win_minus_loss = total / count
+            reward = win_minus_loss + self.format_coef * (float(env.is_valid) - 1)
+            rewards.append((reward, {"win_minus_loss": win_minus_loss}))
+        return rewards
+
+    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        records = []
+        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
+            transition = trajectory.transitions[-1]
+            content = {
+                "tags": self.logging_tags(),
+                "member": i,
+                "question": self._question(),
+                **transition_record(transition, str(transition.logs.get("reply", ""))),
+                "reward": reward,
+                "metrics": {**transition.metrics, **group.metrics_G[i]},
+            }
+            records.append(Record("preference", content))
+        return records
+
+    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
+        return [{"question": self._question()[:100]} for _ in env_group]
+
+    def _question(self) -> str:
+        return get_text_content(self.convo_prefix[-1])
+
+    def logging_tags(self) -> list[str]:
+        return ["preference"]
+
+
+class PairwisePreferenceDataset(RLDataset):
+    """Batches of `batch_size` prompts, reshuffled for each pass over them; the order depends on the seed alone.
+
+    Raises ConfigurationError when there are fewer prompts than a batch holds.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        num_batches: int,
+        make_group: Callable[[Prompt], PairwisePreferenceGroupBuilder],
+        seed: int = 0,
+    ):
+        if len(prompts) < batch_size:
+            raise ConfigurationError(f"batch_size={batch_size}, but there are {len(prompts)} prompts; lower batch_size")
+        self._prompts, self._batch_size, self._num_batches = list(prompts), batch_size, num_batches
+        self._make_group, self._seed = make_group, seed
+
+    def get_batch(self, index: int) -> list[PairwisePreferenceGroupBuilder]:
+        if not 0 <= index < self._num_batches:
+            raise IndexError(f"batch {index} of {self._num_batches}")
+        orders: dict[int, list[int]] = {}
+        groups = []
+        for n in range(index * self._batch_size, (index + 1) * self._batch_size):
+            epoch, position = divmod(n, len(self._prompts))
+            if epoch not in orders:
+                orders[epoch] = list(range(len(self._prompts)))
+                random.Random(derive_seed(self._seed, "epoch", epoch)).shuffle(orders[epoch])
+            groups.append(self._make_group(self._prompts[orders[epoch][position]]))
+        return groups
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+
+@chz.chz(typecheck=True)
+class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
+    """The prompts of a comparison dataset, with a preference model that judges the policy's replies to them."""
+
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="whose prompts are asked; its replies are not used")
+    preference_model_builder: PreferenceModelBuilder = chz.field(doc="opens the judge")
+    policy_model_name: str = chz.field(doc="whose tokenizer the policy uses")
+    policy_renderer_name: str = chz.field(doc="how messages become tokens for the policy")
+    batch_size: int = chz.field(doc="prompts per batch", validator=chz.validators.gt(0))
+    group_size: int = chz.field(doc="replies per prompt", validator=chz.validators.gt(1))
+    num_batches: int | None = chz.field(default=None, doc="training batches; None: whole ones of one pass")
+    tournament_pattern: TournamentPattern = chz.field(
+        default=TournamentPattern.ALL_PAIRS_BOTH_WAYS, doc="which pairs are compared"
+    )
+    matchup_group_size: int = chz.field(
+        default=4, doc="members that meet each other; larger groups are cut into such chunks"
+    )
+    content_preprocessor: Callable[[str], str] | None = chz.field(
+        default=None, doc="what the preference model is shown of a reply, say without its reasoning"
+    )
+    format_coef: float = chz.field(default=1.0, doc="taken off a reply that did not end by itself")
+    with_test_set: bool = chz.field(
+        default=True,
+        doc="also roll out on the held-out prompts; rewards there sum to 0, lengths and format tell something",
+    )
+    seed: int = chz.field(default=0, doc="order of the prompts")
+
+    @chz.validate
+    def _check_chunks(self) -> None:
+        get_pairs_chunked(self.group_size, self.tournament_pattern, self.matchup_group_size)
+
+    async def __call__(self) -> tuple[PairwisePreferenceDataset, PairwisePreferenceDataset | None]:
+        train, test = self.comparison_builder.get_labeled_comparisons()
+        renderer = get_renderer(
+            self.policy_renderer_name, get_tokenizer(self.policy_model_name), model_name=self.policy_model_name
+        )
+        model = await self.preference_model_builder()
+
+        def make_group(prompt: Prompt) -> PairwisePreferenceGroupBuilder:
+            return PairwisePreferenceGroupBuilder(
+                prompt,
+                renderer,
+                self.tournament_pattern,
+                model,
+                self.group_size,
+                self.content_preprocessor,
+                self.matchup_group_size,
+                self.format_coef,
+            )
+
+        def dataset(labeled: Sequence, batch_size: int, batches: int) -> PairwisePreferenceDataset:
+            prompts = [one.comparison.prompt_conversation for one in labeled]
+            return PairwisePreferenceDataset(prompts, batch_size, batches, make_group, self.seed)
+
+        batches = self.num_batches if self.num_batches is not None else len(train) // self.batch_size
+        return (
+            dataset(train, self.batch_size, batches),
+            dataset(test, len(test), 1) if test and self.with_test_set else None,
+        )
