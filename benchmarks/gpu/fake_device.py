@@ -112,7 +112,7 @@ def move(model: BaseModel, mode: FakeTensorMode) -> None:
         return moved[id(tensor)]
 
     for module in model._model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        tables: Any = (module._parameters, module._buffers, vars(module))
         for table in tables:
             for name, value in list(table.items()):
                 if isinstance(value, torch.Tensor):

@@ -10,11 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.models import SHAPES, Shape, qwen3_config, word_tokenizer
+from benchmarks.workload import random_tokens
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
 
 ENTROPY_NATS = 2.5
 """of the next token: about what trained models have at temperature 1"""
+
+PROBED_TOKENS = 64
 
 
 def shape_of(name: str, layers: int | None = None) -> Shape:
@@ -26,18 +29,30 @@ def shape_of(name: str, layers: int | None = None) -> Shape:
 def random_module(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
     """transformers' own module with random weights, made on the device.
 
-    A fresh model is nearly uniform over its vocabulary, which hides every error of rounding. So the last norm is scaled up:
-    logits of a Gaussian with variance 2 (ln V - h) have an entropy of about h nats.
+    A fresh model is nearly uniform over its vocabulary, which hides every error of rounding. So the last norm, and with it the
+    logits, is scaled up until the next token has ENTROPY_NATS on average.
     """
     config = qwen3_config(shape)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    spread = math.sqrt(2 * max(0.5, math.log(shape.vocab) - ENTROPY_NATS))
     with torch.no_grad():
-        module.base_model.norm.weight.mul_(spread / (config.initializer_range * math.sqrt(shape.hidden)))
-    return module.eval()
+        tokens = torch.tensor([random_tokens(shape.vocab, PROBED_TOKENS, seed)], device=device)
+        logits_TV = module.eval()(tokens, use_cache=False).logits[0].float()
+        module.base_model.norm.weight.mul_(_sharpness(logits_TV))
+    return module
+
+
+def _sharpness(logits_TV: torch.Tensor) -> float:
+    """The factor on the logits at which the mean entropy is ENTROPY_NATS, by bisection of its logarithm."""
+    low, high = -10.0, 10.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        logprobs_TV = (logits_TV * math.exp(middle)).log_softmax(-1)
+        entropy = float(-(logprobs_TV.exp() * logprobs_TV).sum(-1).mean())
+        low, high = (middle, high) if entropy > ENTROPY_NATS else (low, middle)
+    return math.exp(low)
 
 
 def random_model(

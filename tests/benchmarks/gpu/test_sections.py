@@ -186,8 +186,7 @@ def test_random_models_are_as_certain_as_trained_ones() -> None:
     with torch.no_grad():
         logprobs = module(torch.arange(3, 203)[None]).logits[0].log_softmax(-1)
     entropy = float(-(logprobs.exp() * logprobs).sum(-1).mean())
-    assert abs(entropy - ENTROPY_NATS) < 1.0
-    assert entropy < math.log(shape.vocab) - 1.5
+    assert abs(entropy - ENTROPY_NATS) < 0.5
 
 
 def test_random_models_leave_global_random_state_alone() -> None:
@@ -254,7 +253,7 @@ def test_a_tensor_on_the_wrong_device_is_caught_and_its_place_named(
     decode, training = visit.findings.checks
     assert decode.name == "placement: one decode step" and not decode.ok
     assert decode.detail.startswith("tinker_local_backend/engine/sampler.py:")
-    assert "cuda:0 and cpu" in decode.detail
+    assert "cpu and cuda:0" in decode.detail
     assert training.ok
 
 
