@@ -138,4 +138,5 @@ def _command() -> str:
     """As typed, without the paths, which mean nothing elsewhere."""
     module = sys.modules["__main__"].__spec__
     shown = [argument for argument in sys.argv[1:] if not argument.startswith(_PATH_KEYS)]
-    return " ".join(["python", "-m", module.name if module else "benchmarks", *shown])
+    name = module.name.removesuffix(".__main__") if module else "benchmarks"
+    return " ".join(["python", "-m", name, *shown])

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.gpu.models import fill_adapter, frozen_adapters, random_model
+from benchmarks.gpu.placement import DECODING
 from benchmarks.gpu.training_checks import LOSSES, policy_or_weights
 from benchmarks.workload import random_tokens
 from tinker_local_backend.engine import trainer
@@ -196,7 +197,7 @@ def main() -> None:
         move_adapter(adapter, mode)
     with mode:
         state = trainer.TrainState(trained, AdamW(trained.parameters()))
-        found = [examine("one decode step", lambda: decode(model, adapters))]
+        found = [examine(DECODING, lambda: decode(model, adapters))]
         for loss_fn in LOSSES:
             found.append(examine(f"training pass, {loss_fn}", lambda loss_fn=loss_fn: train(model, state, loss_fn)))
     print(json.dumps(found), flush=True)
