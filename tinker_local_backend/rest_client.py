@@ -16,11 +16,9 @@ A home is one user's: `access_scope` makes no difference, and publishing is a ma
 from __future__ import annotations
 
 import json
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +28,7 @@ from tinker import types
 
 from tinker_local_backend import hosted_only
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import EngineFuture, EngineLink
+from tinker_local_backend.futures import EngineFuture, completed, on_a_thread
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import CheckpointEntry
 from tinker_local_backend.storage.info import read_info
@@ -41,7 +39,6 @@ T = TypeVar("T")
 AccessScope = Literal["owned", "accessible"]
 
 OWNER = "local"
-_NO_ENGINE = EngineLink(None, dict)
 _TINY_CHAT = Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat"
 
 
@@ -224,7 +221,7 @@ class RestClient:
             )
             return str(copied)
 
-        return _on_a_thread(run)
+        return on_a_thread(run, "tinker-local-rest")
 
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
@@ -244,7 +241,7 @@ class RestClient:
                 url=file.resolve().as_uri(), expires=_time(catalog.expires_at_in(path.folder(self._home)))
             )
 
-        return _on_a_thread(run)
+        return on_a_thread(run, "tinker-local-rest")
 
     # Sessions
 
@@ -349,25 +346,3 @@ def _check_page(limit: int, offset: int) -> None:
 
 def _cursor(limit: int, offset: int, items: Sequence[object]) -> types.Cursor:
     return types.Cursor(limit=limit, offset=offset, total_count=len(items))
-
-
-def completed(function: Callable[[], T]) -> EngineFuture[T]:
-    """The result or error of a function that is called at once, as a future."""
-    future: Future[T] = Future()
-    _settle(future, function)
-    return EngineFuture(future, _NO_ENGINE)
-
-
-def _on_a_thread(function: Callable[[], T]) -> EngineFuture[T]:
-    """Not a daemon: a program that ends waits for its archives."""
-    future: Future[T] = Future()
-    threading.Thread(target=_settle, args=(future, function), name="tinker-local-rest").start()
-    return EngineFuture(future, _NO_ENGINE)
-
-
-def _settle(future: Future[T], function: Callable[[], T]) -> None:
-    future.set_running_or_notify_cancel()
-    try:
-        future.set_result(function())
-    except Exception as error:
-        future.set_exception(error)

@@ -16,9 +16,9 @@ from tinker_local_backend.engine.base_model import BaseModel, check_model_name
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture, completed
 from tinker_local_backend.hosted_only import refuse_arguments
-from tinker_local_backend.rest_client import RestClient, completed, shipped_models, supported_model
+from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.storage import checkpoints
 from tinker_local_backend.storage.info import check_user_metadata, read_info
@@ -196,7 +196,7 @@ class ServiceClient:
 
     def _create(self, create: Callable[[], C]) -> ClientFuture[C]:
         future = self._engine.submit("clients", create)
-        return ClientFuture(future.future(), future._link)
+        return ClientFuture(future)
 
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None

@@ -215,7 +215,7 @@ class TrainingClient:
             )
 
         future = self._submit(run)
-        return ClientFuture(future.future(), future._link)
+        return ClientFuture(future)
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
         """Replace the adapter by a checkpoint's; the optimizer starts anew and accumulated gradients are dropped."""

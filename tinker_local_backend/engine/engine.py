@@ -9,22 +9,23 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.gate import LoopGate
+from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
 from tinker_local_backend.environment import env_int
-from tinker_local_backend.errors import EngineClosedError
-from tinker_local_backend.futures import EngineFuture, EngineLink, running_loop
+from tinker_local_backend.errors import EngineClosedError, RequestError
+from tinker_local_backend.futures import EngineFuture
 
 T = TypeVar("T")
 
@@ -122,7 +123,7 @@ class Engine:
         gate = self._gate()
         work = _Operation(client, operation, lambda settle: self._outbox.append((gate, settle)))
         self._enter(gate, work)
-        return EngineFuture(work.future, self._link(gate))
+        return EngineFuture(work.future, partial(self._waiting, gate))
 
     def sample(self, model_name: str, request: SamplingRequest) -> EngineFuture[SamplingResult]:
         """Run a checked sampling request. Cancelling the future frees its rows."""
@@ -141,7 +142,7 @@ class Engine:
             self._outbox.append((gate, settle))
 
         self._enter(gate, _Sampling(model_name, Ticket(request, complete, future.cancelled), future))
-        return EngineFuture(future, self._link(gate), cancellable=True)
+        return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
 
     def close(self) -> None:
         """Stop the worker. What has not run fails with EngineClosedError."""
@@ -182,8 +183,22 @@ class Engine:
                 self._gates = {**open_gates, id(loop): gate}
         return gate
 
-    def _link(self, gate: LoopGate[_Work] | None) -> EngineLink:
-        return EngineLink(gate, lambda: self._gates, self._worker)
+    @contextmanager
+    def _waiting(self, gate: LoopGate[_Work] | None) -> Iterator[None]:
+        """Around a blocking wait for a request that came through `gate`, on any thread.
+
+        Neither a request that is held nor a loop that this wait blocks may stop the worker.
+        """
+        if threading.current_thread() is self._worker:
+            raise RequestError(
+                "a custom loss runs on the engine's thread and cannot wait for the engine: get what it needs (reference "
+                "logprobs, say) before forward_backward_custom, and let the function close over it"
+            )
+        own = self._gates.get(id(running_loop()))
+        if gate is not None and gate is not own and not gate.loop.is_running():
+            gate.flush()  # the loop ended before the request was passed on
+        with own.blocking() if own is not None else nullcontext():
+            yield
 
     def _enter(self, gate: LoopGate[_Work] | None, work: _Work) -> None:
         if gate is None:
