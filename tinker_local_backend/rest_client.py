@@ -22,11 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, NoReturn
 
 from tinker import types
 
 from tinker_local_backend import hosted_only
+from tinker_local_backend.async_twins import awaited
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture, completed, on_a_thread
 from tinker_local_backend.storage import catalog
@@ -35,7 +36,6 @@ from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath, check_name, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
 
-T = TypeVar("T")
 AccessScope = Literal["owned", "accessible"]
 
 OWNER = "local"
@@ -90,6 +90,8 @@ class RestClient:
         """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
         return completed(lambda: types.GetServerCapabilitiesResponse(supported_models=self._supported_models()))
 
+    get_server_capabilities_async = awaited(get_server_capabilities)
+
     # Training runs
 
     def list_training_runs(
@@ -106,6 +108,8 @@ class RestClient:
 
         return completed(run)
 
+    list_training_runs_async = awaited(list_training_runs)
+
     def get_training_run(
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> EngineFuture[types.TrainingRun]:
@@ -113,11 +117,15 @@ class RestClient:
         check_name(training_run_id, "training run id")
         return completed(lambda: self._training_run(self._run(training_run_id)))
 
+    get_training_run_async = awaited(get_training_run)
+
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> EngineFuture[types.TrainingRun]:
         """The training run that a checkpoint belongs to."""
         return self.get_training_run(CheckpointPath.parse(tinker_path).run_id)
+
+    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> EngineFuture[types.WeightsInfoResponse]:
         """Base model and LoRA settings of a checkpoint: what it takes to load it."""
@@ -136,6 +144,8 @@ class RestClient:
 
         return completed(run)
 
+    get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
+
     # Checkpoints
 
     def list_checkpoints(self, training_run_id: str) -> EngineFuture[types.CheckpointsListResponse]:
@@ -148,6 +158,8 @@ class RestClient:
             return types.CheckpointsListResponse(checkpoints=[_checkpoint(entry) for entry in entries])
 
         return completed(run)
+
+    list_checkpoints_async = awaited(list_checkpoints)
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> EngineFuture[types.CheckpointsListResponse]:
         """One page of the checkpoints of all runs, newest first, and in `cursor` how many there are."""
@@ -164,29 +176,41 @@ class RestClient:
 
         return completed(run)
 
+    list_user_checkpoints_async = awaited(list_user_checkpoints)
+
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> EngineFuture[None]:
         """Delete a checkpoint by run and id, which is `weights/<name>` or `sampler_weights/<name>`."""
         return self.delete_checkpoint_from_tinker_path(_path_of(training_run_id, checkpoint_id))
+
+    delete_checkpoint_async = awaited(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
         """Delete a checkpoint and its archive. Clients that were made from it go on."""
         path = CheckpointPath.parse(tinker_path)
         return completed(lambda: catalog.remove(self._home, path))
 
+    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
+
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
         """Mark a checkpoint as public."""
         path = CheckpointPath.parse(tinker_path)
         return completed(lambda: catalog.set_public(self._home, path, True))
+
+    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
         """Take the mark away."""
         path = CheckpointPath.parse(tinker_path)
         return completed(lambda: catalog.set_public(self._home, path, False))
 
+    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
+
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> EngineFuture[None]:
         """Let a checkpoint expire this many seconds from now; None: never. An expired checkpoint cannot be brought back."""
         path = CheckpointPath.parse(tinker_path)
         return completed(lambda: catalog.set_ttl(self._home, path, ttl_seconds))
+
+    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
     def copy_weights(
         self,
@@ -223,11 +247,15 @@ class RestClient:
 
         return on_a_thread(run, "tinker-local-rest")
 
+    copy_weights_async = awaited(copy_weights)
+
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> EngineFuture[CheckpointArchiveUrlResponse]:
         """As get_checkpoint_archive_url_from_tinker_path, by run and id (`weights/<name>` or `sampler_weights/<name>`)."""
         return self.get_checkpoint_archive_url_from_tinker_path(_path_of(training_run_id, checkpoint_id))
+
+    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
@@ -243,6 +271,8 @@ class RestClient:
 
         return on_a_thread(run, "tinker-local-rest")
 
+    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
+
     # Sessions
 
     def list_sessions(
@@ -256,6 +286,8 @@ class RestClient:
             return types.ListSessionsResponse(sessions=ids[offset : offset + limit])
 
         return completed(run)
+
+    list_sessions_async = awaited(list_sessions)
 
     def get_session(
         self, session_id: str, access_scope: AccessScope = "owned"
@@ -276,19 +308,14 @@ class RestClient:
 
         return completed(run)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The `_async` spellings of all methods, and the refusals of what only the hosted service has."""
+    get_session_async = awaited(get_session)
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        """The refusals of what only the hosted service has."""
         base = name.removesuffix("_async")
         if base in hosted_only.REST_CALLS:
             return lambda *args, **kwargs: hosted_only.refuse_call(base)
-        if base == name or base.startswith("_"):
-            raise AttributeError(f"RestClient has no {name}")
-        method = getattr(self, base)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            return await method(*args, **kwargs)
-
-        return call
+        raise AttributeError(f"RestClient has no {name}")
 
     def _run(self, run_id: str) -> Run:
         for run in self._registry.runs():

@@ -13,6 +13,7 @@ from tinker.types import PromptAltTokens
 from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from transformers import PreTrainedTokenizerBase
 
+from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import Adapter
@@ -100,6 +101,8 @@ class SamplingClient:
             self._engine.sample(self._model.name, request), lambda result: self._response(result, request, layout)
         )
 
+    sample_async = awaited(sample)
+
     def _response(
         self, result: SamplingResult, request: SamplingRequest, layout: SparseLayout | None
     ) -> tinker.types.SampleResponse:
@@ -126,31 +129,6 @@ class SamplingClient:
             topk_logprobs_np=topk_logprobs,
         )
 
-    async def sample_async(
-        self,
-        prompt: tinker.ModelInput,
-        num_samples: int,
-        sampling_params: tinker.SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: tinker.TensorData | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> tinker.types.SampleResponse:
-        """`await sample(...)`, as older scripts spell it."""
-        return await self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-        )
-
     def compute_logprobs(
         self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> EngineFuture[list[float | None]]:
@@ -164,11 +142,7 @@ class SamplingClient:
         request = SamplingRequest(tokens, self._adapter, num_samples=0, max_tokens=0, scoring=scoring)
         return MappedFuture(self._engine.sample(self._model.name, request), _only_prompt_logprobs)
 
-    async def compute_logprobs_async(
-        self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> list[float | None]:
-        """`await compute_logprobs(...)`, as older scripts spell it."""
-        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+    compute_logprobs_async = awaited(compute_logprobs)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._model.tokenizer
@@ -176,9 +150,7 @@ class SamplingClient:
     def get_base_model(self) -> str:
         return self._model.name
 
-    async def get_base_model_async(self) -> str:
-        """`get_base_model()`, as older scripts spell it."""
-        return self._model.name
+    get_base_model_async = as_coroutine(get_base_model)
 
     def __reduce__(self) -> NoReturn:
         raise RequestError(

@@ -11,6 +11,7 @@ from typing import Literal, Self, TypeVar
 
 from tinker import types
 
+from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel, check_model_name
 from tinker_local_backend.engine.engine import Engine
@@ -73,6 +74,8 @@ class ServiceClient:
         """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
         return self.create_rest_client().get_server_capabilities().result()
 
+    get_server_capabilities_async = as_coroutine(get_server_capabilities)
+
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> EngineFuture[str]:
@@ -110,6 +113,8 @@ class ServiceClient:
 
         return self._create(create)
 
+    create_lora_training_client_async = awaited(create_lora_training_client)
+
     def create_training_client_from_state(
         self,
         path: str,
@@ -125,6 +130,8 @@ class ServiceClient:
         refuse_arguments(weights_access_token=weights_access_token, optimizer=_other_than_adamw(optimizer))
         return self._from_state(path, base_model, user_metadata, with_optimizer=False)
 
+    create_training_client_from_state_async = awaited(create_training_client_from_state)
+
     def create_training_client_from_state_with_optimizer(
         self,
         path: str,
@@ -135,6 +142,8 @@ class ServiceClient:
         """A training client that goes on from a saved state as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._from_state(path, base_model, user_metadata, with_optimizer=True)
+
+    create_training_client_from_state_with_optimizer_async = awaited(create_training_client_from_state_with_optimizer)
 
     def _from_state(
         self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
@@ -182,6 +191,8 @@ class ServiceClient:
 
         return self._create(create)
 
+    create_sampling_client_async = awaited(create_sampling_client)
+
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: Mapping[str, str]) -> TrainingRun:
         model = self._load(base_model)
         adapter = model.new_adapter(spec, seed)
@@ -215,58 +226,6 @@ class ServiceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # The spelling of older SDKs.
-
-    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
-        return self.get_server_capabilities()
-
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: Mapping[str, str] | None = None,
-        optimizer: types.OptimizerConfig | None = None,
-    ) -> TrainingClient:
-        return await self.create_lora_training_client(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
-        )
-
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        weights_access_token: str | None = None,
-        optimizer: types.OptimizerConfig | None = None,
-    ) -> TrainingClient:
-        return await self.create_training_client_from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer
-        )
-
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        return await self.create_training_client_from_state_with_optimizer(
-            path, base_model, user_metadata, weights_access_token
-        )
-
-    async def create_sampling_client_async(
-        self,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        retry_config: object = None,
-        record_stability_info: bool = False,
-    ) -> SamplingClient:
-        return await self.create_sampling_client(model_path, base_model, retry_config, record_stability_info)
 
 
 def _other_than_adamw(optimizer: types.OptimizerConfig | None) -> types.OptimizerConfig | None:

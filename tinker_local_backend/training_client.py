@@ -23,6 +23,7 @@ from tinker.types import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom
@@ -108,6 +109,8 @@ class TrainingClient:
         """Loss and logprobs without gradients."""
         return self._pass(data, loss_fn, loss_fn_config, backward=False)
 
+    forward_async = as_coroutine(forward)
+
     def forward_backward(
         self,
         data: list[tinker.Datum],
@@ -121,6 +124,8 @@ class TrainingClient:
         """
         return self._pass(data, loss_fn, loss_fn_config, backward=True)
 
+    forward_backward_async = as_coroutine(forward_backward)
+
     def forward_backward_custom(
         self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
@@ -133,6 +138,8 @@ class TrainingClient:
         if loss_type_input not in (None, "logprobs"):
             raise RequestError(f"loss_type_input={loss_type_input!r}: a custom loss always gets logprobs; leave it out")
         return self._train(lambda: forward_backward_custom(run.model, run.state, datums, loss_fn))
+
+    forward_backward_custom_async = as_coroutine(forward_backward_custom)
 
     def _pass(
         self,
@@ -153,6 +160,8 @@ class TrainingClient:
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
         return self._train(lambda: trainer.optim_step(self._run.state, params))
 
+    optim_step_async = as_coroutine(optim_step)
+
     def save_state(
         self,
         name: str,
@@ -168,6 +177,8 @@ class TrainingClient:
             return SaveWeightsResponse(path=str(path))
 
         return self._submit(run)
+
+    save_state_async = as_coroutine(save_state)
 
     def save_weights_for_sampler(
         self,
@@ -185,6 +196,8 @@ class TrainingClient:
 
         return self._submit(run)
 
+    save_weights_for_sampler_async = as_coroutine(save_weights_for_sampler)
+
     def create_sampling_client(
         self, model_path: str, retry_config: object = None, record_stability_info: bool = False
     ) -> ClientFuture[SamplingClient]:
@@ -192,6 +205,8 @@ class TrainingClient:
         return self._owner.create_sampling_client(
             model_path, retry_config=retry_config, record_stability_info=record_stability_info
         )
+
+    create_sampling_client_async = awaited(create_sampling_client)
 
     def save_weights_and_get_sampling_client(
         self,
@@ -217,10 +232,14 @@ class TrainingClient:
         future = self._submit(run)
         return ClientFuture(future)
 
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
+
     def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
         """Replace the adapter by a checkpoint's; the optimizer starts anew and accumulated gradients are dropped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=False)
+
+    load_state_async = as_coroutine(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -228,6 +247,8 @@ class TrainingClient:
         """Replace adapter and optimizer state by a checkpoint's: training goes on as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=True)
+
+    load_state_with_optimizer_async = as_coroutine(load_state_with_optimizer)
 
     def _load(self, path: str, with_optimizer: bool) -> EngineFuture[LoadWeightsResponse]:
         parsed = CheckpointPath.parse(path)
@@ -270,75 +291,10 @@ class TrainingClient:
             }
         )
 
+    get_info_async = as_coroutine(get_info)
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._run.model.tokenizer
-
-    # The spelling of older SDKs: a coroutine that yields the future (or, for clients, the client).
-
-    async def forward_async(
-        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
-    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        return self.forward(data, loss_fn, loss_fn_config)
-
-    async def forward_backward_async(
-        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
-    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        return self.forward_backward(data, loss_fn, loss_fn_config)
-
-    async def forward_backward_custom_async(
-        self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
-    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
-
-    async def optim_step_async(
-        self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
-    ) -> EngineFuture[OptimStepResponse]:
-        return self.optim_step(optim_params, adam_params=adam_params)
-
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> EngineFuture[SaveWeightsResponse]:
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
-
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        overwrite: bool = False,
-    ) -> EngineFuture[SaveWeightsForSamplerResponse]:
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, overwrite)
-
-    async def create_sampling_client_async(
-        self, model_path: str, retry_config: object = None, record_stability_info: bool = False
-    ) -> SamplingClient:
-        return await self.create_sampling_client(model_path, retry_config, record_stability_info)
-
-    async def save_weights_and_get_sampling_client_async(
-        self,
-        name: str | None = None,
-        retry_config: object = None,
-        record_stability_info: bool = False,
-        kind: Literal["snapshot"] = "snapshot",
-    ) -> SamplingClient:
-        return await self.save_weights_and_get_sampling_client(name, retry_config, record_stability_info, kind)
-
-    async def load_state_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> EngineFuture[LoadWeightsResponse]:
-        return self.load_state(path, weights_access_token)
-
-    async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> EngineFuture[LoadWeightsResponse]:
-        return self.load_state_with_optimizer(path, weights_access_token)
-
-    async def get_info_async(self) -> GetInfoResponse:
-        return self.get_info()
 
 
 def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:
