@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -25,7 +26,10 @@ from tinker_local_backend.engine.requests import (
 )
 from tinker_local_backend.engine.tickets import SampledSequence, SamplingResult
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import EngineFuture, MappedFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture, MappedFuture
+from tinker_local_backend.storage.checkpoints import load_adapter
+from tinker_local_backend.storage.info import read_info
+from tinker_local_backend.storage.paths import CheckpointPath
 
 
 class SamplingClient:
@@ -157,6 +161,20 @@ class SamplingClient:
             "a local SamplingClient lives in the engine's process and cannot be pickled; save_weights_for_sampler and make "
             "one from the path in the other process"
         )
+
+
+def open_checkpoint(engine: Engine, owner: object, home: Path, model_path: str) -> ClientFuture[SamplingClient]:
+    """A sampling client of saved weights (a tinker:// path), which keeps `owner` alive."""
+    path = CheckpointPath.parse(model_path)
+    info = read_info(home, path)
+
+    def create() -> SamplingClient:
+        model = engine.load(info.base_model)
+        adapter = model.new_adapter(info.spec, seed=0)
+        load_adapter(home, path, adapter)
+        return SamplingClient(engine, owner, model, adapter.snapshot(model.dtype))
+
+    return engine.make_client(create)
 
 
 def _only_prompt_logprobs(result: SamplingResult) -> list[float | None]:

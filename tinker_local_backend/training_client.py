@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import tinker
 from tinker.types import (
@@ -32,14 +32,11 @@ from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture
 from tinker_local_backend.hosted_only import refuse_arguments
-from tinker_local_backend.sampling_client import SamplingClient
+from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage import checkpoints
 from tinker_local_backend.storage.info import check_user_metadata, read_info
 from tinker_local_backend.storage.paths import CheckpointKind, CheckpointPath, check_name
 from tinker_local_backend.storage.registry import Registry, Run, Session
-
-if TYPE_CHECKING:
-    from tinker_local_backend.service_client import ServiceClient
 
 T = TypeVar("T")
 
@@ -76,11 +73,26 @@ class TrainingRun:
         )
         self.registry.record_run(run, self.session)
 
+    def save(
+        self,
+        path: CheckpointPath,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write a checkpoint, on the worker; `weights` hold the optimizer's state too."""
+        optimizer = self.state.optimizer if path.kind == "weights" else None
+        metadata = {**self.user_metadata, **check_user_metadata(user_metadata)}
+        checkpoints.save(
+            self.home, path, self.model.name, self.state.adapter, optimizer, ttl_seconds, overwrite, metadata
+        )
+        self.record(has_saved=True)
+
 
 class TrainingClient:
     """Made by ServiceClient.create_lora_training_client and create_training_client_from_state."""
 
-    def __init__(self, run: TrainingRun, owner: ServiceClient):
+    def __init__(self, run: TrainingRun, owner: object):
         self._run = run
         self._owner = owner  # keeps the service client, and with it the engine, alive
 
@@ -171,12 +183,7 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsResponse]:
         """Save adapter and optimizer state, to go on from. `.path` is the tinker:// path."""
         path = self._path("weights", name)
-
-        def run() -> SaveWeightsResponse:
-            self._save(path, True, ttl_seconds, overwrite, user_metadata)
-            return SaveWeightsResponse(path=str(path))
-
-        return self._submit(run)
+        return self._save(path, SaveWeightsResponse(path=str(path)), ttl_seconds, overwrite, user_metadata)
 
     save_state_async = as_coroutine(save_state)
 
@@ -189,22 +196,16 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsForSamplerResponse]:
         """Save the adapter alone, to sample from. `.path` is the tinker:// path."""
         path = self._path("sampler_weights", name)
-
-        def run() -> SaveWeightsForSamplerResponse:
-            self._save(path, False, ttl_seconds, overwrite, user_metadata)
-            return SaveWeightsForSamplerResponse(path=str(path))
-
-        return self._submit(run)
+        return self._save(path, SaveWeightsForSamplerResponse(path=str(path)), ttl_seconds, overwrite, user_metadata)
 
     save_weights_for_sampler_async = as_coroutine(save_weights_for_sampler)
 
     def create_sampling_client(
         self, model_path: str, retry_config: object = None, record_stability_info: bool = False
     ) -> ClientFuture[SamplingClient]:
-        """Sample from saved weights, of this run or another: ServiceClient.create_sampling_client(model_path)."""
-        return self._owner.create_sampling_client(
-            model_path, retry_config=retry_config, record_stability_info=record_stability_info
-        )
+        """Sample from saved weights, of this run or another, as with ServiceClient.create_sampling_client(model_path)."""
+        refuse_arguments(record_stability_info=record_stability_info)
+        return open_checkpoint(self._run.engine, self._owner, self._run.home, model_path)
 
     create_sampling_client_async = awaited(create_sampling_client)
 
@@ -224,13 +225,12 @@ class TrainingClient:
 
         def run() -> SamplingClient:
             if path is not None:
-                self._save(path, False, None, False, None)
+                self._run.save(path)
             return SamplingClient(
                 self._run.engine, self._owner, self._run.model, self._run.state.adapter.snapshot(self._run.model.dtype)
             )
 
-        future = self._submit(run)
-        return ClientFuture(future)
+        return ClientFuture(self._submit(run))
 
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
 
@@ -265,16 +265,16 @@ class TrainingClient:
     def _save(
         self,
         path: CheckpointPath,
-        with_optimizer: bool,
+        response: T,
         ttl_seconds: int | None,
         overwrite: bool,
         user_metadata: Mapping[str, str] | None,
-    ) -> None:
-        run = self._run
-        optimizer = run.state.optimizer if with_optimizer else None
-        metadata = {**run.user_metadata, **check_user_metadata(user_metadata)}
-        checkpoints.save(run.home, path, run.model.name, run.state.adapter, optimizer, ttl_seconds, overwrite, metadata)
-        run.record(has_saved=True)
+    ) -> EngineFuture[T]:
+        def run() -> T:
+            self._run.save(path, ttl_seconds, overwrite, user_metadata)
+            return response
+
+        return self._submit(run)
 
     def get_info(self) -> GetInfoResponse:
         """Base model, LoRA rank and tokenizer of this run."""

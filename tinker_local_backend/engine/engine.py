@@ -25,7 +25,7 @@ from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
 from tinker_local_backend.environment import env_int
 from tinker_local_backend.errors import EngineClosedError, RequestError
-from tinker_local_backend.futures import EngineFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture
 
 T = TypeVar("T")
 
@@ -41,13 +41,16 @@ CLOSE_SECONDS = 30.0
 class _Work(ABC):
     """Something submitted: it enters the worker's queues, or it fails."""
 
+    future: Future[Any]
+
     @abstractmethod
     def enter(self, engine: Engine) -> None:
         """On the worker: take a place in its queue."""
 
-    @abstractmethod
     def fail(self, error: BaseException) -> None:
         """Answer whoever waits with an error."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 class _Operation(_Work):
@@ -73,10 +76,6 @@ class _Operation(_Work):
         else:
             self._post(lambda: self.future.set_result(result))
 
-    def fail(self, error: BaseException) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
-
 
 class _Sampling(_Work):
     """A sampling request for one model's generator."""
@@ -84,14 +83,10 @@ class _Sampling(_Work):
     def __init__(self, model_name: str, ticket: Ticket, future: Future[SamplingResult]):
         self._model_name = model_name
         self._ticket = ticket
-        self._future = future
+        self.future = future
 
     def enter(self, engine: Engine) -> None:
         engine.add_ticket(self._model_name, self._ticket)
-
-    def fail(self, error: BaseException) -> None:
-        if self._future.set_running_or_notify_cancel():
-            self._future.set_exception(error)
 
 
 class Engine:
@@ -104,6 +99,8 @@ class Engine:
     def __init__(self) -> None:
         self._kv_tokens = env_int("TINKER_LOCAL_KV_CACHE_TOKENS", minimum=1)
         self._seeds = np.random.Generator(np.random.PCG64(env_int("TINKER_LOCAL_SEED", minimum=0)))
+        self.context_lengths: dict[str, int] = {}
+        """of the models that were loaded, also after `close`"""
         self._models: dict[str, BaseModel] = {}
         self._generators: dict[str, Generator] = {}
         self._gates: dict[int, LoopGate[_Work]] = {}
@@ -124,6 +121,10 @@ class Engine:
         work = _Operation(client, operation, lambda settle: self._outbox.append((gate, settle)))
         self._enter(gate, work)
         return EngineFuture(work.future, partial(self._waiting, gate))
+
+    def make_client(self, make: Callable[[], T]) -> ClientFuture[T]:
+        """Make a client on the worker, after those that were asked for earlier."""
+        return ClientFuture(self.submit("clients", make))
 
     def sample(self, model_name: str, request: SamplingRequest) -> EngineFuture[SamplingResult]:
         """Run a checked sampling request. Cancelling the future frees its rows."""
@@ -227,6 +228,7 @@ class Engine:
             tokens = self._kv_tokens or self._default_kv_tokens(model)
             self._generators[name] = Generator(model, tokens, self.random_seed)
             self._models[name] = model
+            self.context_lengths[name] = model.context_length
         return self._models[name]
 
     def kv_budget(self, name: str) -> int:
