@@ -39,12 +39,12 @@ from tinker_local_backend.storage.registry import Registry, Run, Session
 AccessScope = Literal["owned", "accessible"]
 
 OWNER = "local"
-_TINY_CHAT = Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat"
+TINY_CHAT = Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat"
 
 
 @dataclass(frozen=True)
 class CheckpointArchiveUrlResponse:
-    """Where an archive lies. The type that older SDKs had under this name; the present one has none."""
+    """Where an archive is. Older SDKs had a type of this name; the present one has none."""
 
     url: str
     """a file:// URL of a .tar.gz, which `urllib.request.urlretrieve` understands"""
@@ -55,10 +55,10 @@ class CheckpointArchiveUrlResponse:
 def shipped_models() -> list[types.SupportedModel]:
     """The tiny model of a source checkout; empty where the package was installed without it."""
     try:
-        config = json.loads((_TINY_CHAT / "config.json").read_text())
+        config = json.loads((TINY_CHAT / "config.json").read_text())
     except FileNotFoundError:
         return []
-    return [supported_model(str(_TINY_CHAT), config["max_position_embeddings"])]
+    return [supported_model(str(TINY_CHAT), config["max_position_embeddings"])]
 
 
 def supported_model(name: str, context_length: int) -> types.SupportedModel:

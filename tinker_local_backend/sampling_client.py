@@ -71,7 +71,7 @@ class SamplingClient:
 
         Args:
             include_prompt_logprobs: logprob of every prompt token at temperature 1 (NaN for the first).
-            topk_prompt_logprobs: the so many likeliest tokens at every prompt position.
+            topk_prompt_logprobs: how many of the likeliest tokens to report at every prompt position.
             topk_sample_logprobs: the same with every sampled token, under softmax(logits / temperature).
             target_prompt_logprobs: int64 (N - 1, K), ids to score at prompt positions 1 .. N - 1; -1 asks for nothing.
             prompt_alt_tokens_k: tokens to draw at every prompt position after the first, at the request's temperature.

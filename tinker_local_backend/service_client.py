@@ -167,7 +167,7 @@ class ServiceClient:
     ) -> ClientFuture[SamplingClient]:
         """Sample from saved weights (`model_path`, a tinker:// path) or from a base model.
 
-        `retry_config` is accepted for scripts that pass it: there is no network whose failures it could answer.
+        `retry_config` is accepted for scripts that pass it and has no effect: there is no network that could fail.
         """
         refuse_arguments(record_stability_info=record_stability_info)
         if model_path is not None and base_model is None:

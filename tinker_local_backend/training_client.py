@@ -143,8 +143,8 @@ class TrainingClient:
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Gradients of a loss of one's own: `loss_fn(data, logprobs)` returns (scalar tensor, metrics).
 
-        It runs on the engine's thread and receives every loss_fn_inputs field of the data. What it needs from the engine
-        besides (reference logprobs, say) must be there before the call. It is called a second time if memory runs out.
+        It runs on the engine's thread and receives every loss_fn_inputs field of the data. Anything else that it needs from the
+        engine (reference logprobs, say) must be computed before the call. It is called a second time if memory runs out.
         """
         run, datums = self._run, freeze_data(data)
         if loss_type_input not in (None, "logprobs"):
@@ -218,7 +218,7 @@ class TrainingClient:
     ) -> ClientFuture[SamplingClient]:
         """A sampling client of the weights as they are after all earlier calls. With a name it is also saved to disk.
 
-        `retry_config` is accepted for scripts that pass it: there is no network whose failures it could answer.
+        `retry_config` is accepted for scripts that pass it and has no effect: there is no network that could fail.
         """
         refuse_arguments(record_stability_info=record_stability_info, kind=None if kind == "snapshot" else kind)
         path = None if name is None else self._path("sampler_weights", name)
@@ -235,7 +235,7 @@ class TrainingClient:
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
-        """Replace the adapter by a checkpoint's; the optimizer starts anew and accumulated gradients are dropped."""
+        """Replace the adapter by a checkpoint's; the optimizer is reset and accumulated gradients are dropped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=False)
 
