@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import chz
 import numpy as np
 import tinker
 
 from tinker_local_backend.errors import LocalBackendError
+from tinker_local_backend.rest_client import TINY_CHAT
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.service_client import ServiceClient
 from tinker_local_backend.training_client import TrainingClient
@@ -34,9 +34,7 @@ PROMPTS = (
 class Config:
     """Keys of `python -m tinker_local_backend.check_logprobs`."""
 
-    model: str = chz.field(
-        default=str(Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat"), doc="model directory or hub id"
-    )
+    model: str = chz.field(default=str(TINY_CHAT), doc="model directory or hub id")
     max_tokens: int = chz.field(default=32, doc="longest completion", validator=chz.validators.gt(0))
     num_samples: int = chz.field(default=4, doc="completions per prompt", validator=chz.validators.gt(0))
     temperatures: list[float] = chz.field(default_factory=lambda: [1.0, 0.7, 1.5, 0.0], doc="sampling temperatures")
@@ -48,17 +46,7 @@ class Config:
 
 def train_a_little(client: TrainingClient, prompts: Sequence[Sequence[int]], steps: int) -> None:
     """A few steps of cross-entropy on the prompts, so that the adapter is no longer the identity."""
-    data = [
-        tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(list(tokens[:-1])),
-            loss_fn_inputs={
-                "target_tokens": tinker.TensorData.from_numpy(np.array(tokens[1:], dtype=np.int64)),
-                "weights": tinker.TensorData.from_numpy(np.ones(len(tokens) - 1, dtype=np.float32)),
-            },
-        )
-        for tokens in prompts
-        if len(tokens) > 1
-    ]
+    data = [_datum(tokens, weight=1.0) for tokens in prompts if len(tokens) > 1]
     for _ in range(steps):
         client.forward_backward(data, "cross_entropy")
         client.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
@@ -88,15 +76,20 @@ def max_abs_diff(
 
 def teacher_forced(client: TrainingClient, tokens: list[int], temperature: float) -> np.ndarray:
     """The trainer's logprobs of tokens[1:]. Greedy samples report logprobs of temperature 1, so 0 counts as 1."""
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+    data = [_datum(tokens, weight=0.0)]
+    output = client.forward(data, "cross_entropy", {"temperature": temperature or 1.0}).result()
+    return output.loss_fn_outputs[0]["logprobs"].to_numpy()
+
+
+def _datum(tokens: Sequence[int], weight: float) -> tinker.Datum:
+    """For cross-entropy, with the same weight at every target."""
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(list(tokens[:-1])),
         loss_fn_inputs={
             "target_tokens": tinker.TensorData.from_numpy(np.array(tokens[1:], dtype=np.int64)),
-            "weights": tinker.TensorData.from_numpy(np.zeros(len(tokens) - 1, dtype=np.float32)),
+            "weights": tinker.TensorData.from_numpy(np.full(len(tokens) - 1, weight, dtype=np.float32)),
         },
     )
-    output = client.forward([datum], "cross_entropy", {"temperature": temperature or 1.0}).result()
-    return output.loss_fn_outputs[0]["logprobs"].to_numpy()
 
 
 def check(config: Config) -> float:

@@ -1,4 +1,4 @@
-"""Errors of the engine. Each names the field, the value and the mend; each fails one request and leaves the engine running."""
+"""Errors of the engine. Each names the field, the value and the fix; each fails one request and leaves the engine running."""
 
 
 class LocalBackendError(Exception):

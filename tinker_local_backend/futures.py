@@ -4,56 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import tinker
-
-from tinker_local_backend.engine.gate import LoopGate
-from tinker_local_backend.errors import RequestError
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
-@dataclass(frozen=True)
-class EngineLink:
-    """How a future's waiter reaches the engine: the gate that may hold the request, and all gates by event loop."""
-
-    gate: LoopGate | None
-    gates: Callable[[], Mapping[int, LoopGate]]
-    worker: threading.Thread | None = None
-
-    @contextmanager
-    def blocking(self) -> Iterator[None]:
-        """Around a blocking wait on any thread: neither a held request nor a loop that this wait blocks may stop the worker."""
-        if threading.current_thread() is self.worker:
-            raise RequestError(
-                "a custom loss runs on the engine's thread and cannot wait for the engine: get what it needs (reference "
-                "logprobs, say) before forward_backward_custom, and let the function close over it"
-            )
-        loop = running_loop()
-        own = self.gates().get(id(loop)) if loop is not None else None
-        if self.gate is not None and self.gate is not own and not self.gate.loop.is_running():
-            self.gate.flush()  # the loop ended before the request was passed on
-        with own.blocking() if own is not None else nullcontext():
-            yield
-
-
 class EngineFuture(tinker.APIFuture[T], Generic[T]):
-    """The result of an operation that the engine's worker will run or has run.
+    """The result of an operation that runs elsewhere, as a rule on the engine's worker.
 
-    `cancellable` (sampling): an awaiting task that stops waiting, by a timeout or by being cancelled, also cancels the
-    request; `result(timeout)` does not. A training
-    operation is never taken back that way: those that follow it were submitted in the belief that it runs.
+    Args:
+        future: what is waited for.
+        waiting: makes the context of a blocking wait, in which the engine sees to it that the wait can end.
+        cancellable: (sampling) an awaiting task that stops waiting, by a timeout or by being cancelled, also cancels the
+            request; `result(timeout)` does not. A training operation is never cancelled that way: those after it were
+            submitted on the assumption that it runs.
     """
 
-    def __init__(self, future: Future[T], link: EngineLink, cancellable: bool = False):
+    def __init__(
+        self,
+        future: Future[T],
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        cancellable: bool = False,
+    ):
         self._future = future
-        self._link = link
+        self._waiting = waiting
         self._cancellable = cancellable
 
     async def result_async(self, timeout: float | None = None) -> T:
@@ -63,7 +43,7 @@ class EngineFuture(tinker.APIFuture[T], Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Block until the result is there. On an event loop's thread this blocks the loop: prefer `await`."""
-        with self._link.blocking():
+        with self._waiting():
             return self._future.result(timeout)
 
     def future(self) -> Future[T]:
@@ -72,6 +52,9 @@ class EngineFuture(tinker.APIFuture[T], Generic[T]):
 
 class ClientFuture(EngineFuture[T]):
     """A future of a client that can also be used as the client itself, as scripts for older SDKs do (this waits for it)."""
+
+    def __init__(self, source: EngineFuture[T]):
+        super().__init__(source._future, source._waiting)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -84,7 +67,7 @@ class MappedFuture(EngineFuture[U], Generic[T, U]):
 
     def __init__(self, source: EngineFuture[T], convert: Callable[[T], U]):
         mapped: Future[U] = Future()
-        super().__init__(mapped, source._link, source._cancellable)
+        super().__init__(mapped, source._waiting, source._cancellable)
 
         def copy(done: Future[T]) -> None:
             if done.cancelled():
@@ -105,9 +88,23 @@ class MappedFuture(EngineFuture[U], Generic[T, U]):
         mapped.add_done_callback(lambda done: source.future().cancel() if done.cancelled() else None)
 
 
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs on this thread, if one does."""
+def completed(function: Callable[[], T]) -> EngineFuture[T]:
+    """The result or error of a function that is called at once, as a future."""
+    future: Future[T] = Future()
+    _settle(future, function)
+    return EngineFuture(future)
+
+
+def on_a_thread(function: Callable[[], T], name: str) -> EngineFuture[T]:
+    """The result or error of a function that runs on a thread of its own; a program that ends waits for it."""
+    future: Future[T] = Future()
+    threading.Thread(target=_settle, args=(future, function), name=name).start()
+    return EngineFuture(future)
+
+
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
+    future.set_running_or_notify_cancel()
     try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)

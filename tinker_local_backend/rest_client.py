@@ -16,38 +16,35 @@ A home is one user's: `access_scope` makes no difference, and publishing is a ma
 from __future__ import annotations
 
 import json
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, NoReturn
 
 from tinker import types
 
 from tinker_local_backend import hosted_only
+from tinker_local_backend.async_twins import awaited
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import EngineFuture, EngineLink
+from tinker_local_backend.futures import EngineFuture, completed, on_a_thread
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import CheckpointEntry
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath, check_name, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
 
-T = TypeVar("T")
 AccessScope = Literal["owned", "accessible"]
 
 OWNER = "local"
-_NO_ENGINE = EngineLink(None, dict)
-_TINY_CHAT = Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat"
+TINY_CHAT = Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat"
 
 
 @dataclass(frozen=True)
 class CheckpointArchiveUrlResponse:
-    """Where an archive lies. The type that older SDKs had under this name; the present one has none."""
+    """Where an archive is. Older SDKs had a type of this name; the present one has none."""
 
     url: str
     """a file:// URL of a .tar.gz, which `urllib.request.urlretrieve` understands"""
@@ -58,10 +55,10 @@ class CheckpointArchiveUrlResponse:
 def shipped_models() -> list[types.SupportedModel]:
     """The tiny model of a source checkout; empty where the package was installed without it."""
     try:
-        config = json.loads((_TINY_CHAT / "config.json").read_text())
+        config = json.loads((TINY_CHAT / "config.json").read_text())
     except FileNotFoundError:
         return []
-    return [supported_model(str(_TINY_CHAT), config["max_position_embeddings"])]
+    return [supported_model(str(TINY_CHAT), config["max_position_embeddings"])]
 
 
 def supported_model(name: str, context_length: int) -> types.SupportedModel:
@@ -93,6 +90,8 @@ class RestClient:
         """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
         return completed(lambda: types.GetServerCapabilitiesResponse(supported_models=self._supported_models()))
 
+    get_server_capabilities_async = awaited(get_server_capabilities)
+
     # Training runs
 
     def list_training_runs(
@@ -109,6 +108,8 @@ class RestClient:
 
         return completed(run)
 
+    list_training_runs_async = awaited(list_training_runs)
+
     def get_training_run(
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> EngineFuture[types.TrainingRun]:
@@ -116,11 +117,15 @@ class RestClient:
         check_name(training_run_id, "training run id")
         return completed(lambda: self._training_run(self._run(training_run_id)))
 
+    get_training_run_async = awaited(get_training_run)
+
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> EngineFuture[types.TrainingRun]:
         """The training run that a checkpoint belongs to."""
         return self.get_training_run(CheckpointPath.parse(tinker_path).run_id)
+
+    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> EngineFuture[types.WeightsInfoResponse]:
         """Base model and LoRA settings of a checkpoint: what it takes to load it."""
@@ -139,6 +144,8 @@ class RestClient:
 
         return completed(run)
 
+    get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
+
     # Checkpoints
 
     def list_checkpoints(self, training_run_id: str) -> EngineFuture[types.CheckpointsListResponse]:
@@ -151,6 +158,8 @@ class RestClient:
             return types.CheckpointsListResponse(checkpoints=[_checkpoint(entry) for entry in entries])
 
         return completed(run)
+
+    list_checkpoints_async = awaited(list_checkpoints)
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> EngineFuture[types.CheckpointsListResponse]:
         """One page of the checkpoints of all runs, newest first, and in `cursor` how many there are."""
@@ -167,29 +176,41 @@ class RestClient:
 
         return completed(run)
 
+    list_user_checkpoints_async = awaited(list_user_checkpoints)
+
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> EngineFuture[None]:
         """Delete a checkpoint by run and id, which is `weights/<name>` or `sampler_weights/<name>`."""
         return self.delete_checkpoint_from_tinker_path(_path_of(training_run_id, checkpoint_id))
+
+    delete_checkpoint_async = awaited(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
         """Delete a checkpoint and its archive. Clients that were made from it go on."""
         path = CheckpointPath.parse(tinker_path)
         return completed(lambda: catalog.remove(self._home, path))
 
+    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
+
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
         """Mark a checkpoint as public."""
         path = CheckpointPath.parse(tinker_path)
         return completed(lambda: catalog.set_public(self._home, path, True))
+
+    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
         """Take the mark away."""
         path = CheckpointPath.parse(tinker_path)
         return completed(lambda: catalog.set_public(self._home, path, False))
 
+    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
+
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> EngineFuture[None]:
         """Let a checkpoint expire this many seconds from now; None: never. An expired checkpoint cannot be brought back."""
         path = CheckpointPath.parse(tinker_path)
         return completed(lambda: catalog.set_ttl(self._home, path, ttl_seconds))
+
+    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
     def copy_weights(
         self,
@@ -224,13 +245,17 @@ class RestClient:
             )
             return str(copied)
 
-        return _on_a_thread(run)
+        return on_a_thread(run, "tinker-local-rest")
+
+    copy_weights_async = awaited(copy_weights)
 
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> EngineFuture[CheckpointArchiveUrlResponse]:
         """As get_checkpoint_archive_url_from_tinker_path, by run and id (`weights/<name>` or `sampler_weights/<name>`)."""
         return self.get_checkpoint_archive_url_from_tinker_path(_path_of(training_run_id, checkpoint_id))
+
+    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
@@ -244,7 +269,9 @@ class RestClient:
                 url=file.resolve().as_uri(), expires=_time(catalog.expires_at_in(path.folder(self._home)))
             )
 
-        return _on_a_thread(run)
+        return on_a_thread(run, "tinker-local-rest")
+
+    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
 
     # Sessions
 
@@ -259,6 +286,8 @@ class RestClient:
             return types.ListSessionsResponse(sessions=ids[offset : offset + limit])
 
         return completed(run)
+
+    list_sessions_async = awaited(list_sessions)
 
     def get_session(
         self, session_id: str, access_scope: AccessScope = "owned"
@@ -279,19 +308,14 @@ class RestClient:
 
         return completed(run)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The `_async` spellings of all methods, and the refusals of what only the hosted service has."""
+    get_session_async = awaited(get_session)
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        """The refusals of what only the hosted service has."""
         base = name.removesuffix("_async")
         if base in hosted_only.REST_CALLS:
             return lambda *args, **kwargs: hosted_only.refuse_call(base)
-        if base == name or base.startswith("_"):
-            raise AttributeError(f"RestClient has no {name}")
-        method = getattr(self, base)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            return await method(*args, **kwargs)
-
-        return call
+        raise AttributeError(f"RestClient has no {name}")
 
     def _run(self, run_id: str) -> Run:
         for run in self._registry.runs():
@@ -349,25 +373,3 @@ def _check_page(limit: int, offset: int) -> None:
 
 def _cursor(limit: int, offset: int, items: Sequence[object]) -> types.Cursor:
     return types.Cursor(limit=limit, offset=offset, total_count=len(items))
-
-
-def completed(function: Callable[[], T]) -> EngineFuture[T]:
-    """The result or error of a function that is called at once, as a future."""
-    future: Future[T] = Future()
-    _settle(future, function)
-    return EngineFuture(future, _NO_ENGINE)
-
-
-def _on_a_thread(function: Callable[[], T]) -> EngineFuture[T]:
-    """Not a daemon: a program that ends waits for its archives."""
-    future: Future[T] = Future()
-    threading.Thread(target=_settle, args=(future, function), name="tinker-local-rest").start()
-    return EngineFuture(future, _NO_ENGINE)
-
-
-def _settle(future: Future[T], function: Callable[[], T]) -> None:
-    future.set_running_or_notify_cancel()
-    try:
-        future.set_result(function())
-    except Exception as error:
-        future.set_exception(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -13,6 +14,7 @@ from tinker.types import PromptAltTokens
 from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from transformers import PreTrainedTokenizerBase
 
+from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import Adapter
@@ -24,7 +26,10 @@ from tinker_local_backend.engine.requests import (
 )
 from tinker_local_backend.engine.tickets import SampledSequence, SamplingResult
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import EngineFuture, MappedFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture, MappedFuture
+from tinker_local_backend.storage.checkpoints import load_adapter
+from tinker_local_backend.storage.info import read_info
+from tinker_local_backend.storage.paths import CheckpointPath
 
 
 class SamplingClient:
@@ -66,7 +71,7 @@ class SamplingClient:
 
         Args:
             include_prompt_logprobs: logprob of every prompt token at temperature 1 (NaN for the first).
-            topk_prompt_logprobs: the so many likeliest tokens at every prompt position.
+            topk_prompt_logprobs: how many of the likeliest tokens to report at every prompt position.
             topk_sample_logprobs: the same with every sampled token, under softmax(logits / temperature).
             target_prompt_logprobs: int64 (N - 1, K), ids to score at prompt positions 1 .. N - 1; -1 asks for nothing.
             prompt_alt_tokens_k: tokens to draw at every prompt position after the first, at the request's temperature.
@@ -100,6 +105,8 @@ class SamplingClient:
             self._engine.sample(self._model.name, request), lambda result: self._response(result, request, layout)
         )
 
+    sample_async = awaited(sample)
+
     def _response(
         self, result: SamplingResult, request: SamplingRequest, layout: SparseLayout | None
     ) -> tinker.types.SampleResponse:
@@ -126,31 +133,6 @@ class SamplingClient:
             topk_logprobs_np=topk_logprobs,
         )
 
-    async def sample_async(
-        self,
-        prompt: tinker.ModelInput,
-        num_samples: int,
-        sampling_params: tinker.SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: tinker.TensorData | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> tinker.types.SampleResponse:
-        """`await sample(...)`, as older scripts spell it."""
-        return await self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-        )
-
     def compute_logprobs(
         self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> EngineFuture[list[float | None]]:
@@ -164,11 +146,7 @@ class SamplingClient:
         request = SamplingRequest(tokens, self._adapter, num_samples=0, max_tokens=0, scoring=scoring)
         return MappedFuture(self._engine.sample(self._model.name, request), _only_prompt_logprobs)
 
-    async def compute_logprobs_async(
-        self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> list[float | None]:
-        """`await compute_logprobs(...)`, as older scripts spell it."""
-        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+    compute_logprobs_async = awaited(compute_logprobs)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._model.tokenizer
@@ -176,15 +154,27 @@ class SamplingClient:
     def get_base_model(self) -> str:
         return self._model.name
 
-    async def get_base_model_async(self) -> str:
-        """`get_base_model()`, as older scripts spell it."""
-        return self._model.name
+    get_base_model_async = as_coroutine(get_base_model)
 
     def __reduce__(self) -> NoReturn:
         raise RequestError(
             "a local SamplingClient lives in the engine's process and cannot be pickled; save_weights_for_sampler and make "
             "one from the path in the other process"
         )
+
+
+def open_checkpoint(engine: Engine, owner: object, home: Path, model_path: str) -> ClientFuture[SamplingClient]:
+    """A sampling client of saved weights (a tinker:// path), which keeps `owner` alive."""
+    path = CheckpointPath.parse(model_path)
+    info = read_info(home, path)
+
+    def create() -> SamplingClient:
+        model = engine.load(info.base_model)
+        adapter = model.new_adapter(info.spec, seed=0)
+        load_adapter(home, path, adapter)
+        return SamplingClient(engine, owner, model, adapter.snapshot(model.dtype))
+
+    return engine.make_client(create)
 
 
 def _only_prompt_logprobs(result: SamplingResult) -> list[float | None]:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 from tinker import types
 
+from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine import trainer
-from tinker_local_backend.engine.base_model import BaseModel, check_model_name
+from tinker_local_backend.engine.base_model import check_model_name
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture, completed
 from tinker_local_backend.hosted_only import refuse_arguments
-from tinker_local_backend.rest_client import RestClient, completed, shipped_models, supported_model
-from tinker_local_backend.sampling_client import SamplingClient
-from tinker_local_backend.storage import checkpoints
+from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
+from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage.info import check_user_metadata, read_info
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
 from tinker_local_backend.storage.registry import Registry, Session
 from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
-
-C = TypeVar("C")
 
 
 class ServiceClient:
@@ -50,7 +48,6 @@ class ServiceClient:
         self._home = Path(home) if home is not None else local_home()
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)
-        self._context_lengths: dict[str, int] = {}  # of the models that are loaded
         self._engine = Engine()
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -61,7 +58,7 @@ class ServiceClient:
     def create_rest_client(self) -> RestClient:
         """A client that lists and manages this home's runs and checkpoints. It works on after `close`."""
         self._registry.record_session(self._session)
-        loaded = self._context_lengths
+        loaded = self._engine.context_lengths
 
         def supported_models() -> list[types.SupportedModel]:
             models = [supported_model(name, length) for name, length in dict(loaded).items()]
@@ -72,6 +69,8 @@ class ServiceClient:
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
         """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
         return self.create_rest_client().get_server_capabilities().result()
+
+    get_server_capabilities_async = as_coroutine(get_server_capabilities)
 
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
@@ -108,7 +107,9 @@ class ServiceClient:
             run.record(has_saved=False)
             return TrainingClient(run, self)
 
-        return self._create(create)
+        return self._engine.make_client(create)
+
+    create_lora_training_client_async = awaited(create_lora_training_client)
 
     def create_training_client_from_state(
         self,
@@ -125,6 +126,8 @@ class ServiceClient:
         refuse_arguments(weights_access_token=weights_access_token, optimizer=_other_than_adamw(optimizer))
         return self._from_state(path, base_model, user_metadata, with_optimizer=False)
 
+    create_training_client_from_state_async = awaited(create_training_client_from_state)
+
     def create_training_client_from_state_with_optimizer(
         self,
         path: str,
@@ -135,6 +138,8 @@ class ServiceClient:
         """A training client that goes on from a saved state as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._from_state(path, base_model, user_metadata, with_optimizer=True)
+
+    create_training_client_from_state_with_optimizer_async = awaited(create_training_client_from_state_with_optimizer)
 
     def _from_state(
         self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
@@ -151,7 +156,7 @@ class ServiceClient:
             run.record(has_saved=False)
             return TrainingClient(run, self)
 
-        return self._create(create)
+        return self._engine.make_client(create)
 
     def create_sampling_client(
         self,
@@ -162,41 +167,23 @@ class ServiceClient:
     ) -> ClientFuture[SamplingClient]:
         """Sample from saved weights (`model_path`, a tinker:// path) or from a base model.
 
-        `retry_config` is accepted for scripts that pass it: there is no network whose failures it could answer.
+        `retry_config` is accepted for scripts that pass it and has no effect: there is no network that could fail.
         """
         refuse_arguments(record_stability_info=record_stability_info)
-        if (model_path is None) == (base_model is None):
+        if model_path is not None and base_model is None:
+            return open_checkpoint(self._engine, self, self._home, model_path)
+        if base_model is None or model_path is not None:
             raise RequestError("give either model_path (a tinker:// path) or base_model")
-        if base_model is not None:
-            check_model_name(base_model)
-            return self._create(lambda: SamplingClient(self._engine, self, self._load(base_model), None))
-        assert model_path is not None
-        parsed = CheckpointPath.parse(model_path)
-        info = read_info(self._home, parsed)
+        check_model_name(base_model)
+        return self._engine.make_client(lambda: SamplingClient(self._engine, self, self._engine.load(base_model), None))
 
-        def create() -> SamplingClient:
-            model = self._load(info.base_model)
-            adapter = model.new_adapter(info.spec, seed=0)
-            checkpoints.load_adapter(self._home, parsed, adapter)
-            return SamplingClient(self._engine, self, model, adapter.snapshot(model.dtype))
-
-        return self._create(create)
+    create_sampling_client_async = awaited(create_sampling_client)
 
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: Mapping[str, str]) -> TrainingRun:
-        model = self._load(base_model)
+        model = self._engine.load(base_model)
         adapter = model.new_adapter(spec, seed)
         state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
         return TrainingRun(self._engine, self._registry, self._session, uuid.uuid4().hex, model, state, user_metadata)
-
-    def _load(self, base_model: str) -> BaseModel:
-        """On the worker."""
-        model = self._engine.load(base_model)
-        self._context_lengths[base_model] = model.context_length
-        return model
-
-    def _create(self, create: Callable[[], C]) -> ClientFuture[C]:
-        future = self._engine.submit("clients", create)
-        return ClientFuture(future.future(), future._link)
 
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
@@ -215,58 +202,6 @@ class ServiceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # The spelling of older SDKs.
-
-    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
-        return self.get_server_capabilities()
-
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: Mapping[str, str] | None = None,
-        optimizer: types.OptimizerConfig | None = None,
-    ) -> TrainingClient:
-        return await self.create_lora_training_client(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
-        )
-
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        weights_access_token: str | None = None,
-        optimizer: types.OptimizerConfig | None = None,
-    ) -> TrainingClient:
-        return await self.create_training_client_from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer
-        )
-
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        return await self.create_training_client_from_state_with_optimizer(
-            path, base_model, user_metadata, weights_access_token
-        )
-
-    async def create_sampling_client_async(
-        self,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        retry_config: object = None,
-        record_stability_info: bool = False,
-    ) -> SamplingClient:
-        return await self.create_sampling_client(model_path, base_model, retry_config, record_stability_info)
 
 
 def _other_than_adamw(optimizer: types.OptimizerConfig | None) -> types.OptimizerConfig | None:

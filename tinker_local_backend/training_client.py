@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import tinker
 from tinker.types import (
@@ -23,6 +23,7 @@ from tinker.types import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom
@@ -31,14 +32,11 @@ from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture
 from tinker_local_backend.hosted_only import refuse_arguments
-from tinker_local_backend.sampling_client import SamplingClient
+from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage import checkpoints
 from tinker_local_backend.storage.info import check_user_metadata, read_info
 from tinker_local_backend.storage.paths import CheckpointKind, CheckpointPath, check_name
 from tinker_local_backend.storage.registry import Registry, Run, Session
-
-if TYPE_CHECKING:
-    from tinker_local_backend.service_client import ServiceClient
 
 T = TypeVar("T")
 
@@ -75,11 +73,26 @@ class TrainingRun:
         )
         self.registry.record_run(run, self.session)
 
+    def save(
+        self,
+        path: CheckpointPath,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write a checkpoint, on the worker; `weights` hold the optimizer's state too."""
+        optimizer = self.state.optimizer if path.kind == "weights" else None
+        metadata = {**self.user_metadata, **check_user_metadata(user_metadata)}
+        checkpoints.save(
+            self.home, path, self.model.name, self.state.adapter, optimizer, ttl_seconds, overwrite, metadata
+        )
+        self.record(has_saved=True)
+
 
 class TrainingClient:
     """Made by ServiceClient.create_lora_training_client and create_training_client_from_state."""
 
-    def __init__(self, run: TrainingRun, owner: ServiceClient):
+    def __init__(self, run: TrainingRun, owner: object):
         self._run = run
         self._owner = owner  # keeps the service client, and with it the engine, alive
 
@@ -108,6 +121,8 @@ class TrainingClient:
         """Loss and logprobs without gradients."""
         return self._pass(data, loss_fn, loss_fn_config, backward=False)
 
+    forward_async = as_coroutine(forward)
+
     def forward_backward(
         self,
         data: list[tinker.Datum],
@@ -121,18 +136,22 @@ class TrainingClient:
         """
         return self._pass(data, loss_fn, loss_fn_config, backward=True)
 
+    forward_backward_async = as_coroutine(forward_backward)
+
     def forward_backward_custom(
         self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Gradients of a loss of one's own: `loss_fn(data, logprobs)` returns (scalar tensor, metrics).
 
-        It runs on the engine's thread and receives every loss_fn_inputs field of the data. What it needs from the engine
-        besides (reference logprobs, say) must be there before the call. It is called a second time if memory runs out.
+        It runs on the engine's thread and receives every loss_fn_inputs field of the data. Anything else that it needs from the
+        engine (reference logprobs, say) must be computed before the call. It is called a second time if memory runs out.
         """
         run, datums = self._run, freeze_data(data)
         if loss_type_input not in (None, "logprobs"):
             raise RequestError(f"loss_type_input={loss_type_input!r}: a custom loss always gets logprobs; leave it out")
         return self._train(lambda: forward_backward_custom(run.model, run.state, datums, loss_fn))
+
+    forward_backward_custom_async = as_coroutine(forward_backward_custom)
 
     def _pass(
         self,
@@ -153,6 +172,8 @@ class TrainingClient:
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
         return self._train(lambda: trainer.optim_step(self._run.state, params))
 
+    optim_step_async = as_coroutine(optim_step)
+
     def save_state(
         self,
         name: str,
@@ -162,12 +183,9 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsResponse]:
         """Save adapter and optimizer state, to go on from. `.path` is the tinker:// path."""
         path = self._path("weights", name)
+        return self._save(path, SaveWeightsResponse(path=str(path)), ttl_seconds, overwrite, user_metadata)
 
-        def run() -> SaveWeightsResponse:
-            self._save(path, True, ttl_seconds, overwrite, user_metadata)
-            return SaveWeightsResponse(path=str(path))
-
-        return self._submit(run)
+    save_state_async = as_coroutine(save_state)
 
     def save_weights_for_sampler(
         self,
@@ -178,20 +196,18 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsForSamplerResponse]:
         """Save the adapter alone, to sample from. `.path` is the tinker:// path."""
         path = self._path("sampler_weights", name)
+        return self._save(path, SaveWeightsForSamplerResponse(path=str(path)), ttl_seconds, overwrite, user_metadata)
 
-        def run() -> SaveWeightsForSamplerResponse:
-            self._save(path, False, ttl_seconds, overwrite, user_metadata)
-            return SaveWeightsForSamplerResponse(path=str(path))
-
-        return self._submit(run)
+    save_weights_for_sampler_async = as_coroutine(save_weights_for_sampler)
 
     def create_sampling_client(
         self, model_path: str, retry_config: object = None, record_stability_info: bool = False
     ) -> ClientFuture[SamplingClient]:
-        """Sample from saved weights, of this run or another: ServiceClient.create_sampling_client(model_path)."""
-        return self._owner.create_sampling_client(
-            model_path, retry_config=retry_config, record_stability_info=record_stability_info
-        )
+        """Sample from saved weights, of this run or another, as with ServiceClient.create_sampling_client(model_path)."""
+        refuse_arguments(record_stability_info=record_stability_info)
+        return open_checkpoint(self._run.engine, self._owner, self._run.home, model_path)
+
+    create_sampling_client_async = awaited(create_sampling_client)
 
     def save_weights_and_get_sampling_client(
         self,
@@ -202,25 +218,28 @@ class TrainingClient:
     ) -> ClientFuture[SamplingClient]:
         """A sampling client of the weights as they are after all earlier calls. With a name it is also saved to disk.
 
-        `retry_config` is accepted for scripts that pass it: there is no network whose failures it could answer.
+        `retry_config` is accepted for scripts that pass it and has no effect: there is no network that could fail.
         """
         refuse_arguments(record_stability_info=record_stability_info, kind=None if kind == "snapshot" else kind)
         path = None if name is None else self._path("sampler_weights", name)
 
         def run() -> SamplingClient:
             if path is not None:
-                self._save(path, False, None, False, None)
+                self._run.save(path)
             return SamplingClient(
                 self._run.engine, self._owner, self._run.model, self._run.state.adapter.snapshot(self._run.model.dtype)
             )
 
-        future = self._submit(run)
-        return ClientFuture(future.future(), future._link)
+        return ClientFuture(self._submit(run))
+
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
-        """Replace the adapter by a checkpoint's; the optimizer starts anew and accumulated gradients are dropped."""
+        """Replace the adapter by a checkpoint's; the optimizer is reset and accumulated gradients are dropped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=False)
+
+    load_state_async = as_coroutine(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -228,6 +247,8 @@ class TrainingClient:
         """Replace adapter and optimizer state by a checkpoint's: training goes on as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=True)
+
+    load_state_with_optimizer_async = as_coroutine(load_state_with_optimizer)
 
     def _load(self, path: str, with_optimizer: bool) -> EngineFuture[LoadWeightsResponse]:
         parsed = CheckpointPath.parse(path)
@@ -244,16 +265,16 @@ class TrainingClient:
     def _save(
         self,
         path: CheckpointPath,
-        with_optimizer: bool,
+        response: T,
         ttl_seconds: int | None,
         overwrite: bool,
         user_metadata: Mapping[str, str] | None,
-    ) -> None:
-        run = self._run
-        optimizer = run.state.optimizer if with_optimizer else None
-        metadata = {**run.user_metadata, **check_user_metadata(user_metadata)}
-        checkpoints.save(run.home, path, run.model.name, run.state.adapter, optimizer, ttl_seconds, overwrite, metadata)
-        run.record(has_saved=True)
+    ) -> EngineFuture[T]:
+        def run() -> T:
+            self._run.save(path, ttl_seconds, overwrite, user_metadata)
+            return response
+
+        return self._submit(run)
 
     def get_info(self) -> GetInfoResponse:
         """Base model, LoRA rank and tokenizer of this run."""
@@ -270,75 +291,10 @@ class TrainingClient:
             }
         )
 
+    get_info_async = as_coroutine(get_info)
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._run.model.tokenizer
-
-    # The spelling of older SDKs: a coroutine that yields the future (or, for clients, the client).
-
-    async def forward_async(
-        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
-    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        return self.forward(data, loss_fn, loss_fn_config)
-
-    async def forward_backward_async(
-        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
-    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        return self.forward_backward(data, loss_fn, loss_fn_config)
-
-    async def forward_backward_custom_async(
-        self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
-    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
-
-    async def optim_step_async(
-        self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
-    ) -> EngineFuture[OptimStepResponse]:
-        return self.optim_step(optim_params, adam_params=adam_params)
-
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> EngineFuture[SaveWeightsResponse]:
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
-
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        overwrite: bool = False,
-    ) -> EngineFuture[SaveWeightsForSamplerResponse]:
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, overwrite)
-
-    async def create_sampling_client_async(
-        self, model_path: str, retry_config: object = None, record_stability_info: bool = False
-    ) -> SamplingClient:
-        return await self.create_sampling_client(model_path, retry_config, record_stability_info)
-
-    async def save_weights_and_get_sampling_client_async(
-        self,
-        name: str | None = None,
-        retry_config: object = None,
-        record_stability_info: bool = False,
-        kind: Literal["snapshot"] = "snapshot",
-    ) -> SamplingClient:
-        return await self.save_weights_and_get_sampling_client(name, retry_config, record_stability_info, kind)
-
-    async def load_state_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> EngineFuture[LoadWeightsResponse]:
-        return self.load_state(path, weights_access_token)
-
-    async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> EngineFuture[LoadWeightsResponse]:
-        return self.load_state_with_optimizer(path, weights_access_token)
-
-    async def get_info_async(self) -> GetInfoResponse:
-        return self.get_info()
 
 
 def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:

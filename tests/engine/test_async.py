@@ -1,14 +1,17 @@
 """The engine under asyncio: nothing deadlocks, both spellings of the SDK work."""
 
 import asyncio
+import inspect
 import threading
+from collections.abc import Callable
 
 import pytest
 import tinker
 
 from tests.engine.helpers import STEP, cross_entropy_datum, params, prompt, random_tokens, weights
-from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend import RequestError, RestClient, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.gate import LoopGate
+from tinker_local_backend.futures import completed
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
 
@@ -175,6 +178,64 @@ def test_the_older_spelling_gives_the_same_results(service: ServiceClient, tied_
         ]
 
     assert run(current()) == run(older())
+
+
+CLIENTS = (SamplingClient, TrainingClient, ServiceClient, RestClient)
+TWINS = [
+    pytest.param(client, name.removesuffix("_async"), id=f"{client.__name__}.{name}")
+    for client in CLIENTS
+    for name, _ in inspect.getmembers(client, inspect.iscoroutinefunction)
+    if name.endswith("_async")
+]
+
+
+def parameters(function: Callable) -> list[tuple]:
+    return [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
+
+
+def returns(function: Callable) -> str:
+    return str(inspect.signature(function).return_annotation)
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
+def test_a_method_has_a_twin_where_the_sdks_has_one(client: type) -> None:
+    """RestClient's all have one. Ours may take more, if it has defaults."""
+    theirs = getattr(tinker, client.__name__)
+    names = [name for name, _ in inspect.getmembers(client, inspect.isfunction) if hasattr(theirs, f"{name}_async")]
+    assert len(names) >= 3
+    for name in names:
+        wanted, found = (parameters(getattr(owner, f"{name}_async")) for owner in (theirs, client))
+        assert found[: len(wanted)] == wanted, name
+        assert all(default is not inspect.Parameter.empty for _, default, _ in found[len(wanted) :]), name
+    if client is RestClient:
+        methods = {name for name, _ in inspect.getmembers(client, inspect.isfunction) if not name.startswith("_")}
+        assert {f"{name.removesuffix('_async')}_async" for name in methods} <= methods
+
+
+@pytest.mark.parametrize(("client", "name"), TWINS)
+def test_a_twin_is_its_method_as_a_coroutine(client: type, name: str) -> None:
+    """With its parameters, and as a subclass has it; it returns the future itself where the SDK's does."""
+    method, twin = getattr(client, name), getattr(client, f"{name}_async")
+    assert parameters(twin) == parameters(method)
+    assert (twin.__name__, twin.__qualname__) == (f"{name}_async", f"{client.__name__}.{name}_async")
+    assert f"{name}(...)`" in twin.__doc__
+
+    future, called = completed(lambda: "result"), []
+
+    def own(self: object, *args: object, **kwargs: object) -> object:
+        called.append((self, args, kwargs))
+        return future
+
+    made = type("Own", (client,), {name: own, "__init__": lambda self: None})()
+    found = asyncio.run(getattr(made, f"{name}_async")(1, key=2))
+    assert called == [(made, (1,), {"key": 2})]
+    theirs = getattr(tinker, client.__name__)
+    their_twin = getattr(theirs, f"{name}_async", None)
+    if their_twin is not None and returns(their_twin) == returns(getattr(theirs, name)):
+        assert found is future and returns(twin) == returns(method)
+    else:
+        assert found == "result"
+        assert returns(method) in (f"EngineFuture[{returns(twin)}]", f"ClientFuture[{returns(twin)}]")
 
 
 def test_the_future_of_a_client_can_be_used_as_the_client(service: ServiceClient, tied_model: str) -> None:

@@ -171,6 +171,6 @@ def test_extreme_numbers_in_a_batch_are_no_ones_trouble(base_sampler: SamplingCl
 
 
 def test_rank_zero_is_refused_and_the_service_goes_on(service: ServiceClient, tied_model: str) -> None:
-    with pytest.raises(RequestError, match="rank must be at least 1, got 0"):
+    with pytest.raises(RequestError, match="rank must be an integer >= 1, got 0"):
         service.create_lora_training_client(tied_model, rank=0)
     assert service.create_lora_training_client(tied_model, rank=1).result().get_info().lora_rank == 1

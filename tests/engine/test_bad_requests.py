@@ -248,7 +248,7 @@ def test_without_max_tokens_a_sample_may_fill_the_context(sampler: SamplingClien
 
 
 def test_bad_clients_are_refused(service: ServiceClient, tied_model: str) -> None:
-    with pytest.raises(RequestError, match="rank must be at least 1, got 0"):
+    with pytest.raises(RequestError, match="rank must be an integer >= 1, got 0"):
         service.create_lora_training_client(tied_model, rank=0)
     with pytest.raises(RequestError, match="nothing would train; set one"):
         service.create_lora_training_client(tied_model, train_attn=False, train_mlp=False, train_unembed=False)

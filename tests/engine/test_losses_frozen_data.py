@@ -77,7 +77,7 @@ def test_the_list_of_data_may_be_changed_after_the_call() -> None:
 
 
 def test_what_cannot_be_trained_on_is_left_to_the_check_that_names_it() -> None:
-    """Images, empty chunks, inconsistent tensors: freezing neither mends nor refuses them."""
+    """Images, empty chunks, inconsistent tensors: freezing neither fixes nor refuses them."""
     image = tinker.types.ImageChunk(data=b"png", format="png", expected_tokens=1)
     model_input = tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[]), image])
     broken = tinker.TensorData(data=[1.0], dtype="float32", sparse_crow_indices=[0, 9])

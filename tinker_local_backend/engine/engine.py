@@ -9,22 +9,23 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.gate import LoopGate
+from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
 from tinker_local_backend.environment import env_int
-from tinker_local_backend.errors import EngineClosedError
-from tinker_local_backend.futures import EngineFuture, EngineLink, running_loop
+from tinker_local_backend.errors import EngineClosedError, RequestError
+from tinker_local_backend.futures import ClientFuture, EngineFuture
 
 T = TypeVar("T")
 
@@ -40,13 +41,16 @@ CLOSE_SECONDS = 30.0
 class _Work(ABC):
     """Something submitted: it enters the worker's queues, or it fails."""
 
+    future: Future[Any]
+
     @abstractmethod
     def enter(self, engine: Engine) -> None:
         """On the worker: take a place in its queue."""
 
-    @abstractmethod
     def fail(self, error: BaseException) -> None:
         """Answer whoever waits with an error."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 class _Operation(_Work):
@@ -72,10 +76,6 @@ class _Operation(_Work):
         else:
             self._post(lambda: self.future.set_result(result))
 
-    def fail(self, error: BaseException) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
-
 
 class _Sampling(_Work):
     """A sampling request for one model's generator."""
@@ -83,14 +83,10 @@ class _Sampling(_Work):
     def __init__(self, model_name: str, ticket: Ticket, future: Future[SamplingResult]):
         self._model_name = model_name
         self._ticket = ticket
-        self._future = future
+        self.future = future
 
     def enter(self, engine: Engine) -> None:
         engine.add_ticket(self._model_name, self._ticket)
-
-    def fail(self, error: BaseException) -> None:
-        if self._future.set_running_or_notify_cancel():
-            self._future.set_exception(error)
 
 
 class Engine:
@@ -103,6 +99,8 @@ class Engine:
     def __init__(self) -> None:
         self._kv_tokens = env_int("TINKER_LOCAL_KV_CACHE_TOKENS", minimum=1)
         self._seeds = np.random.Generator(np.random.PCG64(env_int("TINKER_LOCAL_SEED", minimum=0)))
+        self.context_lengths: dict[str, int] = {}
+        """of the models that were loaded, also after `close`"""
         self._models: dict[str, BaseModel] = {}
         self._generators: dict[str, Generator] = {}
         self._gates: dict[int, LoopGate[_Work]] = {}
@@ -122,7 +120,11 @@ class Engine:
         gate = self._gate()
         work = _Operation(client, operation, lambda settle: self._outbox.append((gate, settle)))
         self._enter(gate, work)
-        return EngineFuture(work.future, self._link(gate))
+        return EngineFuture(work.future, partial(self._waiting, gate))
+
+    def make_client(self, make: Callable[[], T]) -> ClientFuture[T]:
+        """Make a client on the worker, after those that were asked for earlier."""
+        return ClientFuture(self.submit("clients", make))
 
     def sample(self, model_name: str, request: SamplingRequest) -> EngineFuture[SamplingResult]:
         """Run a checked sampling request. Cancelling the future frees its rows."""
@@ -141,7 +143,7 @@ class Engine:
             self._outbox.append((gate, settle))
 
         self._enter(gate, _Sampling(model_name, Ticket(request, complete, future.cancelled), future))
-        return EngineFuture(future, self._link(gate), cancellable=True)
+        return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
 
     def close(self) -> None:
         """Stop the worker. What has not run fails with EngineClosedError."""
@@ -182,8 +184,22 @@ class Engine:
                 self._gates = {**open_gates, id(loop): gate}
         return gate
 
-    def _link(self, gate: LoopGate[_Work] | None) -> EngineLink:
-        return EngineLink(gate, lambda: self._gates, self._worker)
+    @contextmanager
+    def _waiting(self, gate: LoopGate[_Work] | None) -> Iterator[None]:
+        """Around a blocking wait for a request that came through `gate`, on any thread.
+
+        Neither a request that is held nor a loop that this wait blocks may stop the worker.
+        """
+        if threading.current_thread() is self._worker:
+            raise RequestError(
+                "a custom loss runs on the engine's thread and cannot wait for the engine: get what it needs (reference "
+                "logprobs, say) before forward_backward_custom, and let the function close over it"
+            )
+        own = self._gates.get(id(running_loop()))
+        if gate is not None and gate is not own and not gate.loop.is_running():
+            gate.flush()  # the loop ended before the request was passed on
+        with own.blocking() if own is not None else nullcontext():
+            yield
 
     def _enter(self, gate: LoopGate[_Work] | None, work: _Work) -> None:
         if gate is None:
@@ -216,6 +232,7 @@ class Engine:
         tokens = self._kv_tokens or self._default_kv_tokens(model)
         self._generators[model.name] = Generator(model, tokens, self.random_seed)
         self._models[model.name] = model
+        self.context_lengths[model.name] = model.context_length
 
     def kv_budget(self, name: str) -> int:
         """Bound on prompt + max_tokens of one sequence. Only within an operation."""

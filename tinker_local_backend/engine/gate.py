@@ -123,3 +123,11 @@ class LoopGate(Generic[W]):
             if not self.loop.is_running() or time.monotonic() > deadline:
                 self._apply_results()  # nobody on the loop will; another thread may be waiting
                 return
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs on this thread, if one does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -36,11 +36,7 @@ class LoraSpec:
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise RequestError(
-                f"rank must be at least 1, got {self.rank!r}"
-                if isinstance(self.rank, int)
-                else f"rank must be an integer, got {self.rank!r}"
-            )
+            raise RequestError(f"rank must be an integer >= 1, got {self.rank!r}")
         if not self.target_modules:
             raise RequestError("train_attn, train_mlp and train_unembed are all False: nothing would train; set one")
 

@@ -103,7 +103,7 @@ def sampling_request(
     scoring: PromptScoring | None = None,
     topk_logprobs: int = 0,
 ) -> SamplingRequest:
-    """Check every field of a sample call on these `prompt_tokens`. Raises RequestError naming field, value and mend."""
+    """Check every field of a sample call on these `prompt_tokens`. Raises RequestError naming field, value and fix."""
     if not isinstance(num_samples, Integral) or num_samples < 1:
         raise RequestError(f"num_samples must be at least 1, got {num_samples} (an integer is needed)")
     room = model.context_length - len(tokens)
@@ -150,7 +150,7 @@ def prompt_scoring(
     alternatives: int,
     last_n: int | None,
 ) -> PromptScoring:
-    """Check what a request asks about its prompt. Raises RequestError naming field, value and mend."""
+    """Check what a request asks about its prompt. Raises RequestError naming field, value and fix."""
     topk = _count(topk, "topk_prompt_logprobs", model)
     if last_n is not None and not (logprobs or topk):
         raise RequestError("prompt_logprobs_last_n limits prompt logprobs; set include_prompt_logprobs too")

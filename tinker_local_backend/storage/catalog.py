@@ -28,6 +28,7 @@ from tinker_local_backend.storage.info import (
     expires_at_in,
     expiry,
     info_in,
+    is_expired,
     is_public,
     missing,
     read_info,
@@ -97,15 +98,10 @@ def remove_expired(home: Path, run_id: str) -> None:
         folder = path.folder(home)
         # Deleting is a courtesy of whoever comes by; one that cannot be deleted stays refused as expired.
         with suppress(OSError):
-            if _is_expired(folder) and discard(folder, _is_expired):
+            if is_expired(folder) and discard(folder, is_expired):
                 path.archive(home).unlink(missing_ok=True)
     for _, folder in _kind_folders(home, run_id):
         remove_stale(folder)
-
-
-def _is_expired(folder: Path) -> bool:
-    expires_at = expires_at_in(folder)
-    return expires_at is not None and expires_at <= time.time()
 
 
 def _paths(home: Path, run_id: str) -> list[CheckpointPath]:

@@ -76,8 +76,7 @@ def read_info(home: Path, path: CheckpointPath) -> CheckpointInfo:
     if not folder.exists():
         recover(folder)
     info = info_in(folder, path)
-    expires_at = expires_at_in(folder)
-    if expires_at is not None and expires_at <= time.time():
+    if is_expired(folder):
         raise CheckpointError(
             f"checkpoint {path} has expired (it was saved with a ttl); go on from another one, such as `final`"
         )
@@ -109,6 +108,11 @@ def expires_at_in(folder: Path) -> float | None:
         except (OSError, ValueError, TypeError, KeyError):
             return None
     return None
+
+
+def is_expired(folder: Path) -> bool:
+    expires_at = expires_at_in(folder)
+    return expires_at is not None and expires_at <= time.time()
 
 
 def is_public(folder: Path) -> bool:

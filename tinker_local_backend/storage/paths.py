@@ -74,14 +74,15 @@ class CheckpointPath:
 
     def folder(self, home: Path) -> Path:
         """Raises RequestError when a symbolic link below the home leads elsewhere."""
-        folder = runs_folder(home) / self.run_id / self.kind / self.name
-        if folder.resolve() != home.resolve() / folder.relative_to(home):
-            raise RequestError(f"checkpoint {self}: a symbolic link in {folder} leads elsewhere; remove the link")
-        return folder
+        return _without_links(runs_folder(home) / self.run_id / self.kind / self.name, home, f"checkpoint {self}")
 
     def archive(self, home: Path) -> Path:
         """Where its archive is written. Raises RequestError when a symbolic link below the home leads elsewhere."""
-        file = home / "archives" / self.run_id / self.kind / f"{self.name}.tar.gz"
-        if file.parent.resolve() != home.resolve() / file.parent.relative_to(home):
-            raise RequestError(f"archive of {self}: a symbolic link in {file.parent} leads elsewhere; remove the link")
-        return file
+        folder = _without_links(home / "archives" / self.run_id / self.kind, home, f"archive of {self}")
+        return folder / f"{self.name}.tar.gz"
+
+
+def _without_links(folder: Path, home: Path, what: str) -> Path:
+    if folder.resolve() != home.resolve() / folder.relative_to(home):
+        raise RequestError(f"{what}: a symbolic link in {folder} leads elsewhere; remove the link")
+    return folder

@@ -7,7 +7,7 @@ belong to, and when they were last heard of. Folders win: a run that the file do
 (so the file may be deleted at any time), and a run that once saved something and whose folder is gone is forgotten.
 
 Every call opens the file, runs one transaction and closes it: any number of threads and processes may share a home, a killed
-process leaves no half row, and a file that was deleted is simply made anew. Runs are written when they are created and when
+process leaves no half row, and a file that was deleted is created again. Runs are written when they are created and when
 they save, not at every training operation. A registry that cannot be written (full disk, read-only home) is logged and stops
 no training: what it would have said is in the folders.
 """
@@ -132,13 +132,10 @@ class Registry:
                 return function(connection)
         except sqlite3.OperationalError:
             raise
-        except (
-            sqlite3.DatabaseError,
-            ValueError,
-            IndexError,
-        ) as error:  # no database, or not with what we write into it
+        except (sqlite3.DatabaseError, ValueError, IndexError) as error:
+            # No database, or one with something else in it.
             aside = self._file.with_name(f"{REGISTRY_FILE}.damaged-{uuid.uuid4().hex[:8]}")
-            logger.warning("the run registry %s is damaged (%s); moved to %s, starting anew", self._file, error, aside)
+            logger.warning("the run registry %s is damaged (%s); moved to %s, starting over", self._file, error, aside)
             with suppress(FileNotFoundError):  # another process did it
                 os.replace(self._file, aside)
             for rest in ("-wal", "-shm"):
