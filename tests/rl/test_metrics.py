@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes import fake_logprob
-from tests.rl.handmade import DATA, ScaledSampler, array
+from tests.fakes import fake_logprob, said
+from tests.rl.handmade import DATA, ScaledSampler, array, trajectory, turn
+from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.metrics import (
     compute_post_kl,
     discounted_future_sum_vectorized,
@@ -32,6 +33,22 @@ class TestKLPenalty:
         # The whole sequence is scored, with the last target.
         assert sampler.prompts == [[1, 2, 10, 11], [1, 2, 12, 13, 14]]
         assert [array(d, "advantages").max() for d in DATA] == [2.0, 2.0]  # the given ones are not touched
+
+    def test_a_discounted_penalty_is_that_of_the_sampled_tokens_that_follow(self) -> None:
+        """Two turns with text of the environment before each: it neither pays, nor has a penalty that others share."""
+        gamma, coef = 0.5, 2.0
+        (datum,) = trajectory_to_data(
+            trajectory(turn([1, 2], said([10, 11])), turn([1, 2, 10, 11, 5], said([12]))), 1.0
+        )
+        sampler: Any = ScaledSampler(-1.0)
+        (penalized,), metrics = asyncio.run(incorporate_kl_penalty([datum], sampler, coef, gamma))
+        a, b, c = (fake_logprob(token) + 1.0 for token in (10, 11, 12))
+        mean = (a + b + c) / 3
+        a, b, c = (coef * (mean - diff) for diff in (a, b, c))
+        # Targets are 2, 10, 11, 5, 12; the 5 between the turns is one step of discount.
+        expected = [0.0, 1 + a + gamma * b + gamma**3 * c, 1 + b + gamma**2 * c, 0.0, 1 + c]
+        assert array(penalized, "advantages").tolist() == pytest.approx(expected, abs=1e-6)
+        assert metrics == {"optim/kl_policy_base": pytest.approx(mean)}
 
     @given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.floats(0, 1))
     def test_discounted_sum(self, values: list[float], gamma: float) -> None:
