@@ -1,5 +1,7 @@
 """What is counted of debates and their judge: every number of a handful of debates, and what is said of those not held."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.debate.arena import (
@@ -11,25 +13,38 @@ from tests.debate.arena import (
     speech,
     three_turns,
 )
-from tinker_cookbook.debate.judges import Winner
+from tinker_cookbook.debate.judges import DebateView, Verdict, Winner
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.utils.ml_log import PrettyPrintLogger
 
 RENDERER = make_renderer("qwen3_instruct")
 
 
+CONFIDENT = "<CONFIDENCE>0.5</CONFIDENCE>"
+
+
+class RetryingJudge(JudgeByIndex):
+    """Asks again once more for each debate of the group."""
+
+    async def __call__(self, view: DebateView) -> Verdict:
+        return replace(await super().__call__(view), retries=view.key[-1])
+
+
 @pytest.fixture(scope="module", name="metrics")
-def metrics_of_five_debates() -> dict[str, float]:
-    confident = f"{RIGHT} <CONFIDENCE>0.5</CONFIDENCE>"
-    pairs = [
-        (confident, WRONG, Winner.A),
+def metrics_of_eight_debates() -> dict[str, float]:
+    """No two shares of a kind are equal, and none is that of its opposite: what is counted the wrong way round differs."""
+    debates = [
+        (f"{RIGHT} {CONFIDENT}", WRONG, Winner.A),
         (WRONG, RIGHT, Winner.A),
         (RIGHT, RIGHT, Winner.B),
         (RIGHT, RIGHT, Winner.TIE),
         ("no idea", RIGHT, Winner.INVALID),
+        (f"{WRONG} {CONFIDENT}", f"{RIGHT} {CONFIDENT}", Winner.B),
+        (RIGHT, WRONG, Winner.TIE),
+        (RIGHT, WRONG, Winner.A),
     ]
-    members = [three_turns(RENDERER, proposal) for a, b, _ in pairs for proposal in (a, b)]
-    group = hold(RENDERER, members, JudgeByIndex(tuple(winner for _, _, winner in pairs))).group
+    members = [three_turns(RENDERER, proposal) for a, b, _ in debates for proposal in (a, b)]
+    group = hold(RENDERER, members, RetryingJudge(tuple(winner for _, _, winner in debates))).group
     metrics = compute_trajectory_metrics([group], [["qa"]])
     return {key.removeprefix("env/all/"): value for key, value in metrics.items()}
 
@@ -38,21 +53,21 @@ class TestMetrics:
     @pytest.mark.parametrize(
         ("key", "expected"),
         [
-            ("debate/judge_accuracy", 1 / 2),  # debates 0 and 1: decided, and one answer was right
-            ("debate/win_if_correct", 2 / 4),  # of the right in decided debates: 0A won, 1B lost, 2A lost, 2B won
-            ("debate/win_if_wrong", 1 / 2),  # 0B lost, 1A won
-            ("debate/winner_correct", 2 / 3),  # 0A, 1A, 2B
-            ("debate/a_wins", 2 / 3),
-            ("debate/tie", 1 / 5),
-            ("debate/invalid", 1 / 5),
-            ("debate/won", 3 / 10),
-            ("debate/agreement", 2 / 5),  # debates 2 and 3; no answer agrees with nothing
-            ("debate/confidence_parsed", 1 / 10),
-            ("debate/judge_retries", 0.0),
-            ("correct", 7 / 10),
-            ("parsed", 9 / 10),
-            ("reward/total", 7 / 10),
-            ("trained_fraction", 3 / 10),
+            ("debate/judge_accuracy", 3 / 4),  # of debates 0, 1, 5, 7, decided with one right answer: all but 1
+            ("debate/win_if_correct", 4 / 6),  # of the right in decided debates: 0A, 2B, 5B, 7A won, 1B, 2A lost
+            ("debate/win_if_wrong", 1 / 4),  # 1A won, 0B, 5A, 7B lost
+            ("debate/winner_correct", 4 / 5),  # 0A, 2B, 5B, 7A of these and 1A
+            ("debate/a_wins", 3 / 5),
+            ("debate/tie", 2 / 8),
+            ("debate/invalid", 1 / 8),
+            ("debate/won", 5 / 16),
+            ("debate/agreement", 2 / 8),  # debates 2 and 3; no answer agrees with nothing
+            ("debate/confidence_parsed", 3 / 16),
+            ("debate/judge_retries", sum(range(8)) / 8),
+            ("correct", 10 / 16),
+            ("parsed", 15 / 16),
+            ("reward/total", 10 / 16),
+            ("trained_fraction", 5 / 16),
             ("turns_per_episode", 3.0),
             ("debate/stopped_r1", 1.0),
         ],
@@ -73,9 +88,11 @@ class TestMetrics:
         self, metrics: dict[str, float], capsys: pytest.CaptureFixture[str]
     ) -> None:
         PrettyPrintLogger().log_metrics({f"env/all/{key}": value for key, value in metrics.items()}, step=0)
-        assert "judge=0.5" in capsys.readouterr().out
+        assert "judge=0.75" in capsys.readouterr().out
 
-    def test_a_cut_turn_is_counted(self) -> None:
-        members = [three_turns(RENDERER, RIGHT), three_turns(RENDERER, RIGHT, stopped=False)]
-        metrics = compute_trajectory_metrics([hold(RENDERER, members, JudgeByIndex((Winner.A,))).group], [["qa"]])
-        assert [metrics[f"env/all/debate/stopped_r{r}"] for r in (1, 2, 3)] == [0.5] * 3
+    def test_a_cut_turn_is_counted_in_its_round(self) -> None:
+        cut_in_round_2 = [speech(RENDERER, text, stopped=text != "a") for text in (RIGHT, "a", "b")]
+        members = [cut_in_round_2, *(three_turns(RENDERER, RIGHT) for _ in range(3))]
+        held = hold(RENDERER, members, JudgeByIndex((Winner.A, Winner.A)))
+        metrics = compute_trajectory_metrics([held.group], [["qa"]])
+        assert [metrics[f"env/all/debate/stopped_r{r}"] for r in (1, 2, 3)] == [1.0, 0.75, 1.0]
