@@ -24,12 +24,28 @@ class TestTokenCompleter:
     def completer(self, service: FakeServiceClient, **options) -> TinkerTokenCompleter:
         return TinkerTokenCompleter(service.new_sampler(0), 4, **options)
 
-    def test_what_it_asks_for(self) -> None:
+    @pytest.mark.parametrize(
+        ("asked", "prompt", "expected"),
+        [
+            (None, 1, 4),  # its own max_tokens
+            (5, 1, 4),  # a call cannot ask for more
+            (3, 1, 3),
+            (3, 8, 2),  # what is left of the window
+            (1, 8, 1),
+        ],
+    )
+    def test_the_least_of_its_own_limit_the_call_s_and_what_the_window_leaves(
+        self, asked: int | None, prompt: int, expected: int
+    ) -> None:
         service = FakeServiceClient()
-        policy = self.completer(service, temperature=0.5, context_window=10)
-        asyncio.run(policy(tinker.ModelInput.from_ints([1] * 8), [7], max_tokens=3))
+        policy = self.completer(service, context_window=10)
+        asyncio.run(policy(tinker.ModelInput.from_ints([1] * prompt), [7], max_tokens=asked))
+        assert [call.params.max_tokens for call in service.sampled] == [expected]
+
+    def test_temperature_and_stop_reach_the_sampler(self) -> None:
+        service = FakeServiceClient()
+        asyncio.run(self.completer(service, temperature=0.5)(tinker.ModelInput.from_ints([1]), [7]))
         (call,) = service.sampled
-        assert call.params.max_tokens == 2  # what is left of the window: less than 3 asked for and 4 allowed
         assert call.params.temperature == 0.5 and call.params.stop == [7]
 
     def test_a_prompt_that_fills_the_window_is_refused(self) -> None:
