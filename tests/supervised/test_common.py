@@ -78,3 +78,13 @@ def test_bits_per_byte_counts_a_split_character_once_and_no_special_token() -> N
     assert compute_mean_bpb([logprobs], [weights], [targets], tokenizer) == pytest.approx(1.0)
     with pytest.raises(DataValidationError, match="no byte of text"):
         compute_mean_bpb([logprobs], [torch.zeros(len(tokens))], [targets], tokenizer)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+def test_bits_per_byte_are_those_of_tokens_with_positive_weight(weight: float) -> None:
+    """A negative weight pushes a token away: its bits say nothing of how well the text is modelled."""
+    tokenizer = make_tokenizer()
+    targets = torch.tensor([tokenizer.convert_tokens_to_ids(letter) for letter in "xy"])
+    logprobs = torch.tensor([-5.0, -3 * math.log(2)])
+    found = compute_mean_bpb([logprobs], [torch.tensor([weight, 0.5])], [targets], tokenizer)
+    assert found == pytest.approx(3.0)
