@@ -11,9 +11,11 @@ from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, 
 from tinker_cookbook.rl.advantages import (
     AdvantageConfig,
     RoleBaselines,
+    Scale,
     check_advantages,
     compute_advantages,
     remove_constant_reward_groups,
+    token_scales,
 )
 from tinker_cookbook.rl.types import TrajectoryGroup
 
@@ -43,6 +45,18 @@ class TestAdvantages:
     def test_leave_one_out_is_reward_minus_the_mean_of_the_others(self) -> None:
         found = advantages(group([1.0, 2.0, 6.0, 9.0], trained=[True, True, True, False]), baseline="leave_one_out")
         assert found == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5, 0.0])
+
+    def test_rewards_are_compared_in_double_precision(self) -> None:
+        """Both are 16777216 in float32."""
+        assert advantages(group([16777217.0, 16777216.0])) == [0.5, -0.5]
+
+    def test_a_deviation_too_small_to_divide_by_is_none(self) -> None:
+        """The rewards differ, but the squares of their differences underflow."""
+        assert advantages(group([0.0, 1e-200]), baseline="zscore") == [0.0, 0.0]
+
+    def test_a_group_without_members_has_no_advantages(self) -> None:
+        for baseline in ("mean", "zscore", "leave_one_out", "constant"):
+            assert advantages(group([]), baseline=baseline) == []
 
     def test_a_reward_that_is_no_number_is_named(self) -> None:
         with pytest.raises(DataValidationError, match="group 0: rewards must be finite"):
@@ -107,18 +121,59 @@ class TestRoleBaselines:
         assert found[0].tolist() == pytest.approx([2.0 - 0.2, 0.0]) and baselines.means == {"all": pytest.approx(0.2)}
 
     def test_without_its_means_it_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match="role_baselines"):
+        with pytest.raises(
+            ConfigurationError, match=r"^baseline=role needs role_baselines, the running means of the run$"
+        ):
             compute_advantages([group([1.0])], AdvantageConfig(baseline="role"))
+
+    @pytest.mark.parametrize("roles", [["first mover"], ["first mover", "second mover", "referee"]])
+    def test_every_member_needs_a_role(self, roles: list[str]) -> None:
+        members = group([1.0, 0.0])
+        members.roles_G = roles
+        with pytest.raises(ValueError, match="zip"):
+            compute_advantages([members], AdvantageConfig(baseline="role"), RoleBaselines(decay=0.5))
+
+
+class TestTokenScales:
+    def test_golden(self) -> None:
+        groups = [group([0.0] * 3, trained=[True, False, True], lengths=[2, 3, 5]), group([0.0], lengths=[7])]
+        assert token_scales(groups, "sum") == [[1.0] * 3, [1.0]]
+        assert token_scales(groups, "sequence") == [[2.0, 3.0, 5.0], [7.0]]
+        assert token_scales(groups, "token") == [[14.0] * 3, [14.0]]
+        assert token_scales(groups, "token", [True, False]) == [[7.0] * 3, [7.0]]
+
+    @pytest.mark.parametrize("scale", ["sequence", "token"])
+    @pytest.mark.parametrize("tokens", [0, 1])
+    def test_a_single_token_and_none_at_all_divide_by_one(self, scale: Scale, tokens: int) -> None:
+        assert token_scales([group([0.0], lengths=[tokens])], scale) == [[1.0]]
+
+    def test_each_member_must_be_said_to_train_or_not(self) -> None:
+        with pytest.raises(ValueError, match="zip"):
+            token_scales([group([0.0] * 3, trained=[True, False])], "token")
 
 
 class TestZeroAdvantages:
-    def test_the_message_shows_the_rewards_and_the_mend(self) -> None:
-        groups = [group([0.25, 0.25]), group([1.0, 0.5], trained=[True, False])]
+    def test_the_message_shows_the_rewards_and_the_fix(self) -> None:
+        groups = [
+            group([0.25, 0.25]),
+            group([1.0, 0.5], trained=[True, False]),
+            group([1 / 3, 2.0], trained=[False, False]),
+        ]
         with pytest.raises(ZeroAdvantageError) as raised:
             check_advantages(groups, compute_advantages(groups))
-        message = str(raised.value)
-        assert "group   0: 0.25 0.25\n" in message and "group   1: 1 0.5(rejected)   <- 1 survivor\n" in message
-        assert "on_zero_advantages=skip" in message
+        assert str(raised.value) == (
+            "every advantage of this batch is zero, so this step would train nothing: within each group the members that "
+            "train all have the same reward, or fewer than two are left. Rewards:\n"
+            "  group   0: 0.25 0.25\n"
+            "  group   1: 1 0.5(rejected)   <- 1 survivor\n"
+            "  group   2: 0.333(rejected) 2(rejected)   <- no survivors\n"
+            "Use larger groups, a task or reward that varies, a higher temperature, a judge or filter that rejects less, or "
+            "on_zero_advantages=skip to skip such steps and count them."
+        )
+
+    def test_each_member_must_be_said_to_train_or_not(self) -> None:
+        with pytest.raises(ValueError, match="zip"):
+            check_advantages([group([0.0] * 3, trained=[True, False])], [torch.zeros(3)])
 
     def test_one_advantage_is_enough_also_a_negative_one(self) -> None:
         groups = [group([1.0, 1.0]), group([1.0, 1.0])]

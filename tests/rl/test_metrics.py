@@ -1,22 +1,98 @@
-"""How far an update moved the policy, and the penalty for leaving a reference policy, against plain numbers."""
+"""How far sampler, trainer and reference are apart, and the penalty for leaving the reference, against plain numbers."""
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
 import pytest
+import tinker
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes import fake_logprob, said
+from tests.fakes import Pending, fake_logprob, said
 from tests.rl.handmade import DATA, ScaledSampler, array, trajectory, turn
-from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
 from tinker_cookbook.rl.metrics import (
+    compute_kl_sample_train,
     compute_post_kl,
+    compute_sampling_client_metrics,
+    compute_target_logprobs,
     discounted_future_sum_vectorized,
     full_sequence,
     incorporate_kl_penalty,
 )
+
+
+def with_logprobs(datum: tinker.Datum, logprobs: list[float]) -> tinker.Datum:
+    return replace_inputs(datum, logprobs=np.array(logprobs, dtype=np.float32))
+
+
+class TestKLSampleTrain:
+    # Two tokens of context and two sampled; one and three. What stands at a context position must not matter.
+    sampled = (with_logprobs(DATA[0], [9.0, -1.0, -2.0]), with_logprobs(DATA[1], [9.0, -3.0, -4.0, -5.0]))
+
+    def test_golden(self) -> None:
+        trained = [torch.tensor([-7.0, -1.5, -2.25]), torch.tensor([-7.0, -2.0, -4.5, -5.0])]
+        diffs = np.array([0.5, 0.25, -1.0, 0.5, 0.0])
+        assert compute_kl_sample_train(self.sampled, trained) == {
+            "optim/kl_sample_train_v1": pytest.approx(diffs.sum() / 5),
+            "optim/kl_sample_train_v2": pytest.approx((diffs**2).sum() / 2 / 5),
+            "optim/entropy": pytest.approx((1 + 2 + 3 + 4 + 5) / 5),
+        }
+
+    def test_without_a_sampled_token_nothing_is_said(self) -> None:
+        silent = replace_inputs(DATA[0], mask=np.zeros(3, dtype=np.float32))
+        assert compute_kl_sample_train([silent], [torch.zeros(3)]) == compute_kl_sample_train([], []) == {}
+        spoken, trained = self.sampled[0], torch.zeros(3)
+        assert compute_kl_sample_train([silent, spoken], [trained] * 2) == compute_kl_sample_train([spoken], [trained])
+
+    def test_logprobs_that_do_not_match_the_data_are_refused(self) -> None:
+        with pytest.raises(DataValidationError, match=r"datum 1: \(4,\) sampled logprobs, the trainer returned \(3,\)"):
+            compute_kl_sample_train(self.sampled, [torch.zeros(3)] * 2)
+        with pytest.raises(ValueError, match="zip"):
+            compute_kl_sample_train(self.sampled, [torch.zeros(3)])
+
+
+class Answers:
+    """Gives the same answer, whatever it is asked to score."""
+
+    def __init__(self, *values: float | None):
+        self.values = list(values)
+
+    def compute_logprobs(self, prompt: tinker.ModelInput) -> Awaitable[list[float | None]]:
+        return Pending("compute_logprobs", self.values, [])
+
+
+class TestTargetLogprobs:
+    def logprobs(self, *values: float | None) -> list[np.ndarray]:
+        return asyncio.run(compute_target_logprobs([DATA[0]], Answers(*values)))  # pyright: ignore[reportArgumentType]
+
+    def test_the_first_token_has_no_prediction(self) -> None:
+        (found,) = self.logprobs(None, -1.0, -2.0, -3.0)
+        assert found.tolist() == [-1.0, -2.0, -3.0] and found.dtype == np.float32
+
+    @pytest.mark.parametrize("values", [(None, -1.0, -2.0), (None, -1.0, None, -3.0), (None, -1.0, -2.0, -3.0, -4.0)])
+    def test_each_target_needs_one(self, values: tuple[float | None, ...]) -> None:
+        message = rf"datum 0: {len(values) - 1} logprobs came back for targets of shape \(3,\)"
+        with pytest.raises(DataValidationError, match=message):
+            self.logprobs(*values)
+
+    def test_full_sequence(self) -> None:
+        assert full_sequence(DATA[0]).to_ints() == [1, 2, 10, 11]
+
+
+def test_where_and_when_a_batch_was_sampled() -> None:
+    assert compute_sampling_client_metrics([7, 3, 4, 6], [0.5, 2.0, 8.0, 1.5]) == {
+        "sampling_client/step_max": 7,
+        "sampling_client/step_min": 3,
+        "sampling_client/step_mean": 5.0,
+        "time/sampling_time_max": 8.0,
+        "time/sampling_time_min": 0.5,
+        "time/sampling_time_mean": 3.0,
+    }
 
 
 class TestKLPenalty:
@@ -63,5 +139,16 @@ class TestKLPenalty:
         assert found["optim/kl_pre_post_v1"] == pytest.approx(diffs.mean())
         assert found["optim/kl_pre_post_v2"] == pytest.approx(0.5 * (diffs**2).mean())
 
-    def test_full_sequence(self) -> None:
-        assert full_sequence(DATA[0]).to_ints() == [1, 2, 10, 11]
+    @pytest.mark.parametrize("discount", [0.0, 0.5])
+    def test_a_datum_of_no_sampled_token_pays_nothing(self, discount: float) -> None:
+        silent = replace_inputs(DATA[0], mask=np.zeros(3, dtype=np.float32))
+        sampler: Any = ScaledSampler(-1.0)
+        data, metrics = asyncio.run(incorporate_kl_penalty([silent], sampler, 0.5, discount))
+        assert data == [silent] and metrics == {}
+        one = trajectory_to_data(trajectory(turn([1], said([12]))), 2.0)
+        data, metrics = asyncio.run(incorporate_kl_penalty([silent, *one], sampler, 0.5, discount))
+        assert metrics == {"optim/kl_policy_base": fake_logprob(12) + 1.0}
+        # A single token is its own mean. What comes back is float32, as losses take it.
+        advantages = [datum.loss_fn_inputs["advantages"] for datum in data]
+        assert [values.tolist() for values in advantages] == [[0.0, 2.0, 2.0], [2.0]]
+        assert [values.dtype for values in advantages] == ["float32"] * 2
