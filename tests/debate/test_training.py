@@ -89,13 +89,13 @@ class TestAdvantages:
 
     @pytest.mark.parametrize("how", ["rejection", "rs_grpo"])
     def test_ties_and_invalid_debates_train_nothing(self, how: DebateTrain) -> None:
-        proposals = (RIGHT, WRONG, WRONG, RIGHT)
+        proposals = (RIGHT, WRONG, WRONG, RIGHT, RIGHT, WRONG)
         members = [three_turns(RENDERER, proposal) for proposal in proposals]
-        held = hold(RENDERER, members, JudgeByIndex((Winner.TIE, Winner.INVALID)))
-        assert held.group.is_trained() == [False] * 4 and advantages(held, how) == [0.0] * 4
+        held = hold(RENDERER, members, JudgeByIndex((Winner.TIE, Winner.INVALID, Winner.TIE)))
+        assert held.group.is_trained() == [False] * 6 and advantages(held, how) == [0.0] * 6
         assert assemble_training_data([held.group], scaled(held.group, how)) == ([], [])
         metrics = compute_trajectory_metrics([held.group], [["qa"]])
-        assert metrics["env/all/debate/tie"] == metrics["env/all/debate/invalid"] == 0.5
+        assert (metrics["env/all/debate/tie"], metrics["env/all/debate/invalid"]) == pytest.approx((2 / 3, 1 / 3))
         assert metrics["env/all/debate/won"] == metrics["env/all/trained_fraction"] == 0.0
 
 

@@ -105,13 +105,13 @@ class TestAdvantages:
 
 class TestRoleBaselines:
     def test_golden(self) -> None:
-        baselines = RoleBaselines(decay=0.5)
-        first, second = group([1.0, 0.0]), group([0.0, 1.0])
+        baselines = RoleBaselines(decay=0.75, means={"second mover": 8.0})
+        first, second = group([4.0, 0.0]), group([0.0, 2.0])
         first.roles_G = second.roles_G = ["first mover", "second mover"]
         found = compute_advantages([first, second], AdvantageConfig(baseline="role"), baselines)
-        # b = 0.5 after the reward 1, then 0.25 after the reward 0; and 0, then 0.5.
-        assert [values.tolist() for values in found] == [[0.5, 0.0], [-0.25, 0.5]]
-        assert baselines.means == {"first mover": 0.25, "second mover": 0.5}
+        # b = 0.75 b + 0.25 r: from 0 it is 1 after the reward 4, then 0.75; from 8 it is 6, then 5.
+        assert [values.tolist() for values in found] == [[3.0, -6.0], [-0.75, -3.0]]
+        assert baselines.means == {"first mover": 0.75, "second mover": 5.0}
 
     def test_a_group_of_one_trains_and_the_rejected_leave_no_trace(self) -> None:
         baselines = RoleBaselines(decay=0.9)

@@ -70,6 +70,17 @@ class TestOffPolicyCorrection:
             assert array(after, "logprobs") == pytest.approx(expected, abs=1e-6)
         assert metrics["off_policy/ratio_mean"] == pytest.approx(math.exp(0.1), rel=1e-5)
 
+    def test_the_ratios_that_are_reported_are_those_before_the_cut(self) -> None:
+        """Sequences of 2 and 3 tokens, each with the ratio e^0.3: the second is cut to 2."""
+        _, metrics = self.correct(0.3, cap=2.0, level="sequence")
+        ratios = [math.exp(0.6), math.exp(0.9)]
+        assert metrics == {
+            "off_policy/ratio_min": pytest.approx(ratios[0], rel=1e-5),
+            "off_policy/ratio_mean": pytest.approx(sum(ratios) / 2, rel=1e-5),
+            "off_policy/ratio_max": pytest.approx(ratios[1], rel=1e-5),
+            "off_policy/frac_cut": 0.5,
+        }
+
     def test_a_cap_below_one_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="cap"):
             OffPolicyCorrection(cap=0.5)

@@ -72,10 +72,10 @@ def test_bits_per_byte_counts_a_split_character_once_and_no_special_token() -> N
     tokenizer = make_tokenizer()
     tokens = tokenizer.encode("x🙂<|im_end|>", add_special_tokens=False)
     targets = torch.tensor(tokens)
-    logprobs = torch.full((len(tokens),), -math.log(2))
-    # x is left out, the special token does not count: 4 tokens of 1 bit each, 4 bytes.
+    logprobs = torch.full((len(tokens),), -3 * math.log(2))
+    # x is left out, the special token does not count: 4 tokens of 3 bits each, 4 bytes.
     weights = torch.tensor([0.0] + [1.0] * (len(tokens) - 1))
-    assert compute_mean_bpb([logprobs], [weights], [targets], tokenizer) == pytest.approx(1.0)
+    assert compute_mean_bpb([logprobs], [weights], [targets], tokenizer) == pytest.approx(3.0)
     with pytest.raises(DataValidationError, match="no byte of text"):
         compute_mean_bpb([logprobs], [torch.zeros(len(tokens))], [targets], tokenizer)
 
