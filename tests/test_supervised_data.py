@@ -1,4 +1,4 @@
-"""Supervised data: the shift into datums, the mean, the reported numbers, file reading, epochs, the LR schedule."""
+"""Supervised data: datums of conversations, file reading, epochs, the LR schedule."""
 
 import json
 import logging
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import tinker
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +19,6 @@ from tinker_cookbook.exceptions import (
     RendererError,
 )
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat, get_renderer
-from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll, datum_from_model_input_weights
 from tinker_cookbook.supervised.data import (
     FromConversationFileBuilder,
     SupervisedDatasetFromList,
@@ -55,17 +53,6 @@ def config(batch_size: int = 2, max_length: int | None = None, **more: object) -
     )
 
 
-def test_shift_golden() -> None:
-    model_input = tinker.ModelInput.from_ints([10, 11, 12, 13])
-    datum = datum_from_model_input_weights(model_input, torch.tensor([0.0, 0.0, 1.0, 3.0]))
-    assert datum.model_input.to_ints() == [10, 11, 12]
-    targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
-    assert (targets.dtype, targets.tolist()) == ("int64", [11, 12, 13])
-    assert (weights.dtype, weights.tolist()) == ("float32", [0.0, 1.0, 3.0])
-    mean = datum_from_model_input_weights(model_input, torch.tensor([5.0, 0.0, 1.0, 3.0]), reduction="mean")
-    assert mean.loss_fn_inputs["weights"].tolist() == [0.0, 0.25, 0.75]
-
-
 @given(data=st.data())
 @settings(max_examples=50, deadline=None)
 def test_datum_of_a_conversation(data: st.DataObject) -> None:
@@ -84,64 +71,6 @@ def test_datum_of_a_conversation(data: st.DataObject) -> None:
     got = datum.loss_fn_inputs["weights"].to_torch()
     assert got.sum().item() == pytest.approx(1.0, abs=1e-5)
     assert bool(((got > 0) == (weights[1 : n + 1] > 0)).all())
-
-
-def image(length: int) -> tinker.types.ImageChunk:
-    return tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=length)
-
-
-def test_media_positions_are_counted_and_never_predicted() -> None:
-    text = tinker.EncodedTextChunk(tokens=[1, 2])
-    chunks: list[tinker.ModelInputChunk] = [text, image(3), text]
-    datum = datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.tensor([0.0] * 5 + [1.0, 1.0]))
-    assert datum.model_input.length == 6
-    assert datum.loss_fn_inputs["target_tokens"].tolist() == [2, 0, 0, 0, 1, 2]
-    assert datum.loss_fn_inputs["weights"].tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
-    cut = datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.ones(7), max_length=4)
-    assert cut.model_input.to_ints() == [1]
-    with pytest.raises(DataValidationError, match="select positions of a media chunk"):
-        datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.ones(7))
-    with pytest.raises(DataValidationError, match="ends in a image chunk"):
-        datum_from_model_input_weights(tinker.ModelInput(chunks=[text, image(3)]), torch.zeros(5))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "weights", "error"),
-    [
-        ([1, 2, 3], [1.0, 1.0], r"weights has shape \(2,\), but model_input has 3 positions"),
-        ([1], [1.0], "1 positions are left"),
-        ([1, 2], [1.0, 0.0], "no trained token is left"),
-    ],
-)
-def test_bad_examples(tokens: list[int], weights: list[float], error: str) -> None:
-    with pytest.raises(DataValidationError, match=error):
-        datum_from_model_input_weights(tinker.ModelInput.from_ints(tokens), torch.tensor(weights), reduction="mean")
-
-
-def test_mean_nll_weighs_tokens_not_datums() -> None:
-    logprobs = [torch.tensor([-1.0, -2.0, -math.inf]), torch.tensor([-4.0])]
-    weights = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0])]
-    assert compute_mean_nll(logprobs, weights) == pytest.approx((1 + 2 + 8) / 4)
-    as_data = [tinker.TensorData.from_torch(t) for t in logprobs], [tinker.TensorData.from_torch(t) for t in weights]
-    assert compute_mean_nll(*as_data) == pytest.approx(2.75)
-    with pytest.raises(DataValidationError, match="datum 0: 3 values, but 1 weights"):
-        compute_mean_nll(logprobs, [weights[1], weights[0]])
-    with pytest.raises(DataValidationError, match="there is no mean"):
-        compute_mean_nll([torch.zeros(2)], [torch.zeros(2)])
-    with pytest.raises(DataValidationError, match="2 arrays of values, but 1 of weights"):
-        compute_mean_nll(logprobs, weights[:1])
-
-
-def test_bits_per_byte_counts_a_split_character_once_and_no_special_token() -> None:
-    tokenizer = make_tokenizer()
-    tokens = tokenizer.encode("x🙂<|im_end|>", add_special_tokens=False)
-    targets = torch.tensor(tokens)
-    logprobs = torch.full((len(tokens),), -math.log(2))
-    # x is left out, the special token does not count: 4 tokens of 1 bit each, 4 bytes.
-    weights = torch.tensor([0.0] + [1.0] * (len(tokens) - 1))
-    assert compute_mean_bpb([logprobs], [weights], [targets], tokenizer) == pytest.approx(1.0)
-    with pytest.raises(DataValidationError, match="no byte of text"):
-        compute_mean_bpb([logprobs], [torch.zeros(len(tokens))], [targets], tokenizer)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

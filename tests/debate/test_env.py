@@ -20,15 +20,18 @@ from tests.debate.arena import (
     speech,
     three_turns,
 )
-from tests.fakes import ScriptedCompleter
+from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
-from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder
+from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, DebateProtocol
 from tinker_cookbook.debate.judge_config import JudgeConfig, make_judge
 from tinker_cookbook.debate.judges import DebateView, Judge, Verdict, Winner
-from tinker_cookbook.debate.transcript import Seat
-from tinker_cookbook.exceptions import TrainingError
+from tinker_cookbook.debate.prompts import DebatePrompts
+from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript
+from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.renderers.replies import strip_stop
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.tasks.registry import get_task
 
 
 @pytest.fixture(params=RENDERERS)
@@ -98,6 +101,51 @@ class TestRounds:
             [0] * 3,
             [1, 0, 0],
         ]
+
+
+class TestRoom:
+    """How long a question may be so that the longest possible debate about it fits the context."""
+
+    MAX_TOKENS = 40
+
+    def longest(self, renderer: Renderer) -> int:
+        """Prompt and reply of the last round, when nobody stops before the limit."""
+        turns = [speech(renderer, " so" * 200, stopped=False).tokens[: self.MAX_TOKENS] for _ in range(NUM_ROUNDS)]
+        held = hold(renderer, [[said(turn, "length") for turn in turns]] * 2, JudgeByIndex((Winner.A,)))
+        assert [len(turn) for turn in turns] == [self.MAX_TOKENS] * NUM_ROUNDS
+        return len(held.heard[0][-1]) + self.MAX_TOKENS
+
+    def protocol(self, renderer: Renderer, context_window: int) -> DebateProtocol:
+        return DebateProtocol.make(get_task("qa"), renderer, DebatePrompts(), self.MAX_TOKENS, context_window)
+
+    def test_the_longest_debate_just_fits(self, renderer: Renderer) -> None:
+        protocol = self.protocol(renderer, self.longest(renderer))
+        first = protocol.first_prompt(ITEM)
+        assert protocol.max_first_prompt == first.length
+        env = DebateEnv(protocol, Transcript(protocol.task, ITEM), Seat.A)
+        assert asyncio.run(env.initial_observation()) == (first, renderer.get_stop_sequences())
+
+    def test_one_token_less_and_it_is_not_held(self, renderer: Renderer) -> None:
+        protocol = self.protocol(renderer, self.longest(renderer) - 1)
+        builder = DebateGroupBuilder(protocol, ITEM, JudgeByIndex((Winner.A,)), 1, (4, 2))
+        group = asyncio.run(do_group_rollout(builder, ScriptedCompleter({})))
+        assert [t.transitions[-1].metrics["context_overflow"] for t in group.trajectories_G] == [1.0, 1.0]
+        assert group.get_total_rewards() == [0.0, 0.0] and group.is_trained() == [False, False]
+        assert group.metrics_G == [{"debate/won": 0.0, "debate/invalid": 1.0, "debate/tie": 0.0}, {"debate/won": 0.0}]
+        assert group.records == [] and [info["verdict"] for info in group.member_info_G] == ["INVALID"] * 2
+
+    def test_a_question_of_one_token_must_fit(self, renderer: Renderer) -> None:
+        shortest = self.longest(renderer) - make_protocol(renderer).first_prompt(ITEM).length + 1
+        assert self.protocol(renderer, shortest).max_first_prompt == 1
+        with pytest.raises(ConfigurationError, match="max_tokens=40 leaves no room for a question: 5 turns"):
+            self.protocol(renderer, shortest - 1)
+
+    @pytest.mark.parametrize(("max_tokens", "context_window"), [(None, 100), (40, None)])
+    def test_without_either_number_there_is_no_limit(
+        self, renderer: Renderer, max_tokens: int | None, context_window: int | None
+    ) -> None:
+        protocol = DebateProtocol.make(get_task("qa"), renderer, DebatePrompts(), max_tokens, context_window)
+        assert protocol.max_first_prompt is None
 
 
 class TestJudging:

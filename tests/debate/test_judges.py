@@ -99,6 +99,11 @@ class TestMock:
     def test_a_seed_decides_each_debate_in_whatever_order_they_are_asked(self) -> None:
         assert self.winners(7, KEYS) == self.winners(7, KEYS[::-1])
 
+    def test_the_tosses_of_a_seed_stay_what_they_were(self) -> None:
+        """Pinned: another mapping from tosses to seats would be as fair, and change every run that is repeated."""
+        tosses = [judge(MockJudge(0), dataclasses.replace(VIEW, key=key)).winner for key in KEYS[:12]]
+        assert "".join(tosses) == "BBBBBAAAAABA"
+
     def test_it_does_not_look_at_what_was_said(self) -> None:
         assert judge(MockJudge(1)).winner is judge(MockJudge(1), swapped(VIEW)).winner
 
@@ -221,6 +226,17 @@ class TestLanguageModelOverTokens:
             assert judge(by, dataclasses.replace(VIEW, key=key)).retries == 1
         seeds = [call.params.seed for call in service.sampled]
         assert len(set(seeds[:4])) == 4 and seeds[4:] == seeds[:2]
+
+    @pytest.mark.parametrize(("room", "winner"), [(0, Winner.B), (-1, Winner.INVALID)])
+    def test_a_debate_beyond_the_judge_s_context_is_invalid_and_not_shown(self, room: int, winner: Winner) -> None:
+        service = self.service("<VERDICT>B</VERDICT>")
+        judge(self.lm(service))
+        longest = len(service.sampled[0].prompt) + room
+        service = self.service("<VERDICT>B</VERDICT>")
+        completer = TinkerTokenCompleter(service.new_sampler(0), 64)
+        verdict = judge(LMJudge(completer, self.renderer, max_prompt_tokens=longest))
+        assert verdict.winner is winner and len(service.sampled) == (winner is Winner.B)
+        assert ("too long for the judge's context" in verdict.reasoning) == (winner is Winner.INVALID)
 
     def test_needs_a_renderer(self) -> None:
         with pytest.raises(ConfigurationError, match="needs the renderer"):

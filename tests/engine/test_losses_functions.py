@@ -210,6 +210,31 @@ def test_a_position_without_advantage_adds_exactly_nothing(
     assert torch.equal(value, nothing) and torch.equal(gradient, nothing)
 
 
+@pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
+def test_the_ratio_is_one_where_there_is_no_advantage(loss_fn: str) -> None:
+    lp, advantages = column(-1.0, -2.0, -3.0), column(1.0, 0.0, -1.0)
+    ratio = LOSSES[loss_fn].ratio(lp, policy_inputs(lp - 0.5, advantages))
+    torch.testing.assert_close(ratio, column(math.exp(0.5), 1.0, math.exp(0.5)))
+
+
+@pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
+def test_a_loss_stays_on_the_device_of_its_logprobs(loss_fn: str) -> None:
+    """The meta device stands for a GPU: mixed with tensors on the CPU it is an error."""
+    lp = column(-1.0, -2.0)
+    inputs = {key: value.to("meta") for key, value in policy_inputs(lp - 0.5, torch.ones_like(lp)).items()}
+    loss = LOSSES[loss_fn].compute(lp.to("meta"), inputs, LOSSES[loss_fn].config)
+    assert loss.device.type == "meta" and loss.shape == lp.shape
+
+
+@pytest.mark.parametrize("loss_fn", CLIPPED_LOSSES)
+def test_a_clip_does_not_bind_at_its_bounds(loss_fn: str) -> None:
+    binds, bounds = LOSSES[loss_fn].clip_binds, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
+    assert binds is not None
+    for advantage, inside, outside in ((1.0, 2.0, 2.25), (-1.0, 0.5, 0.25)):
+        inputs = policy_inputs(column(0.0, 0.0), column(advantage, advantage))
+        assert binds(column(inside, outside), inputs, bounds).tolist() == [[False], [True]]
+
+
 @pytest.mark.parametrize("loss_fn", CLIPPED_LOSSES)
 def test_a_clipped_ratio_may_overflow(loss_fn: str) -> None:
     """exp(499) is infinite in float32; the objective is not."""

@@ -93,6 +93,11 @@ class TestRewards:
         assert group.get_total_rewards() == pytest.approx([-0.5, 0.5, 0.0])
         assert [metrics["win_minus_loss"] for metrics in group.metrics_G] == pytest.approx([-0.5, 0.5, 0.0])
 
+    def test_each_member_is_measured_by_its_own_number_of_matchups(self) -> None:
+        """In chunks of 4, six members make one chunk of four, who have 6 matchups each, and one of two, who have 2."""
+        found = rollout(["x" * n for n in (1, 2, 4, 8, 16, 32)], matchup_group_size=4)
+        assert found.get_total_rewards() == pytest.approx([-1 / 2, -1 / 6, 1 / 6, 1 / 2, -1 / 2, 1 / 2])
+
     def test_both_orders_favour_no_position(self) -> None:
         texts = ["x", "x" * 9, "x" * 5, "x"]
         fair = rollout(texts).get_total_rewards()

@@ -1,4 +1,4 @@
-"""From rewards to advantages, and from turns to datums: golden numbers, and what holds for any trajectory."""
+"""From turns to datums: golden numbers, and what holds for any trajectory."""
 
 import pytest
 import tinker
@@ -7,104 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import said
+from tests.rl.handmade import EMPTY, group, trajectory, turn
 from tinker_cookbook.completers import TokensWithLogprobs
-from tinker_cookbook.exceptions import DataValidationError, ZeroAdvantageError
-from tinker_cookbook.rl.data_processing import (
-    AdvantageConfig,
-    assemble_training_data,
-    check_advantages,
-    compute_advantages,
-    remove_constant_reward_groups,
-    trajectory_to_data,
-)
-from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
-
-EMPTY = tinker.ModelInput.empty()
-
-
-def turn(observation: list[int], action: TokensWithLogprobs, reward: float = 0.0) -> Transition:
-    return Transition(tinker.ModelInput.from_ints(observation), action, reward, False)
-
-
-def trajectory(*turns: Transition) -> Trajectory:
-    return Trajectory(list(turns), EMPTY)
-
-
-def group(rewards: list[float], trained: list[bool] | None = None, lengths: list[int] | None = None) -> TrajectoryGroup:
-    members = [trajectory(turn([1], said([2] * length))) for length in lengths or [1] * len(rewards)]
-    return TrajectoryGroup(members, rewards, [{} for _ in rewards], trained_G=trained)
-
-
-def advantages(members: TrajectoryGroup, **config) -> list[float]:
-    (found,) = compute_advantages([members], AdvantageConfig(**config))
-    assert found.dtype == torch.float32
-    return found.tolist()
-
-
-class TestAdvantages:
-    @pytest.mark.parametrize(
-        ("baseline", "expected"),
-        [
-            ("mean", [-0.75, 0.25, 0.25, 0.25]),
-            ("zscore", [-(3**0.5), 3**-0.5, 3**-0.5, 3**-0.5]),
-            ("constant", [1.0, 1.0, 1.0, 1.0]),
-        ],
-    )
-    def test_golden_numbers(self, baseline: str, expected: list[float]) -> None:
-        assert advantages(group([0.0, 1.0, 1.0, 1.0]), baseline=baseline) == pytest.approx(expected)
-
-    def test_default_is_reward_minus_mean(self) -> None:
-        (found,) = compute_advantages([group([3.0, 1.0])])
-        assert found.tolist() == [1.0, -1.0]
-
-    def test_leave_one_out_is_reward_minus_the_mean_of_the_others(self) -> None:
-        found = advantages(group([1.0, 2.0, 6.0, 9.0], trained=[True, True, True, False]), baseline="leave_one_out")
-        assert found == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5, 0.0])
-
-    def test_a_reward_that_is_no_number_is_named(self) -> None:
-        with pytest.raises(DataValidationError, match="group 0: rewards must be finite"):
-            advantages(group([1.0, float("nan")]))
-
-    @pytest.mark.parametrize(
-        ("baseline", "expected"),
-        [
-            ("mean", [-1.0, 0.0, 1.0, 0.0]),
-            ("zscore", [-1.0, 0.0, 1.0, 0.0]),
-            ("constant", [1.0, 0.0, 1.0, 0.0]),
-        ],
-    )
-    def test_the_rejected_have_none_and_no_part_in_the_baseline(self, baseline: str, expected: list[float]) -> None:
-        members = group([0.0, 100.0, 2.0, -50.0], trained=[True, False, True, False])
-        assert advantages(members, baseline=baseline) == pytest.approx(expected)
-
-    @given(st.floats(-1e6, 1e6), st.integers(1, 9))
-    def test_equal_rewards_give_exactly_zero(self, reward: float, size: int) -> None:
-        for baseline in ("mean", "zscore", "leave_one_out"):
-            assert advantages(group([reward] * size), baseline=baseline) == [0.0] * size
-
-    def test_survivors_with_equal_rewards_give_exactly_zero(self) -> None:
-        members = group([0.1, 0.1, 0.1, 7.0], trained=[True, True, True, False])
-        assert advantages(members) == advantages(members, baseline="zscore") == [0.0] * 4
-
-    @pytest.mark.parametrize("baseline", ["mean", "zscore", "leave_one_out", "constant"])
-    def test_all_rejected_is_all_zero(self, baseline: str) -> None:
-        assert advantages(group([0.0, 1.0], trained=[False, False]), baseline=baseline) == [0.0, 0.0]
-
-    @given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
-    def test_mean_baseline_sums_to_zero(self, rewards: list[float]) -> None:
-        assert sum(advantages(group(rewards))) == pytest.approx(0.0, abs=1e-3)
-
-    def test_step_rewards_and_final_reward_add_up(self) -> None:
-        first = trajectory(turn([1], said([2]), 0.25), turn([1, 2], said([3]), 0.5))
-        second = trajectory(turn([1], said([2]), 0.0))
-        members = TrajectoryGroup([first, second], [0.25, 0.0], [{}, {}])
-        assert advantages(members) == [0.5, -0.5]
-
-    def test_constant_groups_are_removed_by_what_trains_of_them(self) -> None:
-        mixed, same = group([0.0, 1.0]), group([1.0, 1.0])
-        survivors_same = group([1.0, 0.0, 1.0], trained=[True, False, True])
-        assert remove_constant_reward_groups([same, mixed, survivors_same]) == [mixed]
-
+from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages, trajectory_to_data
+from tinker_cookbook.rl.types import TrajectoryGroup, Transition
 
 Turn = tuple[list[int], TokensWithLogprobs]
 tokens = st.lists(st.integers(0, 5), min_size=1, max_size=4)
@@ -223,17 +130,3 @@ class TestAssembly:
         members = TrajectoryGroup([split, split], [0.0, 1.0], [{}, {}])
         data, metadata = assemble_training_data([members], compute_advantages([members]))
         assert [m["traj_idx"] for m in metadata] == [0, 0, 1, 1] and len(data) == 4
-
-
-class TestZeroAdvantages:
-    def test_the_message_shows_the_rewards_and_the_mend(self) -> None:
-        groups = [group([0.25, 0.25]), group([1.0, 0.5], trained=[True, False])]
-        with pytest.raises(ZeroAdvantageError) as raised:
-            check_advantages(groups, compute_advantages(groups))
-        message = str(raised.value)
-        assert "group   0: 0.25 0.25\n" in message and "group   1: 1 0.5(rejected)   <- 1 survivor\n" in message
-        assert "on_zero_advantages=skip" in message
-
-    def test_one_advantage_is_enough_also_a_negative_one(self) -> None:
-        groups = [group([1.0, 1.0]), group([1.0, 1.0])]
-        check_advantages(groups, [torch.zeros(2), torch.tensor([0.0, -1e-6])])

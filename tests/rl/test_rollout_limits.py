@@ -95,15 +95,15 @@ class TestClamp:
 
 
 def test_how_episodes_ended_is_a_share_of_all() -> None:
-    group = roll(Graded([TWO_TURNS, IN_TIME, NO_TIME, IN_TIME], [1.0] * 4), CLAMP)
+    group = roll(Graded([TWO_TURNS, IN_TIME, NO_TIME, IN_TIME, NO_TIME, IN_TIME, IN_TIME, IN_TIME], [1.0] * 8), CLAMP)
     metrics = compute_trajectory_metrics([group], [["a"]])
     stops = {key: value for key, value in metrics.items() if key.startswith("env/all/stop/")}
     assert stops == {
-        "env/all/stop/completed": 0.5,
-        "env/all/stop/max_turns": 0.25,
+        "env/all/stop/completed": 0.625,
+        "env/all/stop/max_turns": 0.125,
         "env/all/stop/rollout_timeout": 0.25,
     }
-    assert metrics["env/all/zero_reward_on_limit"] == 0.5 and metrics["env/all/grade"] == 1.0
+    assert metrics["env/all/zero_reward_on_limit"] == 0.375 and metrics["env/all/grade"] == 1.0
 
 
 class TestGrading:

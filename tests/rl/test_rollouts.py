@@ -7,9 +7,8 @@ from typing import TypeVar
 import pytest
 import tinker
 
-from tests.fakes import FakeServiceClient, SampleCall
+from tests.fakes import FakeServiceClient
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
-from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl.rollouts import do_batch_rollout, do_group_rollout, do_single_rollout
 from tinker_cookbook.rl.types import (
     Action,
@@ -207,44 +206,3 @@ class TestSeeds:
     def test_without_a_seed_none_is_sent(self) -> None:
         service = FakeServiceClient()
         assert set(self.seeds(completer(service, seed=None), service, self.groups())) == {None}
-
-
-class TestTokenCompleter:
-    def test_what_it_asks_for(self) -> None:
-        service = FakeServiceClient()
-        policy = completer(service, temperature=0.5, context_window=10)
-        run(policy(tinker.ModelInput.from_ints([1] * 8), [7], max_tokens=3))
-        (call,) = service.sampled
-        assert call.params.max_tokens == 2  # what is left of the window: less than 3 asked for and 4 allowed
-        assert call.params.temperature == 0.5 and call.params.stop == [7]
-
-    def test_a_prompt_that_fills_the_window_is_refused(self) -> None:
-        policy = completer(FakeServiceClient(), context_window=3)
-        with pytest.raises(ConfigurationError, match="3 tokens leaves no room in context_window=3"):
-            run(policy(tinker.ModelInput.from_ints([1, 2, 3]), [7]))
-
-    def test_a_sampler_without_a_logprob_for_each_token_is_refused(self) -> None:
-        service = FakeServiceClient()
-        sampler = service.new_sampler(0)
-
-        class Careless:
-            def __getattr__(self, name: str):
-                return getattr(sampler, name)
-
-            async def sample(self, prompt, num_samples, sampling_params):
-                response = await sampler.sample(prompt, num_samples, sampling_params)
-                sequence = response.sequences[0]
-                short = tinker.SampledSequence("stop", "0", tokens_np=sequence.tokens_np)
-                return tinker.SampleResponse(sequences=[short])
-
-        policy = TinkerTokenCompleter(Careless(), 4)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(DataValidationError, match="1 tokens and no logprobs"):
-            run(policy(tinker.ModelInput.from_ints([1]), [7]))
-
-    def test_replies_depend_on_the_prompt_seed_and_weights_of_the_snapshot(self) -> None:
-        def reply(call: SampleCall) -> list[int]:
-            return [call.weights, *call.prompt]
-
-        service = FakeServiceClient(reply)
-        policy = TinkerTokenCompleter(service.new_sampler(3), 4)
-        assert run(policy(tinker.ModelInput.from_ints([5]), [7])).tokens == [3, 5]

@@ -1,0 +1,98 @@
+"""What is counted of debates and their judge: every number of a handful of debates, and what is said of those not held."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.debate.arena import (
+    RIGHT,
+    WRONG,
+    JudgeByIndex,
+    hold,
+    make_renderer,
+    speech,
+    three_turns,
+)
+from tinker_cookbook.debate.judges import DebateView, Verdict, Winner
+from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
+from tinker_cookbook.utils.ml_log import PrettyPrintLogger
+
+RENDERER = make_renderer("qwen3_instruct")
+
+
+CONFIDENT = "<CONFIDENCE>0.5</CONFIDENCE>"
+
+
+class RetryingJudge(JudgeByIndex):
+    """Asks again once more for each debate of the group."""
+
+    async def __call__(self, view: DebateView) -> Verdict:
+        return replace(await super().__call__(view), retries=view.key[-1])
+
+
+@pytest.fixture(scope="module", name="metrics")
+def metrics_of_eight_debates() -> dict[str, float]:
+    """No two shares of a kind are equal, and none is that of its opposite: what is counted the wrong way round differs."""
+    debates = [
+        (f"{RIGHT} {CONFIDENT}", WRONG, Winner.A),
+        (WRONG, RIGHT, Winner.A),
+        (RIGHT, RIGHT, Winner.B),
+        (RIGHT, RIGHT, Winner.TIE),
+        ("no idea", RIGHT, Winner.INVALID),
+        (f"{WRONG} {CONFIDENT}", f"{RIGHT} {CONFIDENT}", Winner.B),
+        (RIGHT, WRONG, Winner.TIE),
+        (RIGHT, WRONG, Winner.A),
+    ]
+    members = [three_turns(RENDERER, proposal) for a, b, _ in debates for proposal in (a, b)]
+    group = hold(RENDERER, members, RetryingJudge(tuple(winner for _, _, winner in debates))).group
+    metrics = compute_trajectory_metrics([group], [["qa"]])
+    return {key.removeprefix("env/all/"): value for key, value in metrics.items()}
+
+
+class TestMetrics:
+    @pytest.mark.parametrize(
+        ("key", "expected"),
+        [
+            ("debate/judge_accuracy", 3 / 4),  # of debates 0, 1, 5, 7, decided with one right answer: all but 1
+            ("debate/win_if_correct", 4 / 6),  # of the right in decided debates: 0A, 2B, 5B, 7A won, 1B, 2A lost
+            ("debate/win_if_wrong", 1 / 4),  # 1A won, 0B, 5A, 7B lost
+            ("debate/winner_correct", 4 / 5),  # 0A, 2B, 5B, 7A of these and 1A
+            ("debate/a_wins", 3 / 5),
+            ("debate/tie", 2 / 8),
+            ("debate/invalid", 1 / 8),
+            ("debate/won", 5 / 16),
+            ("debate/agreement", 2 / 8),  # debates 2 and 3; no answer agrees with nothing
+            ("debate/confidence_parsed", 3 / 16),
+            ("debate/judge_retries", sum(range(8)) / 8),
+            ("correct", 10 / 16),
+            ("parsed", 15 / 16),
+            ("reward/total", 10 / 16),
+            ("trained_fraction", 5 / 16),
+            ("turns_per_episode", 3.0),
+            ("debate/stopped_r1", 1.0),
+        ],
+    )
+    def test_golden(self, metrics: dict[str, float], key: str, expected: float) -> None:
+        assert metrics[key] == pytest.approx(expected)
+
+    def test_lengths_by_outcome_and_round(self) -> None:
+        short, long = ([speech(RENDERER, text) for text in (RIGHT, "a", "a")], three_turns(RENDERER, RIGHT, "so so"))
+        held = hold(RENDERER, [short, long], JudgeByIndex((Winner.B,)))
+        metrics = compute_trajectory_metrics([held.group], [["qa"]])
+        lengths = [trajectory.num_action_tokens for trajectory in held.group.trajectories_G]
+        assert [metrics["env/all/debate/loser_tokens"], metrics["env/all/debate/winner_tokens"]] == lengths
+        per_round = [metrics[f"env/all/debate/tokens_r{r}"] for r in (1, 2, 3)]
+        assert per_round == [(len(a.tokens) + len(b.tokens)) / 2 for a, b in zip(short, long, strict=True)]
+
+    def test_the_terminal_shows_how_often_the_judge_was_right(
+        self, metrics: dict[str, float], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        PrettyPrintLogger().log_metrics({f"env/all/{key}": value for key, value in metrics.items()}, step=0)
+        assert "judge=0.75" in capsys.readouterr().out
+
+    def test_a_cut_turn_is_counted_in_its_round(self) -> None:
+        cut_in_round_2 = [speech(RENDERER, text, stopped=text != "a") for text in (RIGHT, "a", "b")]
+        members = [cut_in_round_2, *(three_turns(RENDERER, RIGHT) for _ in range(3))]
+        held = hold(RENDERER, members, JudgeByIndex((Winner.A, Winner.A)))
+        metrics = compute_trajectory_metrics([held.group], [["qa"]])
+        assert [metrics[f"env/all/debate/stopped_r{r}"] for r in (1, 2, 3)] == [1.0, 0.75, 1.0]

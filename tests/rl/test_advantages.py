@@ -1,0 +1,180 @@
+"""From rewards to one advantage per member: golden numbers for every baseline, and what holds for any rewards."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes import said
+from tests.rl.handmade import group, trajectory, turn
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, ZeroAdvantageError
+from tinker_cookbook.rl.advantages import (
+    AdvantageConfig,
+    RoleBaselines,
+    Scale,
+    check_advantages,
+    compute_advantages,
+    remove_constant_reward_groups,
+    token_scales,
+)
+from tinker_cookbook.rl.types import TrajectoryGroup
+
+
+def advantages(members: TrajectoryGroup, **config) -> list[float]:
+    (found,) = compute_advantages([members], AdvantageConfig(**config))
+    assert found.dtype == torch.float32
+    return found.tolist()
+
+
+class TestAdvantages:
+    @pytest.mark.parametrize(
+        ("baseline", "expected"),
+        [
+            ("mean", [-0.75, 0.25, 0.25, 0.25]),
+            ("zscore", [-(3**0.5), 3**-0.5, 3**-0.5, 3**-0.5]),
+            ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ],
+    )
+    def test_golden_numbers(self, baseline: str, expected: list[float]) -> None:
+        assert advantages(group([0.0, 1.0, 1.0, 1.0]), baseline=baseline) == pytest.approx(expected)
+
+    def test_default_is_reward_minus_mean(self) -> None:
+        (found,) = compute_advantages([group([3.0, 1.0])])
+        assert found.tolist() == [1.0, -1.0]
+
+    def test_leave_one_out_is_reward_minus_the_mean_of_the_others(self) -> None:
+        found = advantages(group([1.0, 2.0, 6.0, 9.0], trained=[True, True, True, False]), baseline="leave_one_out")
+        assert found == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5, 0.0])
+
+    def test_rewards_are_compared_in_double_precision(self) -> None:
+        """Both are 16777216 in float32."""
+        assert advantages(group([16777217.0, 16777216.0])) == [0.5, -0.5]
+
+    def test_a_deviation_too_small_to_divide_by_is_none(self) -> None:
+        """The rewards differ, but the squares of their differences underflow."""
+        assert advantages(group([0.0, 1e-200]), baseline="zscore") == [0.0, 0.0]
+
+    def test_a_group_without_members_has_no_advantages(self) -> None:
+        for baseline in ("mean", "zscore", "leave_one_out", "constant"):
+            assert advantages(group([]), baseline=baseline) == []
+
+    def test_a_reward_that_is_no_number_is_named(self) -> None:
+        with pytest.raises(DataValidationError, match="group 0: rewards must be finite"):
+            advantages(group([1.0, float("nan")]))
+
+    @pytest.mark.parametrize(
+        ("baseline", "expected"),
+        [
+            ("mean", [-1.0, 0.0, 1.0, 0.0]),
+            ("zscore", [-1.0, 0.0, 1.0, 0.0]),
+            ("constant", [1.0, 0.0, 1.0, 0.0]),
+        ],
+    )
+    def test_the_rejected_have_none_and_no_part_in_the_baseline(self, baseline: str, expected: list[float]) -> None:
+        members = group([0.0, 100.0, 2.0, -50.0], trained=[True, False, True, False])
+        assert advantages(members, baseline=baseline) == pytest.approx(expected)
+
+    @given(st.floats(-1e6, 1e6), st.integers(1, 9))
+    def test_equal_rewards_give_exactly_zero(self, reward: float, size: int) -> None:
+        for baseline in ("mean", "zscore", "leave_one_out"):
+            assert advantages(group([reward] * size), baseline=baseline) == [0.0] * size
+
+    def test_survivors_with_equal_rewards_give_exactly_zero(self) -> None:
+        members = group([0.1, 0.1, 0.1, 7.0], trained=[True, True, True, False])
+        assert advantages(members) == advantages(members, baseline="zscore") == [0.0] * 4
+
+    @pytest.mark.parametrize("baseline", ["mean", "zscore", "leave_one_out", "constant"])
+    def test_all_rejected_is_all_zero(self, baseline: str) -> None:
+        assert advantages(group([0.0, 1.0], trained=[False, False]), baseline=baseline) == [0.0, 0.0]
+
+    @given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
+    def test_mean_baseline_sums_to_zero(self, rewards: list[float]) -> None:
+        assert sum(advantages(group(rewards))) == pytest.approx(0.0, abs=1e-3)
+
+    def test_step_rewards_and_final_reward_add_up(self) -> None:
+        first = trajectory(turn([1], said([2]), 0.25), turn([1, 2], said([3]), 0.5))
+        second = trajectory(turn([1], said([2]), 0.0))
+        members = TrajectoryGroup([first, second], [0.25, 0.0], [{}, {}])
+        assert advantages(members) == [0.5, -0.5]
+
+    def test_constant_groups_are_removed_by_what_trains_of_them(self) -> None:
+        mixed, same = group([0.0, 1.0]), group([1.0, 1.0])
+        survivors_same = group([1.0, 0.0, 1.0], trained=[True, False, True])
+        assert remove_constant_reward_groups([same, mixed, survivors_same]) == [mixed]
+
+
+class TestRoleBaselines:
+    def test_golden(self) -> None:
+        baselines = RoleBaselines(decay=0.75, means={"second mover": 8.0})
+        first, second = group([4.0, 0.0]), group([0.0, 2.0])
+        first.roles_G = second.roles_G = ["first mover", "second mover"]
+        found = compute_advantages([first, second], AdvantageConfig(baseline="role"), baselines)
+        # b = 0.75 b + 0.25 r: from 0 it is 1 after the reward 4, then 0.75; from 8 it is 6, then 5.
+        assert [values.tolist() for values in found] == [[3.0, -6.0], [-0.75, -3.0]]
+        assert baselines.means == {"first mover": 0.75, "second mover": 5.0}
+
+    def test_a_group_of_one_trains_and_the_rejected_leave_no_trace(self) -> None:
+        baselines = RoleBaselines(decay=0.9)
+        found = compute_advantages(
+            [group([2.0, 5.0], trained=[True, False])], AdvantageConfig(baseline="role"), baselines
+        )
+        assert found[0].tolist() == pytest.approx([2.0 - 0.2, 0.0]) and baselines.means == {"all": pytest.approx(0.2)}
+
+    def test_without_its_means_it_is_refused(self) -> None:
+        with pytest.raises(
+            ConfigurationError, match=r"^baseline=role needs role_baselines, the running means of the run$"
+        ):
+            compute_advantages([group([1.0])], AdvantageConfig(baseline="role"))
+
+    @pytest.mark.parametrize("roles", [["first mover"], ["first mover", "second mover", "referee"]])
+    def test_every_member_needs_a_role(self, roles: list[str]) -> None:
+        members = group([1.0, 0.0])
+        members.roles_G = roles
+        with pytest.raises(ValueError, match="zip"):
+            compute_advantages([members], AdvantageConfig(baseline="role"), RoleBaselines(decay=0.5))
+
+
+class TestTokenScales:
+    def test_golden(self) -> None:
+        groups = [group([0.0] * 3, trained=[True, False, True], lengths=[2, 3, 5]), group([0.0], lengths=[7])]
+        assert token_scales(groups, "sum") == [[1.0] * 3, [1.0]]
+        assert token_scales(groups, "sequence") == [[2.0, 3.0, 5.0], [7.0]]
+        assert token_scales(groups, "token") == [[14.0] * 3, [14.0]]
+        assert token_scales(groups, "token", [True, False]) == [[7.0] * 3, [7.0]]
+
+    @pytest.mark.parametrize("scale", ["sequence", "token"])
+    @pytest.mark.parametrize("tokens", [0, 1])
+    def test_a_single_token_and_none_at_all_divide_by_one(self, scale: Scale, tokens: int) -> None:
+        assert token_scales([group([0.0], lengths=[tokens])], scale) == [[1.0]]
+
+    def test_each_member_must_be_said_to_train_or_not(self) -> None:
+        with pytest.raises(ValueError, match="zip"):
+            token_scales([group([0.0] * 3, trained=[True, False])], "token")
+
+
+class TestZeroAdvantages:
+    def test_the_message_shows_the_rewards_and_the_fix(self) -> None:
+        groups = [
+            group([0.25, 0.25]),
+            group([1.0, 0.5], trained=[True, False]),
+            group([1 / 3, 2.0], trained=[False, False]),
+        ]
+        with pytest.raises(ZeroAdvantageError) as raised:
+            check_advantages(groups, compute_advantages(groups))
+        assert str(raised.value) == (
+            "every advantage of this batch is zero, so this step would train nothing: within each group the members that "
+            "train all have the same reward, or fewer than two are left. Rewards:\n"
+            "  group   0: 0.25 0.25\n"
+            "  group   1: 1 0.5(rejected)   <- 1 survivor\n"
+            "  group   2: 0.333(rejected) 2(rejected)   <- no survivors\n"
+            "Use larger groups, a task or reward that varies, a higher temperature, a judge or filter that rejects less, or "
+            "on_zero_advantages=skip to skip such steps and count them."
+        )
+
+    def test_each_member_must_be_said_to_train_or_not(self) -> None:
+        with pytest.raises(ValueError, match="zip"):
+            check_advantages([group([0.0] * 3, trained=[True, False])], [torch.zeros(3)])
+
+    def test_one_advantage_is_enough_also_a_negative_one(self) -> None:
+        groups = [group([1.0, 1.0]), group([1.0, 1.0])]
+        check_advantages(groups, [torch.zeros(2), torch.tensor([0.0, -1e-6])])

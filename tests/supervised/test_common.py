@@ -1,0 +1,90 @@
+"""The shift of weighted tokens into datums, and the two numbers that a supervised loop reports."""
+
+import math
+
+import pytest
+import tinker
+import torch
+
+from tests.renderers.synthetic import make_tokenizer
+from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll, datum_from_model_input_weights
+
+
+def test_shift_golden() -> None:
+    model_input = tinker.ModelInput.from_ints([10, 11, 12, 13])
+    datum = datum_from_model_input_weights(model_input, torch.tensor([0.0, 0.0, 1.0, 3.0]))
+    assert datum.model_input.to_ints() == [10, 11, 12]
+    targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
+    assert (targets.dtype, targets.tolist()) == ("int64", [11, 12, 13])
+    assert (weights.dtype, weights.tolist()) == ("float32", [0.0, 1.0, 3.0])
+    mean = datum_from_model_input_weights(model_input, torch.tensor([5.0, 0.0, 1.0, 3.0]), reduction="mean")
+    assert mean.loss_fn_inputs["weights"].tolist() == [0.0, 0.25, 0.75]
+
+
+def image(length: int) -> tinker.types.ImageChunk:
+    return tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=length)
+
+
+def test_media_positions_are_counted_and_never_predicted() -> None:
+    text = tinker.EncodedTextChunk(tokens=[1, 2])
+    chunks: list[tinker.ModelInputChunk] = [text, image(3), text]
+    datum = datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.tensor([0.0] * 5 + [1.0, 1.0]))
+    assert datum.model_input.length == 6
+    assert datum.loss_fn_inputs["target_tokens"].tolist() == [2, 0, 0, 0, 1, 2]
+    assert datum.loss_fn_inputs["weights"].tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    cut = datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.ones(7), max_length=4)
+    assert cut.model_input.to_ints() == [1]
+    with pytest.raises(DataValidationError, match="select positions of a media chunk"):
+        datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.ones(7))
+    with pytest.raises(DataValidationError, match="ends in a image chunk"):
+        datum_from_model_input_weights(tinker.ModelInput(chunks=[text, image(3)]), torch.zeros(5))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weights", "error"),
+    [
+        ([1, 2, 3], [1.0, 1.0], r"weights has shape \(2,\), but model_input has 3 positions"),
+        ([1], [1.0], "1 positions are left"),
+        ([1, 2], [1.0, 0.0], "no trained token is left"),
+    ],
+)
+def test_bad_examples(tokens: list[int], weights: list[float], error: str) -> None:
+    with pytest.raises(DataValidationError, match=error):
+        datum_from_model_input_weights(tinker.ModelInput.from_ints(tokens), torch.tensor(weights), reduction="mean")
+
+
+def test_mean_nll_weighs_tokens_not_datums() -> None:
+    logprobs = [torch.tensor([-1.0, -2.0, -math.inf]), torch.tensor([-4.0])]
+    weights = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0])]
+    assert compute_mean_nll(logprobs, weights) == pytest.approx((1 + 2 + 8) / 4)
+    as_data = [tinker.TensorData.from_torch(t) for t in logprobs], [tinker.TensorData.from_torch(t) for t in weights]
+    assert compute_mean_nll(*as_data) == pytest.approx(2.75)
+    with pytest.raises(DataValidationError, match="datum 0: 3 values, but 1 weights"):
+        compute_mean_nll(logprobs, [weights[1], weights[0]])
+    with pytest.raises(DataValidationError, match="there is no mean"):
+        compute_mean_nll([torch.zeros(2)], [torch.zeros(2)])
+    with pytest.raises(DataValidationError, match="2 arrays of values, but 1 of weights"):
+        compute_mean_nll(logprobs, weights[:1])
+
+
+def test_bits_per_byte_counts_a_split_character_once_and_no_special_token() -> None:
+    tokenizer = make_tokenizer()
+    tokens = tokenizer.encode("x🙂<|im_end|>", add_special_tokens=False)
+    targets = torch.tensor(tokens)
+    logprobs = torch.full((len(tokens),), -3 * math.log(2))
+    # x is left out, the special token does not count: 4 tokens of 3 bits each, 4 bytes.
+    weights = torch.tensor([0.0] + [1.0] * (len(tokens) - 1))
+    assert compute_mean_bpb([logprobs], [weights], [targets], tokenizer) == pytest.approx(3.0)
+    with pytest.raises(DataValidationError, match="no byte of text"):
+        compute_mean_bpb([logprobs], [torch.zeros(len(tokens))], [targets], tokenizer)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+def test_bits_per_byte_are_those_of_tokens_with_positive_weight(weight: float) -> None:
+    """A negative weight pushes a token away: its bits say nothing of how well the text is modelled."""
+    tokenizer = make_tokenizer()
+    targets = torch.tensor([tokenizer.convert_tokens_to_ids(letter) for letter in "xy"])
+    logprobs = torch.tensor([-5.0, -3 * math.log(2)])
+    found = compute_mean_bpb([logprobs], [torch.tensor([weight, 0.5])], [targets], tokenizer)
+    assert found == pytest.approx(3.0)
