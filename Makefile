@@ -36,7 +36,7 @@ lint: $(STAMP)
 	@$(BIN) -m pyright --pythonpath $(BIN)
 
 llms: $(STAMP)
-	@$(BIN) -m tinker_cookbook.utils.llms_txt
+	@$(BIN) -m tools.llms_txt
 
 # torch goes first and alone: asked for together with the rest, pip may settle on a build that pulls gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt

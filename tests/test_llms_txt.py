@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tinker_cookbook.utils import llms_txt
+from tools import llms_txt
 
 SOURCE = '''\
 """What the module

@@ -87,7 +87,7 @@ def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) 
     assert checkout.make("test") == (0, ["-m pytest -n 2 -q"])
     assert checkout.make("demo") == (0, ["-m recipes.demo"])
     assert checkout.make("lint") == (0, ["-m ruff check .", "-m pyright --pythonpath .venv/bin/python"])
-    assert checkout.make("llms") == (0, ["-m tinker_cookbook.utils.llms_txt"])
+    assert checkout.make("llms") == (0, ["-m tools.llms_txt"])
 
 
 @pytest.mark.parametrize("step", ["-m venv", "torch==", "-e .[dev]"])

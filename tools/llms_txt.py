@@ -1,7 +1,7 @@
 """Writes `llms.txt`, the map of the code for language models, from the docstrings: modules, classes and functions.
 
-    python -m tinker_cookbook.utils.llms_txt            write it
-    python -m tinker_cookbook.utils.llms_txt --check    fail if it is stale
+    python -m tools.llms_txt            write it
+    python -m tools.llms_txt --check    fail if it is stale
 
 The sources are parsed, not imported, so the result depends on nothing but them.
 """
@@ -16,7 +16,7 @@ from tinker_cookbook.runs.files import write_text
 
 PACKAGES = ("tinker_cookbook", "tinker_local_backend", "recipes")
 FILE_NAME = "llms.txt"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 _HEADER = """\
 # tinker-cookbook-local
@@ -46,7 +46,7 @@ def render(root: Path) -> str:
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Write the file, or with `--check` compare it; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tinker_cookbook.utils.llms_txt", description="Write llms.txt.")
+    parser = argparse.ArgumentParser(prog="python -m tools.llms_txt", description="Write llms.txt.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is stale")
     options = parser.parse_args(argv)
     path, text = root / FILE_NAME, render(root)
