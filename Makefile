@@ -20,7 +20,7 @@ help:
 	@echo "make test   run the tests"
 	@echo "make smoke  every recipe with its defaults, about a quarter of an hour"
 	@echo "make lint   ruff and pyright"
-	@echo "make llms   write llms.txt anew from the docstrings"
+	@echo "make llms   write llms.txt and llms-full.txt from the docstrings"
 
 demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN) -m recipes.demo
