@@ -17,7 +17,15 @@ from pathlib import Path
 from tinker_cookbook.runs.files import write_text
 
 PACKAGES = ("tinker_cookbook", "tinker_local_backend", "recipes")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/*.py", "example_data/README.md", "benchmarks/README.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "examples/*.py",
+    "example_data/README.md",
+    "benchmarks/README.md",
+)
 INDEX, FULL = "llms.txt", "llms-full.txt"
 MAX_INDEX_BYTES = 60_000
 ROOT = Path(__file__).resolve().parents[1]
