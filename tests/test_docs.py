@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tinker_cookbook.renderers.registry import _BUILT_IN
+from tinker_cookbook.rl.losses import PRESETS
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -68,9 +71,27 @@ def test_the_script_of_the_engine_page_runs(monkeypatch: pytest.MonkeyPatch, tmp
     assert "<SOLUTION>12</SOLUTION><|im_end|>" in replies
 
 
+def test_the_files_that_contributing_names_exist() -> None:
+    paths = set(re.findall(r"`([\w/]+\.(?:py|md|toml))`", (ROOT / "CONTRIBUTING.md").read_text()))
+    paths = {path for path in paths if "NAME" not in path and "FAMILY" not in path}
+    assert len(paths) > 20
+    bases = (ROOT, ROOT / "tinker_cookbook", ROOT / "tinker_local_backend")
+    assert [path for path in sorted(paths) if not any((base / path).is_file() for base in bases)] == []
+
+
+def first_column(page: str) -> set[str]:
+    """The names in the first column of a page's tables."""
+    rows = re.findall(r"^\|([^|]*)\|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_every_renderer_and_preset_is_explained() -> None:
+    assert set(_BUILT_IN) == first_column("renderers.md")
+    assert PRESETS.keys() <= first_column("reinforcement_learning.md")
+
+
 def test_every_environment_variable_is_explained() -> None:
     packages = ("tinker_cookbook", "tinker_local_backend", "recipes")
     sources = [path.read_text() for package in packages for path in (ROOT / package).rglob("*.py")]
     read = {name for source in sources for name in re.findall(r'"(TINKER_[A-Z_]+)"', source)}
-    explained = set(re.findall(r"^\| `(TINKER_[A-Z_]+)`", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE))
-    assert read == explained
+    assert read == {name for name in first_column("environment.md") if name.startswith("TINKER_")}
