@@ -19,7 +19,7 @@ help:
 	@echo "make demo   train and sample a tiny model on the CPU, end to end"
 	@echo "make test   run the tests"
 	@echo "make smoke  every recipe with its defaults, about a quarter of an hour"
-	@echo "make lint   ruff and pyright"
+	@echo "make lint   ruff (rules and format) and pyright"
 	@echo "make llms   write llms.txt and llms-full.txt from the docstrings"
 
 demo: $(STAMP)
@@ -33,6 +33,7 @@ smoke: $(STAMP)
 
 lint: $(STAMP)
 	@$(BIN) -m ruff check .
+	@$(BIN) -m ruff format --check .
 	@$(BIN) -m pyright --pythonpath $(BIN)
 
 llms: $(STAMP)

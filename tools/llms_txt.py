@@ -75,13 +75,11 @@ def render_index(root: Path, max_bytes: int = MAX_INDEX_BYTES) -> str:
     modules = {package: list(_modules(root, package)) for package in PACKAGES}
     pages = [entry for pattern in PAGES for path in sorted(root.glob(pattern)) if (entry := _page_entry(root, path))]
     most = max((len(module.names) for found in modules.values() for module in found), default=0)
-    for shown in range(most, -1, -1):
-        text = _index(pages, modules, shown)
-        if len(text.encode()) <= max_bytes:
-            return text
-    raise ValueError(
-        f"max_bytes={max_bytes}: the index takes {len(text.encode())} bytes even without names; shorten the first sentences"
-    )
+    texts = (_index(pages, modules, shown) for shown in range(most, -1, -1))
+    fitting = next((text for text in texts if len(text.encode()) <= max_bytes), None)
+    if fitting is None:
+        raise ValueError(f"max_bytes={max_bytes}: the index is longer even without names; shorten the first sentences")
+    return fitting
 
 
 RENDERERS = {INDEX: render_index, FULL: render_full}
