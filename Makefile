@@ -7,7 +7,7 @@ BIN := $(VENV)/bin/python
 PIP := $(BIN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.installed
 # In an environment that make made, present from the first step of an installation to its last: what it marks was
-# interrupted and is made anew. An environment that somebody else put there is used and never deleted.
+# interrupted and is repeated from the start. An environment that somebody else put there is used and never deleted.
 UNFINISHED := $(VENV)/.unfinished
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
@@ -43,7 +43,7 @@ llms: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	"Python 3.11 or newer is needed; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
-	@if [ -e $(UNFINISHED) ]; then echo "[1/4] an earlier installation was interrupted: starting anew"; rm -rf $(VENV); fi
+	@if [ -e $(UNFINISHED) ]; then echo "[1/4] an earlier installation was interrupted: starting again"; rm -rf $(VENV); fi
 	@if $(BIN) -c '' 2>/dev/null; then \
 		echo "[1/4] using the environment in $(VENV)"; \
 		if [ -e $(STAMP) ]; then touch $(UNFINISHED); fi; \

@@ -34,7 +34,7 @@ _TITLE = """\
 # tinker-cookbook-local
 
 > Post-training recipes for language models that run the same on the hosted Tinker service and on an in-process LoRA
-> engine on one's own GPU or CPU.
+> engine on your own GPU or CPU.
 """
 _INDEX_HEADER = f"""{_TITLE}
 This is the index. [{FULL}]({FULL}) has every public class and function with its signature. Both are generated from the

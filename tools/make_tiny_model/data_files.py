@@ -1,4 +1,4 @@
-"""Writes the small data files that ship beside the tiny model, the same on every machine.
+"""Writes the small data files that ship with the tiny model, the same on every machine.
 
 python -m tools.make_tiny_model.data_files
 """
