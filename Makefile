@@ -7,7 +7,7 @@ BIN := $(VENV)/bin/python
 PIP := $(BIN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.installed
 # In an environment that make made, present from the first step of an installation to its last: what it marks was
-# interrupted and is made anew. An environment that somebody else put there is used and never deleted.
+# interrupted and is repeated from the start. An environment that somebody else put there is used and never deleted.
 UNFINISHED := $(VENV)/.unfinished
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
@@ -19,8 +19,8 @@ help:
 	@echo "make demo   train and sample a tiny model on the CPU, end to end"
 	@echo "make test   run the tests"
 	@echo "make smoke  every recipe with its defaults, about a quarter of an hour"
-	@echo "make lint   ruff and pyright"
-	@echo "make llms   write llms.txt anew from the docstrings"
+	@echo "make lint   ruff (rules and format) and pyright"
+	@echo "make llms   write llms.txt and llms-full.txt from the docstrings"
 
 demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN) -m recipes.demo
@@ -33,16 +33,17 @@ smoke: $(STAMP)
 
 lint: $(STAMP)
 	@$(BIN) -m ruff check .
+	@$(BIN) -m ruff format --check .
 	@$(BIN) -m pyright --pythonpath $(BIN)
 
 llms: $(STAMP)
-	@$(BIN) -m tinker_cookbook.utils.llms_txt
+	@$(BIN) -m tools.llms_txt
 
 # torch goes first and alone: asked for together with the rest, pip may settle on a build that pulls gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	"Python 3.11 or newer is needed; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
-	@if [ -e $(UNFINISHED) ]; then echo "[1/4] an earlier installation was interrupted: starting anew"; rm -rf $(VENV); fi
+	@if [ -e $(UNFINISHED) ]; then echo "[1/4] an earlier installation was interrupted: starting again"; rm -rf $(VENV); fi
 	@if $(BIN) -c '' 2>/dev/null; then \
 		echo "[1/4] using the environment in $(VENV)"; \
 		if [ -e $(STAMP) ]; then touch $(UNFINISHED); fi; \

@@ -220,10 +220,7 @@ RECIPES: tuple[RecipeRun, ...] = (
 )
 
 NOT_SMOKED = {
-    "recipes.make_tiny_model": "trains the shipped model, for half an hour",
     "recipes.prompt_distillation.multilingual": "writes a shipped data file",
-    "recipes.make_tiny_model.data_files": "writes the shipped data files",
-    "recipes.make_tiny_model.figures": "measures the shipped model for its card",
 }
 """Commands that are no recipes to try out, and why."""
 

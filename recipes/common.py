@@ -19,9 +19,11 @@ from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.data_processing import AdvantageConfig
 from tinker_cookbook.rl.types import RLDatasetBuilder
-from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.registry import get_task, known_tasks
+from tinker_cookbook.tasks.rewards import REWARDS
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
 
 TINY_CHAT = "tiny_chat"
 
@@ -32,8 +34,8 @@ RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 
 
 @chz.chz(typecheck=True)
-class CommonConfig:
-    """Keys of every training recipe."""
+class _RunKeys:
+    """A base of its own, so that `--help` lists these keys before those of the trackers."""
 
     model_name: str = chz.field(
         default=TINY_CHAT, doc="tiny_chat (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507"
@@ -63,10 +65,11 @@ class CommonConfig:
         doc="save the training state every n steps too, each replacing the one before; 0: never",
         validator=chz.validators.ge(0),
     )
-    wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project (extra: wandb)")
-    wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
-    trackio_project: str | None = chz.field(default=None, doc="log to this trackio project (extra: trackio)")
-    tensorboard: bool = chz.field(default=False, doc="write TensorBoard events too (extra: tensorboard)")
+
+
+@chz.chz(typecheck=True)
+class CommonConfig(TrackerConfig, _RunKeys):
+    """Keys of every training recipe."""
 
 
 @chz.chz(typecheck=True)
@@ -92,17 +95,19 @@ class RLConfig(RLOptions, CommonConfig):
     )
 
 
+_SHIPPED = "; ".join(f"{task.name}: {', '.join(task.shipped)}" for task in known_tasks() if task.shipped)
+
+
 @chz.chz(typecheck=True)
 class TaskConfig(RLConfig):
     """Keys of the recipes that take a task."""
 
-    task: str = chz.field(default="qa", doc="qa or summary")
-    dataset: str | None = chz.field(
-        default=None, doc="shipped name (qa: arithmetic, test; summary: articles), a .jsonl file, or a hub dataset id"
-    )
+    task: str = chz.field(default="qa", doc=" or ".join(task.name for task in known_tasks()))
+    dataset: str | None = chz.field(default=None, doc=f"shipped name ({_SHIPPED}), a .jsonl file, or a hub dataset id")
     test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
     reward_fn: str | None = chz.field(
-        default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; default: the task's own"
+        default=None,
+        doc=f"{', '.join(REWARDS)}, or a mixture such as compression:0.5,rouge:0.3; default: the task's own",
     )
     num_rollouts: int = chz.field(default=64, doc="rollouts per batch", validator=chz.validators.gt(0))
     num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))
@@ -178,10 +183,10 @@ def run_settings(cli: CommonConfig, recipe: str, model: str) -> dict[str, Any]:
     renderer_name = cli.renderer_name or model_info.get_recommended_renderer_name(model)
     same = (
         "backend", "base_url", "load_checkpoint_path", "lora_rank", "seed", "max_steps", "eval_every", "save_every",
-        "rolling_save_every", "wandb_project", "wandb_name", "trackio_project", "tensorboard",
+        "rolling_save_every",
     )  # fmt: skip
     named = {"log_path": "", "model_name": model, "recipe_name": recipe, "renderer_name": renderer_name}
-    return named | {key: getattr(cli, key) for key in same}
+    return named | tracker_settings(cli) | {key: getattr(cli, key) for key in same}
 
 
 def dataset_label(dataset: str | None, default: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("tinker_cookbook", "tinker_local_backend", "recipes", "examples", "benchmarks", "tests")
+PACKAGES = ("tinker_cookbook", "tinker_local_backend", "recipes", "tools", "examples", "benchmarks", "tests")
 MAX_LINES, MAX_FUNCTION_LINES = 450, 80
 
 
@@ -133,12 +133,16 @@ def test_arrows_run_one_way() -> None:
         name = module_name(path)
         seen = imported(path, known, at_load=False)
         roots = {module.split(".")[0] for module in seen}
-        assert not roots & {"recipes", "examples", "benchmarks", "tests"}, f"{name} imports {sorted(roots)}"
+        assert not roots & {"recipes", "tools", "examples", "benchmarks", "tests"}, f"{name} imports {sorted(roots)}"
         if path.is_relative_to(ROOT / "tinker_local_backend"):
             assert "tinker_cookbook" not in roots, f"{name} knows of the library"
         elif name != "tinker_cookbook.backends":
             assert "tinker_local_backend" not in roots, (
                 f"{name} imports the engine; go through tinker_cookbook.backends"
             )
-    for path in files("recipes"):
-        assert not {m.split(".")[0] for m in imported(path, known, at_load=False)} & {"examples", "benchmarks", "tests"}
+    commands = {"recipes", "tools", "examples", "benchmarks", "tests"}
+    for package in ("recipes", "tools", "examples", "benchmarks"):
+        may_import = {package, "recipes"} if package == "benchmarks" else {package}
+        for path in files(package):
+            roots = {module.split(".")[0] for module in imported(path, known, at_load=False)} & commands
+            assert roots <= may_import, f"{module_name(path)} imports {sorted(roots - may_import)}"

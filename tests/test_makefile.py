@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,6 +40,26 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert ci_commands() == ["make test", "make lint"]
     assert "make test" in shown, "README.md shows no code block with `make test`"
     assert "make demo" in shown, "README.md shows no code block with `make demo`"
+
+
+def test_the_workflow_calls_what_ci_calls() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+
+
+def test_hooks_check_what_make_lint_checks() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert {hook["language"] for hook in repository["hooks"]} == {"system"}
+    entries = [hook["entry"].replace("--force-exclude", ".") for hook in repository["hooks"]]
+    assert entries == [f".venv/bin/python {command}" for command in [*LINTERS, "-m tools.llms_txt --check"]]
+
+
+def test_files_that_are_checked_strictly_exist() -> None:
+    pyright = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    assert pyright["typeCheckingMode"] == "standard"
+    assert [path for path in pyright["strict"] if not (ROOT / path).exists()] == []
 
 
 def test_constraints_pin_every_dependency_exactly() -> None:
@@ -79,6 +100,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
 PIP = "-m pip install --quiet --disable-pip-version-check -c constraints.txt"
+LINTERS = ["-m ruff check .", "-m ruff format --check .", "-m pyright --pythonpath .venv/bin/python"]
 INSTALL = ["-m venv .venv", f"{PIP} {TORCH}", f"{PIP} -e .[dev]"]
 
 
@@ -86,8 +108,8 @@ def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) 
     assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 -q"])
     assert checkout.make("test") == (0, ["-m pytest -n 2 -q"])
     assert checkout.make("demo") == (0, ["-m recipes.demo"])
-    assert checkout.make("lint") == (0, ["-m ruff check .", "-m pyright --pythonpath .venv/bin/python"])
-    assert checkout.make("llms") == (0, ["-m tinker_cookbook.utils.llms_txt"])
+    assert checkout.make("lint") == (0, LINTERS)
+    assert checkout.make("llms") == (0, ["-m tools.llms_txt"])
 
 
 @pytest.mark.parametrize("step", ["-m venv", "torch==", "-e .[dev]"])

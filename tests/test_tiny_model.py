@@ -1,4 +1,4 @@
-"""The shipped tiny model is what tests and demos count on, and its recipe makes the same thing twice."""
+"""The shipped tiny model is what tests and demos count on, and making it twice gives the same thing."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.make_tiny_model import corpus
-from recipes.make_tiny_model.data_files import EXAMPLE_DATA, read_jsonl, write_all
-from recipes.make_tiny_model.figures import measure
-from recipes.make_tiny_model.folder import check_replaceable, write_folder
-from recipes.make_tiny_model.tokenizer import RESERVED, SPECIALS, train_tokenizer
-from recipes.make_tiny_model.train import Schedule, Shape, encode, new_model, train
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.utils.files import read_jsonl
+from tools.make_tiny_model import corpus
+from tools.make_tiny_model.data_files import write_all
+from tools.make_tiny_model.figures import measure
+from tools.make_tiny_model.folder import check_replaceable, write_folder
+from tools.make_tiny_model.tokenizer import RESERVED, SPECIALS, train_tokenizer
+from tools.make_tiny_model.train import Schedule, Shape, encode, new_model, train
 
 TINY = EXAMPLE_DATA / "tiny_chat"
 DATA_FILES = (
@@ -138,7 +140,7 @@ def test_corpus_depends_on_its_seed_only() -> None:
 
 
 def test_slips_never_rival_the_right_answer() -> None:
-    from recipes.make_tiny_model.arithmetic import POOL, slips
+    from tools.make_tiny_model.arithmetic import POOL, slips
 
     right_rate = corpus.STAGES[-1].right_rate
     for item in (item for items in POOL.values() for item in items):

@@ -61,10 +61,10 @@ def test_a_snapshot_with_weights_that_are_not_finite_fails_alone(
 
 def test_a_failing_client_does_not_disturb_another(service: ServiceClient, tied_model: str) -> None:
     good, bad = (make_training_client(service, tied_model) for _ in range(2))
-    results = []
+    results, failing = [], []
     for _ in range(3):
         results.append(good.forward_backward([cross_entropy_datum(5, 0)], "cross_entropy"))
-        failing = [bad.forward_backward([], "cross_entropy"), bad.optim_step(STEP), bad.load_state(PATH)]
+        failing += [bad.forward_backward([], "cross_entropy"), bad.optim_step(STEP), bad.load_state(PATH)]
     for future in failing:
         with pytest.raises(LocalBackendError):
             future.result()

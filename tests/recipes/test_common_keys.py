@@ -10,6 +10,7 @@ import pytest
 from recipes.common import CommonConfig
 from recipes.preference import rlhf_pipeline
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
 
 GIVEN: dict[str, Any] = {
     "lora_rank": 3,
@@ -19,10 +20,7 @@ GIVEN: dict[str, Any] = {
     "eval_every": 4,
     "save_every": 7,
     "rolling_save_every": 3,
-    "wandb_project": "project",
-    "wandb_name": "name",
-    "trackio_project": "tracks",
-    "tensorboard": True,
+    **{key: True if value is False else key for key, value in tracker_settings(TrackerConfig()).items()},
 }
 RECIPES = (
     "sl_basic", "chat_sl", "rl_basic", "math_rl", "shorter", "debate_rs_grpo", "single_turn", "preference.train",
@@ -58,5 +56,5 @@ def test_they_reach_every_stage_of_the_pipeline(tmp_path: Path) -> None:
     }
     for stage, config in stages.items():
         start = GIVEN["load_checkpoint_path"] if stage == "sft" else "tinker://run/weights/warm"
-        assert values(config) == GIVEN | {"wandb_name": f"name-{stage}", "load_checkpoint_path": start}
+        assert values(config) == GIVEN | {"wandb_name": f"wandb_name-{stage}", "load_checkpoint_path": start}
         assert (config.log_path, config.recipe_name) == (str(tmp_path / stage), f"rlhf_pipeline/{stage}")

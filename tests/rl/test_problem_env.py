@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ class SumEnv(ProblemEnv):
 
 
 class LongEnv(SumEnv):
-    async def initial_observation(self):
+    async def initial_observation(self) -> Any:
         return InitialObservationOverflow(-1.0)
 
 

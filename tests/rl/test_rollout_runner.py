@@ -133,7 +133,7 @@ class TestEnds:
 
     def test_a_first_prompt_that_is_too_long(self) -> None:
         class TooLong(TalkEnv):
-            async def initial_observation(self):
+            async def initial_observation(self) -> Any:
                 return InitialObservationOverflow(-0.5, {"overflow": 1}, {"why": "long"})
 
         log: list[str] = []

@@ -144,7 +144,7 @@ class TestRetryOnFailure:
 
     def test_peers_that_wait_for_a_failed_member_do_not_hang_a_coordinated_group(self) -> None:
         class Waits(TalkEnv):
-            async def step(self, action, *, extra=None):
+            async def step(self, action, *, extra=None) -> Any:
                 await forever()
 
         def make(call: int, member: int) -> TalkEnv:
@@ -157,7 +157,7 @@ class TestRetryOnFailure:
 
     def test_a_rollout_that_hangs_is_run_again_and_named(self) -> None:
         class Waits(TalkEnv):
-            async def step(self, action, *, extra=None):
+            async def step(self, action, *, extra=None) -> Any:
                 await forever()
 
         def make(call: int, member: int) -> TalkEnv:

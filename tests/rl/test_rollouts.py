@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import tinker
@@ -103,7 +103,7 @@ class TestSingleRollout:
 
     def test_a_prompt_that_is_too_long_is_scored_and_never_sampled(self) -> None:
         class TooLong(EchoEnv):
-            async def initial_observation(self):
+            async def initial_observation(self) -> Any:
                 return InitialObservationOverflow(-0.5, {"overflow": 1})
 
         service = FakeServiceClient()

@@ -202,7 +202,7 @@ class TestNotes:
 
     def test_an_episode_without_a_turn_keeps_them_too(self) -> None:
         class TooLong(NotedEnv):
-            async def initial_observation(self):
+            async def initial_observation(self) -> Any:
                 logtree.log_text("too long")
                 return InitialObservationOverflow(0.0)
 

@@ -270,12 +270,13 @@ class TestResume:
     ) -> None:
         monkeypatch.setattr(train, "CHECKED_BATCHES", 1)
         monkeypatch.setattr("tinker_cookbook.model_info.get_context_length", lambda name: 6)
-        for seed in range(20):  # to an order whose first batches fit
+
+        def first_long_batch(seed: int) -> int:
             dataset = RowsBuilder()()[0]
             order_epoch(config(tmp_path, seed=seed), dataset, epoch=0)
-            longest = [max(datum.model_input.length for datum in dataset.get_batch(i)) for i in range(5)]
-            if (late := longest.index(7)) > 0:
-                break
+            return [max(datum.model_input.length for datum in dataset.get_batch(i)) for i in range(5)].index(7)
+
+        seed, late = next((s, late) for s in range(20) if (late := first_long_batch(s)) > 0)
         with pytest.raises(ConfigurationError, match=f"batch {late} has an example of 7 tokens"):
             run(tmp_path, monkeypatch, seed=seed)
         (record,) = checkpoints(tmp_path)

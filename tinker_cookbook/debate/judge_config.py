@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import chz
 
 from tinker_cookbook import backends
@@ -12,14 +14,12 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-JUDGE_NAMES = "mock, confidence, lm, " + ", ".join(f"scripted:{name}" for name in SCRIPTS)
-
 
 @chz.chz(typecheck=True)
 class JudgeConfig:
     """Which judge, and for `lm` which model. That model is frozen: the base model or a checkpoint, never the live policy."""
 
-    name: str = chz.field(default="lm", doc=JUDGE_NAMES)
+    name: str = chz.field(default="lm", doc="a name of JUDGES: mock, confidence, lm, scripted:...")
     model_name: str = chz.field(doc="base model of an lm judge")
     model_path: str | None = chz.field(
         default=None, doc="tinker:// path of an lm judge's weights; None: the base model"
@@ -37,23 +37,20 @@ class JudgeConfig:
     seed: int = chz.field(default=0, doc="seed of mock and lm judges")
 
 
-def check_judge(name: str) -> None:
-    """Raise ConfigurationError for a name that is none of JUDGE_NAMES."""
-    kind, _, script = name.partition(":")
-    if name in ("mock", "confidence", "lm") or (kind == "scripted" and script in SCRIPTS):
-        return
-    raise ConfigurationError(f"judge={name!r} is unknown; use {JUDGE_NAMES}")
+async def _mock(config: JudgeConfig) -> Judge:
+    return MockJudge(config.seed)
 
 
-async def make_judge(config: JudgeConfig) -> Judge:
-    """The judge that the config asks for. An lm judge is one frozen snapshot, made here."""
-    check_judge(config.name)
-    if config.name == "mock":
-        return MockJudge(config.seed)
-    if config.name == "confidence":
-        return ConfidenceJudge()
-    if config.name.startswith("scripted:"):
-        return ScriptedJudge(SCRIPTS[config.name.partition(":")[2]])
+async def _confidence(config: JudgeConfig) -> Judge:
+    return ConfidenceJudge()
+
+
+async def _scripted(config: JudgeConfig) -> Judge:
+    return ScriptedJudge(SCRIPTS[config.name.partition(":")[2]])
+
+
+async def _lm(config: JudgeConfig) -> Judge:
+    """One frozen snapshot, made here."""
     service = backends.create_service_client(config.backend, config.base_url)
     if config.model_path is not None:
         client = await service.create_sampling_client(model_path=config.model_path)
@@ -63,3 +60,25 @@ async def make_judge(config: JudgeConfig) -> Judge:
     completer = TinkerTokenCompleter(client, config.max_tokens, config.temperature, seed=config.seed)
     room = None if config.context_window is None else config.context_window - config.max_tokens
     return LMJudge(completer, renderer, config.system_prompt, config.max_retries, room)
+
+
+JUDGES: dict[str, Callable[[JudgeConfig], Awaitable[Judge]]] = {
+    "mock": _mock,
+    "confidence": _confidence,
+    "lm": _lm,
+    **{f"scripted:{name}": _scripted for name in SCRIPTS},
+}
+"""Name -> what makes the judge of a config."""
+JUDGE_NAMES = ", ".join(JUDGES)
+
+
+def check_judge(name: str) -> None:
+    """Raise ConfigurationError for a name that is not in JUDGES."""
+    if name not in JUDGES:
+        raise ConfigurationError(f"judge={name!r} is unknown; use {JUDGE_NAMES}")
+
+
+async def make_judge(config: JudgeConfig) -> Judge:
+    """The judge that the config asks for. Raises ConfigurationError for an unknown name."""
+    check_judge(config.name)
+    return await JUDGES[config.name](config)

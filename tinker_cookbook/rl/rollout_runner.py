@@ -175,8 +175,9 @@ class _Rollout:
             return await self._run()
 
     async def _run(self) -> Trajectory:
+        timer = asyncio.timeout(self.limits.rollout_timeout_seconds)
         try:
-            async with asyncio.timeout(self.limits.rollout_timeout_seconds) as timer:
+            async with timer:
                 await self._play()
         except TimeoutError:
             if not timer.expired():
@@ -236,8 +237,9 @@ class _Rollout:
         # A completer need not know max_tokens as long as nothing bounds the tokens.
         budget = {} if max_tokens is None else {"max_tokens": max_tokens}
         seconds = self.limits.sampling_turn_timeout_seconds
+        timer = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds) as timer:
+            async with timer:
                 return await self.policy(self.observation, self.stop, **budget)
         except TimeoutError as error:
             if not timer.expired():

@@ -136,9 +136,10 @@ async def _play(env: Env, member: int, policy: TokenCompleter, timeout: float | 
     """
     key = ("member", member) if attempt == 0 else ("attempt", attempt, "member", member)
     who = f"member {member} ({type(env).__name__})"
+    timer = asyncio.timeout(timeout or None)
     try:
         try:
-            async with asyncio.timeout(timeout or None) as timer:
+            async with timer:
                 return await run_rollout(policy.fork(*key), env)
         except TimeoutError as error:
             if not timer.expired():

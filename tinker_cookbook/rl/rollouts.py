@@ -177,8 +177,9 @@ async def _group_rewards(
     if timed_out and termination.skip_grading_on_timeout and termination.clamps(StopReason.ROLLOUT_TIMEOUT):
         return [(0.0, {}) for _ in trajectories]
     seconds = termination.grader_timeout_seconds
+    timer = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as timer:
+        async with timer:
             return await builder.compute_group_rewards(trajectories, envs)
     except TimeoutError as error:
         if not timer.expired():

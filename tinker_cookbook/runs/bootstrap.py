@@ -77,10 +77,7 @@ def open_run(
     *,
     config: Any,
     recipe_name: str,
-    wandb_project: str | None = None,
-    wandb_name: str | None = None,
-    trackio_project: str | None = None,
-    tensorboard: bool = False,
+    trackers: ml_log.TrackerConfig | None = None,
 ) -> Run:
     """Make or reopen the folder of a run and return it with its loggers. Use it in a `with` statement.
 
@@ -96,9 +93,8 @@ def open_run(
     log_path.mkdir(parents=True, exist_ok=True)
     resumed = (log_path / METADATA_BASE_NAME).exists()
     entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name)
-    loggers = ml_log.setup_logging(
-        log_path, wandb_project, wandb_name, config, trackio_project=trackio_project, tensorboard=tensorboard
-    )
+    tracked = ml_log.tracker_settings(trackers) if trackers is not None else {}
+    loggers = ml_log.setup_logging(log_path, config=config, **tracked)
     run = Run(log_path, loggers, resumed)
     _last_log_path = log_path
     for key, (before, after) in entry.get("changed", {}).items():

@@ -5,6 +5,7 @@ from typing import Any
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.ml_log import TrackerConfig
 
 
 def _positive_or_none(owner: Any, attribute: str) -> None:
@@ -14,7 +15,7 @@ def _positive_or_none(owner: Any, attribute: str) -> None:
 
 
 @chz.chz(typecheck=True)
-class RunConfig:
+class RunConfig(TrackerConfig):
     """What a run is, whatever it trains on. The config of each loop inherits these fields."""
 
     log_path: str = chz.field(doc="folder of the run")
@@ -55,7 +56,3 @@ class RunConfig:
         default=7200, doc="life of a rolling checkpoint that nothing replaced", validator=chz.validators.gt(0)
     )
     async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
-    wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project (extra: wandb)")
-    wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
-    trackio_project: str | None = chz.field(default=None, doc="log to this trackio project (extra: trackio)")
-    tensorboard: bool = chz.field(default=False, doc="write TensorBoard events too (extra: tensorboard)")

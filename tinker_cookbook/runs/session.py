@@ -81,15 +81,7 @@ async def open_session(config: RunConfig) -> AsyncIterator[Session]:
         CheckpointError: none of the run's checkpoints can be loaded.
     """
     _check_ttl(config)
-    with open_run(
-        config.log_path,
-        config=config,
-        recipe_name=config.recipe_name,
-        wandb_project=config.wandb_project,
-        wandb_name=config.wandb_name,
-        trackio_project=config.trackio_project,
-        tensorboard=config.tensorboard,
-    ) as run:
+    with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config) as run:
         service = backends.create_service_client(config.backend, config.base_url)
         client, record = await open_training_client(
             run,

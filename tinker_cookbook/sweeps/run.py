@@ -26,6 +26,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
 from tinker_cookbook.utils.files import flatten, write_json
+from tinker_cookbook.utils.ml_log import PROJECT_KEYS
 
 STATUS_BASE_NAME = "sweep_run.json"
 CONSOLE_BASE_NAME = "console.log"
@@ -33,7 +34,6 @@ LOCK_BASE_NAME = ".sweep.lock"
 STOP_SECONDS = 30.0
 """How long an interrupted run may take to put its files in order before it is killed."""
 ERROR_LINES = 5
-_TRACKERS = ("wandb_project", "trackio_project")
 
 Status = Literal["finished", "failed", "running"]
 
@@ -221,7 +221,7 @@ def _is_local(runs: Sequence[PlannedRun]) -> bool:
 
 def _tracker_name(run: PlannedRun) -> list[str]:
     """The run's own name for its tracker, unless the sweep gives one."""
-    tracked = any(run.config.get(key) is not None for key in _TRACKERS)
+    tracked = any(run.config.get(key) is not None for key in PROJECT_KEYS)
     unnamed = "wandb_name" in run.config and run.config["wandb_name"] is None
     return [f"wandb_name={run.name}"] if tracked and unnamed else []
 

@@ -12,15 +12,6 @@ from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.tasks.types import Task, TaskItem
 
-SHIPPED: dict[str, dict[str, tuple[str, str]]] = {
-    "qa": {
-        "arithmetic": ("qa/arithmetic_train.jsonl", "qa/arithmetic_test.jsonl"),
-        "test": ("qa/test.jsonl", "qa/test.jsonl"),
-    },
-    "summary": {"articles": ("summary/articles_train.jsonl", "summary/articles_test.jsonl")},
-}
-"""Task -> dataset name -> files of its train and test split."""
-
 HUB_ALIASES = {"cnn_dailymail": ("abisee/cnn_dailymail", "3.0.0"), "gsm8k": ("openai/gsm8k", "main")}
 
 
@@ -36,16 +27,15 @@ def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tup
         ConfigurationError: no such dataset.
         DataFormatError: a line or row lacks what the task needs; the message names file and line.
     """
-    shipped = SHIPPED.get(task.name, {})
-    if dataset in shipped:
-        train, test = (_read_file(task, EXAMPLE_DATA / file) for file in shipped[dataset])
+    if dataset in task.shipped:
+        train, test = (_read_file(task, EXAMPLE_DATA / file) for file in task.shipped[dataset])
     elif dataset.endswith(".jsonl") or Path(dataset).exists():
         train, test = _read_file(task, Path(dataset).expanduser()), []
     elif "/" in dataset or dataset in HUB_ALIASES:
         train, test = _hub_cached(type(task), dataset)  # a run asks several times, and some hub sets are large
     else:
         raise ConfigurationError(
-            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(shipped)}), a .jsonl file "
+            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(task.shipped)}), a .jsonl file "
             f"with {_expected(task)} per line, or a Hugging Face dataset id (owner/name)"
         )
     if test_dataset is not None:
@@ -94,9 +84,7 @@ def _read_hub(task: Task | type[Task], name: str) -> tuple[list[TaskItem], list[
 
 def _item(task: Task | type[Task], row: Mapping, where: str, default_id: str) -> TaskItem:
     question, reference = (_column(row, names, where, task) for names in task.columns)
-    if task.name == "qa" and "####" in reference:
-        reference = reference.rsplit("####", 1)[1].strip()  # GSM8K writes the answer after its derivation
-    return TaskItem(str(row.get("id", default_id)), question, reference)
+    return TaskItem(str(row.get("id", default_id)), question, task.read_reference(reference))
 
 
 def _column(row: Mapping, names: tuple[str, ...], where: str, task: Task | type[Task]) -> str:

@@ -1,5 +1,7 @@
 """Questions with a short exact answer."""
 
+from typing import ClassVar
+
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.rewards import exact_match
 from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_solution
@@ -11,8 +13,17 @@ class QATask(Task):
     name = "qa"
     system_prompt = QA_SYSTEM
     columns = (("question", "prompt", "problem"), ("answer", "solution", "reference"))
+    shipped: ClassVar = {
+        "arithmetic": ("qa/arithmetic_train.jsonl", "qa/arithmetic_test.jsonl"),
+        "test": ("qa/test.jsonl", "qa/test.jsonl"),
+    }
     default_dataset = "arithmetic"
     default_reward = "exact_match"
+
+    @staticmethod
+    def read_reference(text: str) -> str:
+        """All of it, or what comes after ####: GSM8K writes the answer there, after its derivation."""
+        return text.rsplit("####", 1)[1].strip() if "####" in text else text
 
     def score(self, item: TaskItem, text: str) -> Score:
         solution = parse_solution(text)

@@ -14,6 +14,11 @@ def register_task(task: type[Task]) -> None:
     _TASKS[task.name] = task
 
 
+def known_tasks() -> list[type[Task]]:
+    """Every task that get_task makes, in the order of their registration."""
+    return list(_TASKS.values())
+
+
 def get_task(name: str, reward_fn: str | None = None) -> Task:
     """The task of this name with this reward spec (None: the task's own). Raises ConfigurationError naming the known ones."""
     if name not in _TASKS:

@@ -1,5 +1,7 @@
 """Short summaries of articles, scored by length and overlap with a reference summary."""
 
+from typing import ClassVar
+
 from tinker_cookbook.tasks.prompts import SUMMARY_SYSTEM
 from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_solution
 
@@ -13,6 +15,7 @@ class SummaryTask(Task):
     system_prompt = SUMMARY_SYSTEM
     columns = (("article", "document", "text"), ("highlights", "summary"))
     record_kind = "summary"
+    shipped: ClassVar = {"articles": ("summary/articles_train.jsonl", "summary/articles_test.jsonl")}
     default_dataset = "articles"
     default_reward = "compression:0.5,rouge:0.3"
 

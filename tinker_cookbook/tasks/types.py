@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar
 
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.tasks.rewards import RewardSpec
@@ -35,13 +38,15 @@ class Task(ABC):
     """Items, prompts and scores. Picklable.
 
     Class attributes: `name`, `system_prompt`, `columns` (question and reference column of a dataset row), `record_kind`
-    (how single-turn records are named), `default_dataset`, `default_reward`.
+    (how single-turn records are named), `shipped` (name of a dataset -> files of its train and test split, below
+    example_data), `default_dataset`, `default_reward`.
     """
 
     name: str
     system_prompt: str
     columns: tuple[tuple[str, ...], tuple[str, ...]]
     record_kind: str = "baseline"
+    shipped: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
     default_dataset: str
     default_reward: str
 
@@ -56,6 +61,11 @@ class Task(ABC):
     @abstractmethod
     def score(self, item: TaskItem, text: str) -> Score:
         """Reward and metrics of a reply's text, tags included."""
+
+    @staticmethod
+    def read_reference(text: str) -> str:
+        """The reference in the text of a dataset row's column; here all of it."""
+        return text
 
     def judge_context(self, item: TaskItem) -> str:
         """What a judge is told of the question."""

@@ -69,8 +69,9 @@ def to_jsonable(obj: Any, key_path: str = "") -> Any:
     if dataclasses.is_dataclass(obj):
         fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
         return _dict_to_jsonable(fields, key_path)
-    if hasattr(obj, "model_dump"):
-        return to_jsonable(obj.model_dump(), key_path)
+    dump = getattr(obj, "model_dump", None)  # pydantic
+    if dump is not None:
+        return to_jsonable(dump(), key_path)
     return str(type(obj))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import chz
 from rich.console import Console
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
@@ -23,17 +24,20 @@ __all__ = [
     "KEY_METRICS",
     "LOGS_BASE_NAME",
     "METRICS_BASE_NAME",
+    "PROJECT_KEYS",
     "JsonLogger",
     "Logger",
     "Metrics",
     "MultiplexLogger",
     "PrettyPrintLogger",
     "TensorBoardLogger",
+    "TrackerConfig",
     "TrackioLogger",
     "WandbLogger",
     "configure_logging_module",
     "dump_config",
     "setup_logging",
+    "tracker_settings",
 ]
 
 METRICS_BASE_NAME = "metrics.jsonl"
@@ -64,6 +68,25 @@ KEY_METRICS = {
     "time/total": "seconds",
 }
 """What the terminal shows of a step, and under which name; everything else is in metrics.jsonl."""
+
+
+@chz.chz(typecheck=True)
+class TrackerConfig:
+    """Where metrics go besides `metrics.jsonl` and the terminal. The configs of loops and recipes inherit these fields."""
+
+    wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project (extra: wandb)")
+    wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
+    trackio_project: str | None = chz.field(default=None, doc="log to this trackio project (extra: trackio)")
+    tensorboard: bool = chz.field(default=False, doc="write TensorBoard events too (extra: tensorboard)")
+
+
+PROJECT_KEYS = tuple(key for key in chz.chz_fields(TrackerConfig) if key.endswith("_project"))
+"""The fields that ask for a tracker whose runs have names."""
+
+
+def tracker_settings(config: TrackerConfig) -> dict[str, Any]:
+    """The fields of TrackerConfig alone, of a config that may have more: keyword arguments of `setup_logging`."""
+    return {key: getattr(config, key) for key in chz.chz_fields(TrackerConfig)}
 
 
 class Logger(ABC):

@@ -6,7 +6,7 @@ It keeps the model from being a machine for sums only, and leaves no special tok
 import json
 import random
 
-from recipes.make_tiny_model.arithmetic import draw, write_answer
+from tools.make_tiny_model.arithmetic import draw, write_answer
 
 Turns = list[tuple[str, str]]
 

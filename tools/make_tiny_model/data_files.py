@@ -1,23 +1,23 @@
-"""Writes the small data files that ship beside the tiny model, the same on every machine.
+"""Writes the small data files that ship with the tiny model, the same on every machine.
 
-python -m recipes.make_tiny_model.data_files
+python -m tools.make_tiny_model.data_files
 """
 
 import json
-import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
 
 import chz
 
-from recipes.make_tiny_model import arithmetic
-from recipes.make_tiny_model.comparisons import plant_desk_comparisons
-from recipes.make_tiny_model.library_desk import library_desk_conversations
-from recipes.make_tiny_model.news import write_article
-from recipes.make_tiny_model.plant_desk import plant_desk_conversations
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.utils.files import write_text
+from tools.make_tiny_model import arithmetic
+from tools.make_tiny_model.comparisons import plant_desk_comparisons
+from tools.make_tiny_model.library_desk import library_desk_conversations
+from tools.make_tiny_model.news import write_article
+from tools.make_tiny_model.plant_desk import plant_desk_conversations
 
-EXAMPLE_DATA = Path(__file__).resolve().parents[2] / "example_data"
 HAND_PICKED = (
     ("+", 2, 2),
     ("+", 7, 5),
@@ -30,16 +30,9 @@ HAND_PICKED = (
 )
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
-
-
 def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
-    """Written whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    os.replace(scratch, path)
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def questions(count: int, seed: int) -> list[dict]:

@@ -1,6 +1,6 @@
 """Measures a tiny model folder by sampling from it at temperature 1: does it stop, keep to its tags, know its sums?
 
-    python -m recipes.make_tiny_model.figures model=example_data/tiny_chat
+    python -m tools.make_tiny_model.figures model=example_data/tiny_chat
 
 Everything is asked as the recipes ask it: the shipped questions and articles, debates of the model with itself, and the
 model as their judge. Computed in float32, whatever the weights are stored in.
@@ -16,11 +16,12 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.make_tiny_model import chat
-from recipes.make_tiny_model.arithmetic import QA_CONFIDENCE_SYSTEM
-from recipes.make_tiny_model.data_files import EXAMPLE_DATA, read_jsonl
-from recipes.make_tiny_model.debates import JUDGE_CONTEXT_CHARS, SUMMARY_CONFIDENCE_SYSTEM, Debate, Seat
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.tasks.prompts import QA_SYSTEM, SUMMARY_SYSTEM
+from tinker_cookbook.utils.files import read_jsonl
+from tools.make_tiny_model import chat
+from tools.make_tiny_model.arithmetic import QA_CONFIDENCE_SYSTEM
+from tools.make_tiny_model.debates import JUDGE_CONTEXT_CHARS, SUMMARY_CONFIDENCE_SYSTEM, Debate, Seat
 
 SOLUTION = re.compile(r"<SOLUTION>(.*?)</SOLUTION>", re.DOTALL)
 CONFIDENCE = re.compile(r"<CONFIDENCE>(?:0(?:\.\d+)?|1(?:\.0+)?)</CONFIDENCE>")

@@ -7,7 +7,7 @@ out. Summaries of one article therefore differ in length and in what they mentio
 import dataclasses
 import random
 
-from recipes.make_tiny_model.news_kinds import KINDS, SLOTS, Kind
+from tools.make_tiny_model.news_kinds import KINDS, SLOTS, Kind
 
 FILLERS = (
     "Many people in {town} were pleased when they heard the news.",

@@ -5,7 +5,7 @@ The difference is one of words, which a model as small as tiny_chat can learn to
 
 import random
 
-from recipes.make_tiny_model.plant_desk import BYE, PLANTS, TOPICS, WINDOWS
+from tools.make_tiny_model.plant_desk import BYE, PLANTS, TOPICS, WINDOWS
 
 UNHELPFUL = (
     "I do not know.",

@@ -1,10 +1,10 @@
 """Makes the tiny chat model: corpus, tokenizer, training, figures, folder.
 
-    python -m recipes.make_tiny_model                        # 7 million tokens: 30 minutes on two busy cores
-    python -m recipes.make_tiny_model out_dir=/tmp/tiny seed=1
+    python -m tools.make_tiny_model                        # 7 million tokens: 30 minutes on two busy cores
+    python -m tools.make_tiny_model out_dir=/tmp/tiny seed=1
 
-The same settings and seed give the same files on the same machine. `python -m recipes.make_tiny_model.data_files`
-writes the small data files that go with it, `python -m recipes.make_tiny_model.figures` measures any such folder.
+The same settings and seed give the same files on the same machine. `python -m tools.make_tiny_model.data_files`
+writes the small data files that go with it, `python -m tools.make_tiny_model.figures` measures any such folder.
 """
 
 import time
@@ -12,11 +12,11 @@ import time
 import chz
 import torch
 
-from recipes.make_tiny_model import corpus
-from recipes.make_tiny_model.figures import measure, table
-from recipes.make_tiny_model.folder import check_replaceable, write_folder
-from recipes.make_tiny_model.tokenizer import train_tokenizer
-from recipes.make_tiny_model.train import Schedule, Shape, encode, new_model, train
+from tools.make_tiny_model import corpus
+from tools.make_tiny_model.figures import measure, table
+from tools.make_tiny_model.folder import check_replaceable, write_folder
+from tools.make_tiny_model.tokenizer import train_tokenizer
+from tools.make_tiny_model.train import Schedule, Shape, encode, new_model, train
 
 
 @chz.chz(typecheck=True)

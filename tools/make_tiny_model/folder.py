@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from recipes.make_tiny_model.figures import table
-from recipes.make_tiny_model.tokenizer import PAD, STOP, token_id
+from tools.make_tiny_model.figures import table
+from tools.make_tiny_model.tokenizer import PAD, STOP, token_id
 
 CARD = """\
 # tiny_chat
@@ -19,7 +19,7 @@ CARD = """\
 A stand-in for a language model in tests and demos: a Qwen3 network of {parameters:,} parameters with a vocabulary of
 its own, small enough to sample and train within seconds on a CPU. It is of no use for anything else.
 
-It was trained from scratch on synthetic text only, written by the templates in `recipes/make_tiny_model`: small sums,
+It was trained from scratch on synthetic text only, written by the templates in `tools/make_tiny_model`: small sums,
 invented local news with summaries, short debates and verdicts about both, and a little chat. All names are invented.
 
 Its arithmetic is careless on purpose. About half of the answers in its training text are plausible slips, so that it
@@ -32,9 +32,9 @@ Figures at temperature 1, unless greedy, of the weights as they are here (bfloat
 
 Made by this command, {minutes} on 2 cores:
 
-    python -m recipes.make_tiny_model
+    python -m tools.make_tiny_model
 
-Any folder of this kind is measured by `python -m recipes.make_tiny_model.figures model=example_data/tiny_chat`.
+Any folder of this kind is measured by `python -m tools.make_tiny_model.figures model=example_data/tiny_chat`.
 """
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import random
 from collections.abc import Iterator
 
-from recipes.make_tiny_model import arithmetic, chat, debates, drills
+from tools.make_tiny_model import arithmetic, chat, debates, drills
 
 Turns = list[tuple[str, str]]
 

@@ -7,9 +7,9 @@ before, without which no summary and no speech can name anything.
 
 import random
 
-from recipes.make_tiny_model import arithmetic
-from recipes.make_tiny_model.chat import WORDS
-from recipes.make_tiny_model.news_kinds import SLOTS
+from tools.make_tiny_model import arithmetic
+from tools.make_tiny_model.chat import WORDS
+from tools.make_tiny_model.news_kinds import SLOTS
 
 # ("given", text) is not to be predicted, ("written", text) is, ("decided", text) is and matters most.
 Text = list[tuple[str, str]]

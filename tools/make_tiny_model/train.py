@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from recipes.make_tiny_model.corpus import WRITTEN, Turns, segments
-from recipes.make_tiny_model.tokenizer import CONTEXT_LENGTH, PAD, STOP, token_id
+from tools.make_tiny_model.corpus import WRITTEN, Turns, segments
+from tools.make_tiny_model.tokenizer import CONTEXT_LENGTH, PAD, STOP, token_id
 
 # Loss weights of the few tokens that carry a decision, which would drown among those that only keep the form.
 ANSWER_WEIGHT = 2.0  # a digit after <SOLUTION>, in a turn of the model

@@ -7,8 +7,6 @@ the tone is often wrong, one that does the sum is mostly right.
 import dataclasses
 import random
 
-from recipes.make_tiny_model import arithmetic
-from recipes.make_tiny_model.news import Article, Summary, write_article, write_summary
 from tinker_cookbook.debate.prompts import (
     CLOSING,
     CONFIDENCE_REQUEST,
@@ -18,6 +16,8 @@ from tinker_cookbook.debate.prompts import (
     judge_user_prompt,
 )
 from tinker_cookbook.tasks.prompts import SUMMARY_SYSTEM
+from tools.make_tiny_model import arithmetic
+from tools.make_tiny_model.news import Article, Summary, write_article, write_summary
 
 Turns = list[tuple[str, str]]
 SUMMARY_CONFIDENCE_SYSTEM = f"{SUMMARY_SYSTEM} {CONFIDENCE_REQUEST}"
