@@ -12,7 +12,7 @@ from tinker_local_backend import TrainingClient
 
 
 class Reference:
-    """A model in double precision. LoRA enters as W + scale * B @ A in the weight matrix itself."""
+    """A model in double precision, on the CPU wherever the engine is. LoRA enters as W + scale * B @ A in the weight matrix itself."""
 
     def __init__(self, model_path: str):
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -22,7 +22,7 @@ class Reference:
     def adapter_of(self, client: TrainingClient) -> dict[str, torch.Tensor]:
         """Double precision copies of a client's A and B matrices, as leaves, in the engine's order."""
         named = client._run.state.adapter.named_parameters()
-        return {name: matrix.detach().double().clone().requires_grad_() for name, matrix in named}
+        return {name: matrix.detach().cpu().double().clone().requires_grad_() for name, matrix in named}
 
     def logits(self, tokens: Sequence[int], adapter: Mapping[str, torch.Tensor] | None = None, scale: float = 1.0):
         """(N, vocabulary) float64 of one sequence by itself."""
