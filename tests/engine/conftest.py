@@ -5,7 +5,6 @@ It runs on the device and in the dtype that TINKER_TEST_DEVICE and TINKER_TEST_D
 
 import faulthandler
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from tests.engine.devices import Place, PlaceError, here
+from tests.engine.devices import PlaceError, here
 from tests.engine.helpers import make_training_client, tokens_compared
 from tests.engine.reference import Reference
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
@@ -39,11 +38,11 @@ SHAPE = {
 }
 
 
-DESELECTED = pytest.StashKey[Counter[str]]()
-"""How many tests each mark kept from running."""
+DESELECTED = pytest.StashKey[int]()
+"""How many tests were left out as promises of the CPU."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     try:
         here()
     except PlaceError as error:
@@ -51,48 +50,43 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that hold only elsewhere, and remember how many."""
-    kept: list[pytest.Item] = []
-    reasons: Counter[str] = Counter()
-    for item in items:
-        reason = here().deselected_by({mark.name for mark in item.iter_markers()})
-        if reason is None:
-            kept.append(item)
-        else:
-            reasons[reason] += 1
-            config.hook.pytest_deselected(items=[item])
-    items[:] = kept
-    config.stash[DESELECTED] = reasons
+    """Leave out the tests that hold on the CPU alone, if this is another device."""
+    left_out = [item for item in items if not here().runs({mark.name for mark in item.iter_markers()})]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[DESELECTED] = len(left_out)
+
+
+def summary(config: pytest.Config) -> str:
+    """Where the tests of this folder run, and how many of them do not."""
+    return (
+        f"engine tests on {here()}; {config.stash.get(DESELECTED, 0)} deselected as promises of the CPU (cpu_promise)"
+    )
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    return [] if here().is_reference else [summary(here(), config.stash.get(DESELECTED, Counter()))]
+    return [] if here().is_reference else [summary(config)]
 
 
-def summary(place: Place, deselected: Counter[str]) -> str:
-    """One line: where the tests of this folder run, and how many of them do not, by mark."""
-    parts = [f"{count} {mark}" for mark, count in sorted(deselected.items())] or ["none"]
-    return f"engine tests on {place}; deselected as promises of another place: {', '.join(parts)}"
-
-
-# Under pytest-xdist only the workers collect: each tells the main process, which says it once, at the end.
+# Under pytest-xdist only the workers collect. Each tells the main process, which says it once, at the end.
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output["engine_deselected"] = dict(session.config.stash.get(DESELECTED, Counter()))
+        output["engine_deselected"] = session.config.stash.get(DESELECTED, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    if told := getattr(node, "workeroutput", {}).get("engine_deselected"):
-        node.config.stash[DESELECTED] = Counter(told)
+    told = getattr(node, "workeroutput", {}).get("engine_deselected")
+    if told is not None:
+        node.config.stash[DESELECTED] = told
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if not here().is_reference and config.pluginmanager.hasplugin("dsession"):
-        terminalreporter.write_line(summary(here(), config.stash.get(DESELECTED, Counter())))
+    if config.pluginmanager.hasplugin("dsession") and not here().is_reference:
+        terminalreporter.write_line(summary(config))
 
 
 def write_model(config: PretrainedConfig, folder: Path, seed: int) -> str:

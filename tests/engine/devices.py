@@ -1,13 +1,11 @@
-"""Where the engine's tests run: the device and the dtype of the base weights, and which tests hold only elsewhere.
+"""Where the engine's tests run: the device and the dtype of the base weights, and which tests hold on the CPU alone.
 
     TINKER_TEST_DEVICE=cuda TINKER_TEST_DTYPE=bfloat16 python -m pytest tests/engine
 
 The defaults are cpu and float32. There the engine promises the most: the same bits from the same calls, and the same tokens
-whatever else is in the batch. On another device or in another dtype every test runs that does not promise just that, with
-the tolerances of `helpers.py`. Two marks, registered in pyproject.toml, name the others:
-
-- cpu_promise: promises bits of a whole program, measures the memory of the process, or states a constant of the CPU.
-- float32_promise: what it compares is finer than the rounding of bfloat16.
+whatever else is in the batch. Elsewhere the tests run with the tolerances of `helpers.py`. Those with the mark `cpu_promise`
+do not run on another device at all: they promise the bits of a whole program, measure the memory of the process, or state a
+constant that the engine has for the CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from functools import cache
 import torch
 
 DEVICE_VARIABLE, DTYPE_VARIABLE = "TINKER_TEST_DEVICE", "TINKER_TEST_DTYPE"
+CPU_PROMISE = "cpu_promise"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -44,13 +43,9 @@ class Place:
         """Whether this is where every bound of the tests holds as it is written: the CPU in float32."""
         return self.keeps_bits and self.dtype == torch.float32
 
-    def deselected_by(self, marks: Collection[str]) -> str | None:
-        """The mark of a test that says it is not for this place; None: it is."""
-        if "cpu_promise" in marks and not self.keeps_bits:
-            return "cpu_promise"
-        if "float32_promise" in marks and self.dtype != torch.float32:
-            return "float32_promise"
-        return None
+    def runs(self, marks: Collection[str]) -> bool:
+        """Whether a test with these marks is for this place."""
+        return self.keeps_bits or CPU_PROMISE not in marks
 
     def __str__(self) -> str:
         return f"{self.device} in {str(self.dtype).removeprefix('torch.')}"

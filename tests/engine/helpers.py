@@ -8,6 +8,7 @@ everywhere and is for numbers that were copied, not computed twice.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -108,10 +109,10 @@ def weights(client: TrainingClient) -> dict[str, np.ndarray]:
 FLOAT32_ELSEWHERE = 1e-4
 """The smallest bound for float32 on another device, where sums are added up in other orders for other shapes."""
 
-BFLOAT16_MEAN, BFLOAT16_FAR = 0.02, 0.3
+BFLOAT16_MEAN, BFLOAT16_FAR = 0.04, 0.5
 """Mean and 99.9th percentile of the difference of two logprobs computed in bfloat16, or of one from the truth."""
 
-BFLOAT16_MEAN_OF_LARGEST, BFLOAT16_FAR_OF_LARGEST = 0.01, 0.1
+BFLOAT16_MEAN_OF_LARGEST, BFLOAT16_FAR_OF_LARGEST = 0.02, 0.2
 """The same for the entries of a gradient matrix, as shares of its largest entry."""
 
 
@@ -214,28 +215,49 @@ def assert_repeats(found: Any, expected: Any) -> None:
 
 
 tokens_compared: Counter[str] = Counter()
-"""Within a test: "tokens" that were compared, and sequences that "split"."""
+"""Within a test: "tokens" that were compared, and how many of them were "beside" the expected one or "elsewhere"."""
+
+
+@dataclass(frozen=True)
+class Ties:
+    """How many draws of the same noise may fall on another token, where the last bits of a logit depend on the batch.
+
+    A draw is a point of the cumulative distribution, which the rounding of the logits shifts a little: past the border of
+    its token to one beside it, by id. Only where few tokens are left (top-k) are neighbours far apart. What was computed for
+    another context or adapter draws a token anywhere. Shares are of the tokens compared within a test.
+    """
+
+    beside: int
+    """ids are beside each other that differ by no more"""
+    beside_allowed: float
+    elsewhere_allowed: float
+    free: int
+    """of either kind in any test"""
+
+
+TIES = {torch.float32: Ties(4, 0.01, 0.001, 1), torch.bfloat16: Ties(64, 0.25, 0.04, 2)}
+"""Measured in bfloat16 on the CPU, where half of the shapes give the same bits: 0.02 and 0.001."""
 
 
 def assert_same_tokens(found: Iterable[Sequence[int]], expected: Iterable[Sequence[int]]) -> list[bool]:
     """Sequences drawn with the same noise from the same distributions. Returns which of them are the same throughout.
 
-    On the CPU in float32 all are. Elsewhere the last bits of a logit depend on what shares the batch, and a draw that lies
-    on the border of two tokens may fall on either side, after which the sequences have nothing in common: in float32 that
-    may happen once in a thousand tokens, in bfloat16 once in twenty, counted over the test.
+    On the CPU in float32 all are. Elsewhere as few may part as `Ties` says; what comes after that is not compared.
     """
     pairs = list(zip(map(list, found), map(list, expected), strict=True))
     if here().is_reference:
         assert [left for left, _ in pairs] == [right for _, right in pairs]
+    ties = TIES[here().dtype]
     for left, right in pairs:
-        split = left != right
-        tokens_compared["tokens"] += common_tokens(left, right) + split
-        tokens_compared["split"] += split
-    count = tokens_compared["tokens"]
-    allowed = count // 1000 if here().dtype == torch.float32 else 2 + count // 20
-    assert tokens_compared["split"] <= allowed, (
-        f"{dict(tokens_compared)}, {[pair for pair in pairs if pair[0] != pair[1]]}"
-    )
+        same = common_tokens(left, right)
+        tokens_compared["tokens"] += same + (left != right)
+        if left != right:
+            both_go_on = same < min(len(left), len(right))
+            beside = both_go_on and abs(left[same] - right[same]) <= ties.beside
+            tokens_compared["beside" if beside else "elsewhere"] += 1
+    for kind, share in (("beside", ties.beside_allowed), ("elsewhere", ties.elsewhere_allowed)):
+        allowed = ties.free + int(share * tokens_compared["tokens"])
+        assert tokens_compared[kind] <= allowed, (dict(tokens_compared), [pair for pair in pairs if pair[0] != pair[1]])
     return [left == right for left, right in pairs]
 
 
