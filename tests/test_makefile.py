@@ -107,6 +107,7 @@ INSTALL = ["-m venv .venv", f"{PIP} {TORCH}", f"{PIP} -e .[dev]"]
 def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) -> None:
     assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 -q"])
     assert checkout.make("test") == (0, ["-m pytest -n 2 -q"])
+    assert checkout.make("test-gpu") == (0, ["-m pytest tests/engine -q"])
     assert checkout.make("demo") == (0, ["-m recipes.demo"])
     assert checkout.make("lint") == (0, LINTERS)
     assert checkout.make("llms") == (0, ["-m tools.llms_txt"])

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.case import open_case, teacher_forced
 from benchmarks.gpu.counting import top_kernels
-from benchmarks.gpu.decoding import Cell, started
+from benchmarks.gpu.decoding import Cell, fits, started
 from benchmarks.gpu.models import fill_adapter, frozen_adapters, random_model
 from benchmarks.gpu.training import training_data
 from benchmarks.gpu.visit import Visit
@@ -123,14 +123,10 @@ def grpo_step(visit: Visit, engine: LocalEngine, model: BaseModel) -> None:
 def profile_decoding(visit: Visit, model: BaseModel) -> None:
     """The kernels of a few decode steps."""
     batch, context = max(visit.scale.batches), visit.scale.contexts[0]
-    while batch > 1:
-        try:
-            generator = started(
-                visit, model, frozen_adapters(model, visit.rank, 1), Cell(batch, context, 1), PROFILED_STEPS + 1
-            )
-            break
-        except MemoryError:
-            batch //= 2
+    adapters = frozen_adapters(model, visit.rank, 1)
+    while not fits(visit, model, Cell(batch, context, 1), PROFILED_STEPS + 1):
+        batch //= 2
+    generator = started(visit, model, adapters, Cell(batch, context, 1), PROFILED_STEPS + 1)
     generator.step()
 
     def steps() -> None:

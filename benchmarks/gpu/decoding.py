@@ -108,11 +108,11 @@ def measure(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
 def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell, steps: int) -> Generator:
     """A generator that has prefilled the whole batch and can take `steps` steps more, and one to be counted."""
     before, tokens = cell.context - steps // 2, steps + 2
-    length = before + tokens
-    if cell.batch * length > _cache_tokens(visit, model):
-        needed = cell.batch * length * model.kv_bytes_per_token() / 2**30
-        raise MemoryError(f"the cache of this batch takes {needed:.0f} GiB and does not fit")
-    generator = Generator(model, cell.batch * length, itertools.count(1).__next__, max_running=cell.batch)
+    needed = cell.batch * (before + tokens)
+    if not fits(visit, model, cell, steps):
+        size = needed * model.kv_bytes_per_token() / 2**30
+        raise MemoryError(f"the cache of this batch takes {size:.0f} GiB and does not fit")
+    generator = Generator(model, needed, itertools.count(1).__next__, max_running=cell.batch)
     errors: list[BaseException] = []
 
     def complete(outcome: SamplingResult | BaseException) -> None:
@@ -130,6 +130,11 @@ def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
         if errors:
             raise errors[0]
     return generator
+
+
+def fits(visit: Visit, model: BaseModel, cell: Cell, steps: int) -> bool:
+    """Whether the cache of this batch fits into what is free."""
+    return cell.batch * (cell.context - steps // 2 + steps + 2) <= _cache_tokens(visit, model)
 
 
 def _timed_step(visit: Visit, generator: Generator) -> float:

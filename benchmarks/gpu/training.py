@@ -91,21 +91,24 @@ def training_data(vocab: int, tokens: int, length: int, shared: bool) -> list[ti
 def measure(visit: Visit, engine: LocalEngine, model: BaseModel, tokens: int, shared: bool) -> Pass:
     """The median of a few calls after an unmeasured one. The optimizer's step is not in it."""
     data = training_data(model.vocab_size, tokens, visit.scale.training_sequence, shared)
-    times, passes = [], 0
-    for repetition in range(visit.scale.training_repetitions + 1):
-        if repetition == 1 and visit.on_gpu:
-            torch.cuda.reset_peak_memory_stats(visit.device)
-        with counted_passes(model) as counter:
+
+    def call() -> tuple[float, int, dict[str, float]]:
+        with counted_passes(model) as passes:
             start = time.perf_counter()
             output = engine.training.forward_backward(data, "cross_entropy").result()
             visit.synchronize()
-            times.append(time.perf_counter() - start)
-        passes = len(counter)
+            seconds = time.perf_counter() - start
         engine.training.optim_step(tinker.AdamParams(learning_rate=1e-5)).result()
+        return seconds, len(passes), output.metrics
+
+    call()
+    if visit.on_gpu:
+        torch.cuda.reset_peak_memory_stats(visit.device)
+    calls = [call() for _ in range(visit.scale.training_repetitions)]
     peak = torch.cuda.max_memory_allocated(visit.device) if visit.on_gpu else None
-    metrics = output.metrics
+    _, passes, metrics = calls[-1]
     counted = int(metrics["tokens:sum"]), int(metrics["computed_tokens:sum"])
-    return Pass(statistics.median(times[1:]), *counted, passes, peak)
+    return Pass(statistics.median(seconds for seconds, _, _ in calls), *counted, passes, peak)
 
 
 @contextmanager

@@ -1,15 +1,20 @@
-"""One engine for all tests of the folder, on random models so small that a pass takes milliseconds."""
+"""One engine for all tests of the folder, on random models so small that a pass takes milliseconds.
+
+It runs on the device and in the dtype that TINKER_TEST_DEVICE and TINKER_TEST_DTYPE name (devices.py).
+"""
 
 import faulthandler
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from tests.engine.helpers import make_training_client
+from tests.engine.devices import PlaceError, here
+from tests.engine.helpers import make_training_client, tokens_compared
 from tests.engine.reference import Reference
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
 
@@ -33,15 +38,82 @@ SHAPE = {
 }
 
 
+DESELECTED = pytest.StashKey[int]()
+"""How many tests were left out as promises of the CPU."""
+
+
+def pytest_configure() -> None:
+    try:
+        here()
+    except PlaceError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that hold on the CPU alone, if this is another device."""
+    left_out = [item for item in items if not here().runs({mark.name for mark in item.iter_markers()})]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[DESELECTED] = len(left_out)
+
+
+def summary(config: pytest.Config) -> str:
+    """Where the tests of this folder run, and how many of them do not."""
+    return (
+        f"engine tests on {here()}; {config.stash.get(DESELECTED, 0)} deselected as promises of the CPU (cpu_promise)"
+    )
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    return [] if here().is_reference else [summary(config)]
+
+
+# Under pytest-xdist only the workers collect. Each tells the main process, which says it once, at the end.
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["engine_deselected"] = session.config.stash.get(DESELECTED, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    told = getattr(node, "workeroutput", {}).get("engine_deselected")
+    if told is not None:
+        node.config.stash[DESELECTED] = told
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("dsession") and not here().is_reference:
+        terminalreporter.write_line(summary(config))
+
+
 def write_model(config: PretrainedConfig, folder: Path, seed: int) -> str:
     """A random model and the shipped tokenizer in a folder."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     for name in TOKENIZER_FILES:
         shutil.copy(TINY_CHAT / name, folder)
     return str(folder)
+
+
+def save_model(model: Any, folder: Path | str) -> None:
+    """In float32, with numbers that the engine's dtype has too: loading does not round them once more."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(here().dtype).float()
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engine_place() -> Iterator[None]:
+    """The engine and the processes that tests start run where TINKER_TEST_DEVICE and TINKER_TEST_DTYPE say."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_LOCAL_DEVICE", str(here().device))
+        patch.setenv("TINKER_LOCAL_DTYPE", str(here().dtype).removeprefix("torch."))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +122,7 @@ def no_hangs_and_no_real_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "default-home"))
     for name in ("TINKER_LOCAL_SEED", "TINKER_LOCAL_KV_CACHE_TOKENS", "TINKER_LOCAL_GRAD_ACCUM_STEPS"):
         monkeypatch.delenv(name, raising=False)
+    tokens_compared.clear()
     faulthandler.dump_traceback_later(60, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()

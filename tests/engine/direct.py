@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from tests.engine.helpers import assert_samples_agree
 from tinker_local_backend.engine.attention import DecodePlan
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.generation import Generator
@@ -91,9 +91,7 @@ def alone(model: BaseModel, one: SamplingRequest) -> SamplingResult:
 
 def assert_same_samples(found: SamplingResult, expected: SamplingResult, atol: float = 1e-5) -> None:
     """The same tokens, and logprobs up to rounding."""
-    assert [s.tokens for s in found.sequences] == [s.tokens for s in expected.sequences]
-    for left, right in zip(found.sequences, expected.sequences, strict=True):
-        np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=atol)
+    assert_samples_agree(found.sequences, expected.sequences, atol)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from tinker_local_backend import TrainingClient
 
 
 class Reference:
-    """A model in double precision. LoRA enters as W + scale * B @ A in the weight matrix itself."""
+    """A model in double precision, on the CPU wherever the engine is. LoRA enters as W + scale * B @ A in the weights."""
 
     def __init__(self, model_path: str):
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -22,7 +22,7 @@ class Reference:
     def adapter_of(self, client: TrainingClient) -> dict[str, torch.Tensor]:
         """Double precision copies of a client's A and B matrices, as leaves, in the engine's order."""
         named = client._run.state.adapter.named_parameters()
-        return {name: matrix.detach().double().clone().requires_grad_() for name, matrix in named}
+        return {name: matrix.detach().cpu().double().clone().requires_grad_() for name, matrix in named}
 
     def logits(self, tokens: Sequence[int], adapter: Mapping[str, torch.Tensor] | None = None, scale: float = 1.0):
         """(N, vocabulary) float64 of one sequence by itself."""
@@ -105,20 +105,27 @@ def loss_and_gradients(
     loss_fn: str,
     temperature: float = 1.0,
     config: Mapping[str, float] | None = None,
+    at: Sequence[np.ndarray] | None = None,
 ) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
-    """(loss sum, logprobs per datum, gradient per adapter matrix) of any built-in loss."""
+    """(loss sum, logprobs per datum, gradient per adapter matrix) of any built-in loss.
+
+    at: logprobs per datum at which the loss and its slopes are taken, instead of the model's own. Given those of an engine
+        that rounds more, a ratio lies on the same side of a clip and is as large; the slopes then go through this model.
+    """
     adapter = reference.adapter_of(client)
     scale = 32 / client._run.state.adapter.spec.rank
     total = torch.zeros((), dtype=torch.float64)
     logprobs = []
-    for datum in data:
+    for i, datum in enumerate(data):
         given = {key: torch.from_numpy(value.to_numpy()) for key, value in datum.loss_fn_inputs.items()}
         targets = given.pop("target_tokens")
         scores = reference.logprobs(datum.model_input.to_ints(), adapter, scale, temperature)
         lp = scores.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
         given = {key: value.double() for key, value in given.items()}
-        total = total + datum_loss(loss_fn, lp, given, {**DEFAULTS[loss_fn], **(config or {})})
         logprobs.append(lp.detach().numpy())
+        if at is not None:
+            lp = lp + (torch.from_numpy(at[i]).double() - lp).detach()
+        total = total + datum_loss(loss_fn, lp, given, {**DEFAULTS[loss_fn], **(config or {})})
     if not total.requires_grad:
         return float(total), logprobs, {name: np.zeros(tuple(matrix.shape)) for name, matrix in adapter.items()}
     gradients = torch.autograd.grad(total, list(adapter.values()), allow_unused=True)

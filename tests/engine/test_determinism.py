@@ -46,6 +46,7 @@ def multi_turn_program(home: Path, model: str) -> list:
     return record
 
 
+@pytest.mark.cpu_promise
 def test_a_program_run_twice_gives_the_same_bits(
     tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

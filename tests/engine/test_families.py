@@ -24,9 +24,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.engine.conftest import SHAPE, write_model
+from tests.engine.conftest import SHAPE, save_model, write_model
+from tests.engine.devices import here
 from tests.engine.helpers import (
     assert_close,
+    assert_near,
     at_once,
     cross_entropy_datum,
     datum,
@@ -97,7 +99,7 @@ def write_family(name: str, folder: Path) -> str:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(path)
+    save_model(model, path)
     return path
 
 
@@ -123,8 +125,8 @@ def test_packed_sequences_get_the_logits_that_each_has_alone(family: Family) -> 
     sequences = [random_tokens(n, n) for n in (1, 23, WINDOW, 40, WINDOW + 1, 3)]
     lengths = [len(tokens) for tokens in sequences]
     run = family.client._run
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    tokens = torch.tensor([token for sequence in sequences for token in sequence])
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(run.model.device)
+    tokens = torch.tensor([token for sequence in sequences for token in sequence], device=run.model.device)
     for adapter, own in ((None, None), (run.state.adapter, family.adapter())):
         with torch.no_grad():
             hidden = run.model.hidden_states(tokens, positions, PackedPlan.whole(lengths), adapter)
@@ -132,7 +134,7 @@ def test_packed_sequences_get_the_logits_that_each_has_alone(family: Family) -> 
             for sequence, logits in zip(sequences, found, strict=True):
                 expected = family.reference.logits(sequence, own, 32 / RANK).numpy()
                 assert expected.std() > 0.3
-                np.testing.assert_allclose(logits.numpy(), expected, rtol=0, atol=3e-5)
+                assert_near(logits.cpu(), expected, atol=3e-5)
 
 
 def test_sampled_logprobs_are_those_of_the_reference_while_the_window_slides(family: Family) -> None:
@@ -150,14 +152,14 @@ def test_sampled_logprobs_are_those_of_the_reference_while_the_window_slides(fam
         for sequence in response.sequences:
             assert len(sequence.tokens) == longest
             expected = family.reference.completion_logprobs(tokens, sequence.tokens, adapter, scale)
-            np.testing.assert_allclose(np.array(sequence.logprobs), expected, rtol=0, atol=3e-5)
+            assert_near(sequence.logprobs, expected, atol=3e-5)
     # The next turns of two conversations go on from the keys that the first ones left in the cache.
     turns = [[*requests[i][0], *responses[i].sequences[0].tokens, *random_tokens(5, 4)] for i in (0, 2)]
     responses = at_once(lambda: [sampler.sample(prompt(turn), 1, params(WINDOW, stop=[])) for turn in turns])
     for turn, response in zip(turns, responses, strict=True):
         (sequence,) = response.sequences
         expected = family.reference.completion_logprobs(turn, sequence.tokens, adapter, scale)
-        np.testing.assert_allclose(np.array(sequence.logprobs), expected, rtol=0, atol=3e-5)
+        assert_near(sequence.logprobs, expected, atol=3e-5)
 
 
 def test_gradients_are_those_of_the_reference(family: Family) -> None:
@@ -168,14 +170,15 @@ def test_gradients_are_those_of_the_reference(family: Family) -> None:
         plain = cross_entropy_datum(len(shared) + tail, seed)
         inputs = {key: value.to_numpy() for key, value in plain.loss_fn_inputs.items()}
         data.append(datum([*shared, *plain.model_input.to_ints()[:tail]], **inputs))
-    loss, logprobs, expected = loss_and_gradients(family.reference, family.client, data, "cross_entropy")
     output = family.client.forward_backward(data, "cross_entropy").result()
+    at = None if here().is_reference else [found["logprobs"].to_numpy() for found in output.loss_fn_outputs]
+    loss, logprobs, expected = loss_and_gradients(family.reference, family.client, data, "cross_entropy", at=at)
     found = gradients(family.client)
     drop_gradients(family.client)
     assert output.metrics["computed_tokens:sum"] == output.metrics["tokens:sum"] - len(shared)
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-4)
     for ours, theirs in zip(output.loss_fn_outputs, logprobs, strict=True):
-        np.testing.assert_allclose(ours["logprobs"].to_numpy(), theirs, rtol=0, atol=3e-5)
+        assert_near(ours["logprobs"].to_numpy(), theirs, atol=3e-5)
     assert len(found) == 2 * (7 * SHAPE["num_hidden_layers"] + 1)
     assert all(np.abs(matrix).max() > 0 for matrix in expected.values())
     assert_close(found, expected, rtol=1e-4)

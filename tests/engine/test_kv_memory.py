@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.devices import here
 from tests.engine.direct import Direct, alone, assert_same_samples, request
 from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import SamplingClient, ServiceClient
@@ -105,7 +106,7 @@ def test_the_same_through_a_client(
 def test_growing_takes_one_more_layer_for_a_moment(meter: Meter, shape: tuple[int, int]) -> None:
     """From every shape to every other."""
     layers, token = 8, 2 * 2 * 4 * 4
-    cache = KVCache(layers, 2, 4, torch.float32, torch.device("cpu"), BUDGET)
+    cache = KVCache(layers, 2, 4, torch.float32, here().device, BUDGET)
     for rows, length in ((5, 100), shape, (1, 500), shape):
         before = cache.rows * cache.length
         meter.most = 0

@@ -10,14 +10,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.engine.devices import here
 from tests.engine.helpers import (
     VOCABULARY,
     assert_close,
+    assert_near,
+    assert_repeats,
     cross_entropy_datum,
     datum,
     drop_gradients,
     gradients,
     make_training_client,
+    near,
+    pass_tokens,
     policy_datum,
 )
 from tests.engine.reference import Reference, loss_and_gradients
@@ -37,13 +42,14 @@ def check(
     """The engine's numbers against the reference's."""
     numbers = dict(config or {})
     temperature = numbers.pop("temperature", 1.0)
-    loss, logprobs, expected = loss_and_gradients(reference, client, data, loss_fn, temperature, numbers)
     output = client.forward_backward(list(data), loss_fn, config).result()
+    at = None if here().is_reference else [found["logprobs"].to_numpy() for found in output.loss_fn_outputs]
+    loss, logprobs, expected = loss_and_gradients(reference, client, data, loss_fn, temperature, numbers, at)
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-5)
     assert len(output.loss_fn_outputs) == len(data)
     for found, wanted in zip(output.loss_fn_outputs, logprobs, strict=True):
         assert found["logprobs"].dtype == "float32"
-        np.testing.assert_allclose(found["logprobs"].to_numpy(), wanted, rtol=0, atol=1e-4)
+        assert_near(found["logprobs"].to_numpy(), wanted, atol=1e-4)
     assert all(np.abs(matrix).max() > 0 for matrix in expected.values())
     assert_close(gradients(client), expected, rtol=1e-4)
 
@@ -124,9 +130,9 @@ def test_forward_has_the_numbers_of_forward_backward_and_no_gradient(training: T
     forward = training.forward(data, "ppo").result()
     assert training._run.state.gradients is None
     backward = training.forward_backward(data, "ppo").result()
-    assert forward.metrics == backward.metrics
+    assert_repeats(forward.metrics, backward.metrics)
     for left, right in zip(forward.loss_fn_outputs, backward.loss_fn_outputs, strict=True):
-        np.testing.assert_array_equal(left["logprobs"].to_numpy(), right["logprobs"].to_numpy())
+        assert_repeats(left["logprobs"].to_numpy(), right["logprobs"].to_numpy())
 
 
 def test_positions_without_advantage_need_no_meaningful_logprob(training: TrainingClient, reference: Reference) -> None:
@@ -143,7 +149,7 @@ def test_positions_without_advantage_need_no_meaningful_logprob(training: Traini
         loss = training.forward_backward([data], "importance_sampling").result().metrics["loss:sum"]
         outputs.append((loss, gradients(training)))
         drop_gradients(training)
-    assert outputs[0][0] == outputs[1][0]
+    assert_repeats(outputs[0][0], outputs[1][0])
     assert_close(outputs[1][1], outputs[0][1], rtol=0)
 
 
@@ -205,10 +211,10 @@ def test_no_split_and_no_order_changes_loss_or_gradients(
     logprobs = [record["logprobs"].to_numpy() for output in outputs for record in output.loss_fn_outputs]
     found = gradients(split_client)
     drop_gradients(split_client)
-    assert total == pytest.approx(loss, rel=1e-5, abs=1e-5)
+    assert total == near(loss, rel=1e-5, abs=1e-5)
     assert_close(found, expected, rtol=1e-5)
     for position, index in enumerate(order):
-        np.testing.assert_allclose(logprobs[position], expected_logprobs[index], rtol=0, atol=1e-5)
+        assert_near(logprobs[position], expected_logprobs[index], atol=1e-5)
 
 
 def test_a_call_longer_than_a_micro_batch_equals_its_parts(
@@ -219,8 +225,8 @@ def test_a_call_longer_than_a_micro_batch_equals_its_parts(
     loss = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
     expected = gradients(training)
     drop_gradients(training)
-    monkeypatch.setattr("tinker_local_backend.engine.memory.MAX_TOKENS_CPU", 32)
+    pass_tokens(monkeypatch, 32)
     monkeypatch.setattr("tinker_local_backend.engine.scoring.CHUNK_ELEMENTS", 7 * VOCABULARY)
     small = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
-    assert small == pytest.approx(loss, rel=1e-5)
+    assert small == near(loss, rel=1e-5)
     assert_close(gradients(training), expected, rtol=1e-5)

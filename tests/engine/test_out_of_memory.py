@@ -16,9 +16,12 @@ import torch
 from tests.engine.helpers import (
     STEP,
     assert_close,
+    assert_near,
     cross_entropy_datum,
     drop_gradients,
     gradients,
+    near,
+    pass_tokens,
     policy_datum,
     weights,
 )
@@ -80,10 +83,10 @@ def with_and_without(
         found = call(training, data)
     assert_close(gradients(training), expected_gradients, rtol=1e-5)
     for ours, theirs in zip(found.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
-        np.testing.assert_allclose(ours["logprobs"].to_numpy(), theirs["logprobs"].to_numpy(), rtol=0, atol=1e-5)
+        assert_near(ours["logprobs"].to_numpy(), theirs["logprobs"].to_numpy(), atol=1e-5)
     assert found.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
-        assert found.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+        assert found.metrics[name] == near(value, rel=1e-4, abs=1e-5), name
     return found, expected
 
 
@@ -111,7 +114,7 @@ def test_what_one_pass_has_shown_holds_for_the_others(
     training: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four passes of the same size: only the first of them has to fail."""
-    monkeypatch.setattr("tinker_local_backend.engine.memory.MAX_TOKENS_CPU", 100)
+    pass_tokens(monkeypatch, 100)
     data = [policy_datum(25, n, training) for n in range(16)]
     memory = Memory(60)
     with_and_without(training, data, ppo, memory)
@@ -226,7 +229,7 @@ def test_a_custom_loss_in_parts_runs_the_model_twice(training: TrainingClient, m
     memory = Memory(10_000)
 
     def call(client: TrainingClient, data: list[tinker.Datum]) -> tinker.ForwardBackwardOutput:
-        monkeypatch.setattr("tinker_local_backend.engine.memory.MAX_TOKENS_CPU", 60 if memory.installed else 10_000)
+        pass_tokens(monkeypatch, 60 if memory.installed else 10_000)
         return custom(client, data)
 
     with_and_without(training, data, call, memory)
@@ -250,7 +253,7 @@ def test_a_custom_loss_that_does_not_fit_after_all_goes_on_in_parts(training: Tr
 
 def train_under_a_limit(model_path: str) -> None:
     """Run in a process of its own: a call that needs far more than the address space left, then the same call without limit."""
-    pytest.MonkeyPatch().setattr("tinker_local_backend.engine.memory.MAX_TOKENS_CPU", 1 << 14)
+    pass_tokens(pytest.MonkeyPatch(), 1 << 14)
     model = BaseModel(model_path, torch.device("cpu"), torch.float32)
     adapter = model.new_adapter(LoraSpec(4), seed=0)
     state = trainer.TrainState(adapter, AdamW(adapter.parameters()))
@@ -274,6 +277,7 @@ def train_under_a_limit(model_path: str) -> None:
         assert float((left - right).abs().max()) <= 1e-4 * float(right.abs().max())
 
 
+@pytest.mark.cpu_promise
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of the address space as Linux has them")
 def test_when_memory_really_runs_out(tied_model: str) -> None:
     code = f"from tests.engine.test_out_of_memory import train_under_a_limit; train_under_a_limit({tied_model!r})"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.engine.helpers import (
     VOCABULARY,
     assert_close,
+    assert_near,
     datum,
     drop_gradients,
     gradients,
@@ -243,11 +244,9 @@ def check_together(
     assert (output.metrics["computed_tokens:sum"] < output.metrics["tokens:sum"]) == saves
     for ours, alone, one in zip(output.loss_fn_outputs, logprobs, data, strict=True):
         assert ours["logprobs"].to_numpy().shape == one.loss_fn_inputs["target_tokens"].to_numpy().shape
-        np.testing.assert_allclose(ours["logprobs"].to_numpy(), alone, rtol=0, atol=2e-5)
+        assert_near(ours["logprobs"].to_numpy(), alone, atol=2e-5)
     # Where the parts of a gradient cancel, their rounding is left: the bound is one of the whole gradient.
-    largest = max(np.abs(matrix).max() for matrix in expected.values())
-    for name, matrix in found.items():
-        np.testing.assert_allclose(matrix, expected[name], rtol=0, atol=1e-5 * largest, err_msg=name)
+    assert_close(found, expected, rtol=0, rtol_of_all=1e-5)
 
 
 @pytest.mark.parametrize("widths", [(None,), (3,), (None, 4, 2)], ids=["(N,)", "(N, K)", "mixed"])

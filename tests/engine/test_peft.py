@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.engine.helpers import make_training_client, prompt, random_tokens
+from tests.engine.helpers import assert_near, make_training_client, prompt, random_tokens
 from tests.engine.test_checkpoints import folder, train
 from tinker_local_backend import ServiceClient
 from tinker_local_backend.engine.attention import PackedPlan
@@ -40,11 +39,12 @@ def test_peft_computes_the_same_logprobs(
 
     state, base_model = client._run.state, client._run.model
     with torch.no_grad():
-        hidden = base_model.hidden_states(tokens[0], torch.arange(20), PackedPlan.whole([20]), state.adapter)
+        ours_T, positions_T = tokens[0].to(base_model.device), torch.arange(20, device=base_model.device)
+        hidden = base_model.hidden_states(ours_T, positions_T, PackedPlan.whole([20]), state.adapter)
         ours = base_model.logits(hidden, state.adapter)
-    np.testing.assert_allclose(ours.numpy(), logits.numpy(), rtol=1e-5, atol=1e-5)
+    assert_near(ours.cpu(), logits, atol=1e-5, rtol=1e-5)
 
     snapshot = service.create_sampling_client(saved).result()
     expected = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
     found = snapshot.compute_logprobs(prompt(TOKENS)).result()[1:]
-    np.testing.assert_allclose(np.array(found, dtype=np.float32), expected.numpy(), rtol=0, atol=1e-5)
+    assert_near(found, expected, atol=1e-5)

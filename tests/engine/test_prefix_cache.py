@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from tests.engine.devices import here
 from tinker_local_backend.engine.kv_cache import KVCache
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
 from tinker_local_backend.engine.prefix_cache import BLOCK, PrefixCache
@@ -20,14 +21,14 @@ def mark(adapter: Adapter | None, tokens: tuple[int, ...], start: int, layer: in
     which = float(ADAPTERS.index(adapter) + 1)
     keys = torch.tensor([[token, start + i] for i, token in enumerate(tokens)], dtype=torch.float32)
     values = torch.tensor([[which, layer + 1.0]] * len(tokens), dtype=torch.float32)
-    return keys.reshape(1, -1, 2), values.reshape(1, -1, 2)
+    return keys.reshape(1, -1, 2).to(here().device), values.reshape(1, -1, 2).to(here().device)
 
 
 class Rows:
     """A small cache as a scheduler uses it: running rows first, a prompt admitted, extended by tokens, ended."""
 
     def __init__(self, budget: int):
-        self.cache = KVCache(LAYERS, 1, 2, torch.float32, torch.device("cpu"), budget)
+        self.cache = KVCache(LAYERS, 1, 2, torch.float32, here().device, budget)
         self.prefixes = PrefixCache(self.cache)
         self.running: list[tuple[Adapter | None, tuple[int, ...], int]] = []
         """(adapter, tokens, most tokens)"""

@@ -5,7 +5,17 @@ import pytest
 import tinker
 import torch
 
-from tests.engine.helpers import datum, make_training_client, params, prompt, random_tokens
+from tests.engine.devices import here
+from tests.engine.helpers import (
+    assert_near,
+    assert_same_tokens,
+    datum,
+    make_training_client,
+    params,
+    prompt,
+    random_tokens,
+    tolerance,
+)
 from tests.engine.reference import Reference
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.sampler import RowParams, next_tokens
@@ -30,12 +40,12 @@ def test_logprobs_are_those_of_the_tempered_distribution_before_truncation(
         for sequence in future.result().sequences:
             assert sequence.logprobs is not None
             expected = reference.completion_logprobs(tokens, sequence.tokens, adapter, 8.0, temperature)
-            np.testing.assert_allclose(sequence.logprobs, expected, rtol=0, atol=1e-4)
+            assert_near(sequence.logprobs, expected, atol=1e-4)
             whole = [*tokens, *sequence.tokens]
             scored = datum(whole[:-1], target_tokens=whole[1:], weights=np.zeros(len(whole) - 1, dtype=np.float32))
             output = training.forward([scored], "cross_entropy", {"temperature": temperature}).result()
             forced = output.loss_fn_outputs[0]["logprobs"].to_numpy()[len(tokens) - 1 :]
-            np.testing.assert_allclose(sequence.logprobs, forced, rtol=0, atol=1e-4)
+            assert_near(sequence.logprobs, forced, atol=1e-4)
 
 
 def test_temperature_zero_is_the_argmax_and_reports_logprobs_of_temperature_one(
@@ -46,21 +56,24 @@ def test_temperature_zero_is_the_argmax_and_reports_logprobs_of_temperature_one(
         (sequence,) = sequences(sampler, tokens, max_tokens=6, temperature=0.0, stop=[])
         with torch.no_grad():
             scores = reference.logprobs([*tokens, *sequence.tokens][:-1], adapter, 8.0)[len(tokens) - 1 :]
-        assert sequence.tokens == scores.argmax(dim=-1).tolist()
-        assert sequence.logprobs is not None
-        np.testing.assert_allclose(sequence.logprobs, scores.max(dim=-1).values.numpy(), rtol=0, atol=1e-4)
+        if here().is_reference:
+            assert sequence.tokens == scores.argmax(dim=-1).tolist()
+        chosen = scores.gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
+        assert_near(chosen, scores.amax(dim=-1), atol=1e-4)
+        assert_near(sequence.logprobs, scores.amax(dim=-1), atol=1e-4)
 
 
 def test_greedy_and_sampled_requests_share_a_batch(sampler: SamplingClient) -> None:
     alone = [sequences(sampler, PROMPTS[1], seed=3, temperature=t)[0].tokens for t in (0.0, 1.0, 0.5)]
     futures = [sampler.sample(prompt(PROMPTS[1]), 1, params(seed=3, temperature=t)) for t in (0.0, 1.0, 0.5)]
-    assert [future.result().sequences[0].tokens for future in futures] == alone
+    assert_same_tokens((future.result().sequences[0].tokens for future in futures), alone)
 
 
 def test_top_k_one_is_greedy(sampler: SamplingClient) -> None:
     for tokens in PROMPTS:
         greedy = sequences(sampler, tokens, temperature=0.0, stop=[])[0].tokens
-        assert sequences(sampler, tokens, temperature=1.3, top_k=1, seed=5, stop=[])[0].tokens == greedy
+        first_of_one = sequences(sampler, tokens, temperature=1.3, top_k=1, seed=5, stop=[])[0].tokens
+        assert_same_tokens([first_of_one], [greedy])
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9])
@@ -71,12 +84,13 @@ def test_no_token_outside_the_nucleus(
     tokens = PROMPTS[2]
     with torch.no_grad():
         probs = reference.logprobs(tokens, reference.adapter_of(training), 8.0)[-1].exp()
-    values, order = probs.sort(descending=True)
-    size = int((values.cumsum(0) < top_p).sum()) + 1
-    assert 1 <= size < 1000
+    # A token whose logprob is within rounding of another's may come before or after it.
+    likelier = probs[None, :] > probs[:, None] * (1 if here().is_reference else 1 + tolerance(1e-4))
+    nucleus = set(((likelier * probs).sum(dim=1) < top_p).nonzero()[:, 0].tolist())
+    assert 1 <= len(nucleus) < (1000 if here().is_reference else 1200)
     drawn = {s.tokens[0] for s in sequences(sampler, tokens, 300, max_tokens=1, top_p=top_p, seed=0)}
-    assert drawn <= set(order[:size].tolist())
-    assert len(drawn) > 1 or size == 1
+    assert drawn <= nucleus
+    assert len(drawn) > 1 or len(nucleus) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,23 +99,23 @@ def test_no_token_outside_the_nucleus(
 def test_every_token_of_the_nucleus_can_be_drawn(top_k: int, top_p: float, expected: set[int]) -> None:
     """Also the last one, which takes the mass over top_p."""
     tokens, _, _ = next_tokens(
-        torch.log(torch.tensor([[0.4, 0.25, 0.2, 0.1, 0.05]])).expand(200, -1),
-        RowParams([1.0] * 200, [top_k] * 200, [top_p] * 200, range(200), torch.device("cpu")),
+        torch.log(torch.tensor([[0.4, 0.25, 0.2, 0.1, 0.05]], device=here().device)).expand(200, -1),
+        RowParams([1.0] * 200, [top_k] * 200, [top_p] * 200, range(200), here().device),
         np.zeros(200, dtype=np.uint64),
     )
     assert set(tokens.tolist()) == expected
 
 
 def test_top_p_is_a_share_of_what_top_k_left() -> None:
-    logits = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]]))
+    logits = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]], device=here().device))
     # Of the top two, 2/3 and 1/3, the first alone reaches 0.6; of all five it would take two.
     tokens, logprobs, _ = next_tokens(
         logits.expand(200, -1),
-        RowParams([1.0] * 200, [2] * 200, [0.6] * 200, range(200), torch.device("cpu")),
+        RowParams([1.0] * 200, [2] * 200, [0.6] * 200, range(200), here().device),
         np.zeros(200, dtype=np.uint64),
     )
     assert set(tokens.tolist()) == {0}
-    assert logprobs[0].exp() == pytest.approx(0.4)
+    assert float(logprobs[0].exp()) == pytest.approx(0.4)
 
 
 def common_token(client: SamplingClient, tokens: list[int], **fields) -> int:
@@ -120,11 +134,12 @@ def test_a_stop_token_is_kept_with_its_logprob_exactly_when_it_was_emitted(
     reasons = set()
     for long, short in zip(free, stopped, strict=True):
         end = long.tokens.index(stop) + 1 if stop in long.tokens else 12
-        assert short.tokens == long.tokens[:end]
-        assert short.stop_reason == ("stop" if stop in long.tokens else "length")
+        assert_same_tokens([short.tokens], [long.tokens[:end]])
+        assert stop not in short.tokens[:-1] and len(short.tokens) <= 12
+        assert short.stop_reason == ("stop" if stop in short.tokens else "length")
         assert short.logprobs is not None and len(short.logprobs) == len(short.tokens)
         expected = reference.completion_logprobs(tokens, short.tokens, adapter, 8.0)
-        np.testing.assert_allclose(short.logprobs, expected, rtol=0, atol=1e-4)
+        assert_near(short.logprobs, expected, atol=1e-4)
         reasons.add(short.stop_reason)
     assert reasons == {"stop", "length"}
 
@@ -134,14 +149,16 @@ def test_every_id_of_a_stop_list_is_a_stop_by_itself(sampler: SamplingClient) ->
     first, second = free.tokens[6], free.tokens[3]
     end = min(free.tokens.index(first), free.tokens.index(second)) + 1
     (both,) = sequences(sampler, PROMPTS[2], max_tokens=12, seed=9, stop=[first, second])
-    assert (both.tokens, both.stop_reason) == (free.tokens[:end], "stop")
+    if all(assert_same_tokens([both.tokens], [free.tokens[:end]])):
+        assert both.stop_reason == "stop"
 
 
 def test_a_stop_at_the_last_allowed_token_counts_as_a_stop(sampler: SamplingClient) -> None:
     (free,) = sequences(sampler, PROMPTS[2], max_tokens=4, seed=9, stop=[])
     end = free.tokens.index(free.tokens[-1]) + 1
     (sequence,) = sequences(sampler, PROMPTS[2], max_tokens=end, seed=9, stop=[free.tokens[-1]])
-    assert (sequence.tokens, sequence.stop_reason) == (free.tokens[:end], "stop")
+    if all(assert_same_tokens([sequence.tokens], [free.tokens[:end]])):
+        assert sequence.stop_reason == "stop"
 
 
 def test_no_stop_given_means_end_of_sequence_and_an_empty_list_means_none(
@@ -175,9 +192,9 @@ def test_a_stop_string_ends_a_sequence_also_across_token_borders(sampler: Sampli
     (sequence,) = sequences(
         sampler, PROMPTS[0], max_tokens=16, seed=4, stop=["never in any text", stop] if as_list else stop
     )
-    assert sequence.tokens == free.tokens[:end]
-    assert sequence.stop_reason == "stop" and sequence.logprobs is not None
-    assert len(sequence.logprobs) == end
+    assert sequence.logprobs is not None and len(sequence.logprobs) == len(sequence.tokens)
+    if all(assert_same_tokens([sequence.tokens], [free.tokens[:end]])):
+        assert sequence.stop_reason == "stop"
 
 
 def test_a_stop_string_in_the_prompt_does_not_stop(sampler: SamplingClient) -> None:
@@ -194,7 +211,7 @@ def test_compute_logprobs_are_those_of_transformers(
             found = client.compute_logprobs(prompt(tokens)).result()
             assert len(found) == len(tokens) and found[0] is None
             expected = reference.completion_logprobs(tokens[:1], tokens[1:], adapter, 8.0) if tokens[1:] else []
-            np.testing.assert_allclose(np.array(found[1:], dtype=float), expected, rtol=0, atol=1e-4)
+            assert_near(found[1:], expected, atol=1e-4)
 
 
 def test_prompt_logprobs_come_with_a_sample_only_when_asked_for(sampler: SamplingClient) -> None:
@@ -205,9 +222,10 @@ def test_prompt_logprobs_come_with_a_sample_only_when_asked_for(sampler: Samplin
         expected = sampler.compute_logprobs(prompt(PROMPTS[1])).result()
         found = with_logprobs.result().prompt_logprobs
         assert found is not None and found[0] is None
-        np.testing.assert_allclose(np.array(found[1:], dtype=float), np.array(expected[1:], dtype=float), atol=1e-4)
+        assert_near(found[1:], expected[1:], atol=1e-4, rtol=1e-7)
         assert without.result().prompt_logprobs is None
-        assert [s.tokens for s in with_logprobs.result().sequences] == [s.tokens for s in without.result().sequences]
+        scored, plain = with_logprobs.result().sequences, without.result().sequences
+        assert_same_tokens((s.tokens for s in scored), (s.tokens for s in plain))
 
 
 def test_prompt_logprobs_are_there_as_an_array_too(sampler: SamplingClient) -> None:
@@ -235,9 +253,9 @@ def test_every_token_of_a_large_vocabulary_can_be_drawn(vocabulary: int, monkeyp
     monkeypatch.setattr("tinker_local_backend.engine.sampler.uniforms", lambda seeds, positions: middle)
     rows = len(wanted)
     tokens, logprobs, _ = next_tokens(
-        probs.log().float().expand(rows, -1),
-        RowParams([1.0] * rows, [-1] * rows, [1.0] * rows, range(rows), torch.device("cpu")),
+        probs.log().float().to(here().device).expand(rows, -1),
+        RowParams([1.0] * rows, [-1] * rows, [1.0] * rows, range(rows), here().device),
         np.zeros(rows, dtype=np.uint64),
     )
     assert tokens.tolist() == wanted.tolist()
-    np.testing.assert_allclose(logprobs.numpy(), probs[wanted].log().numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(logprobs.cpu(), probs[wanted].log(), rtol=1e-5, atol=1e-5)
