@@ -300,7 +300,10 @@ def main(config: CLIConfig) -> int:
             outcome = run_recipe(run, Path(root) / run.module, sl_basic)
             outcomes.append(outcome)
             problems = outcome.problems(config.limit)
-            print(f"    {outcome.seconds:.0f} s, {outcome.cpu_seconds:.0f} s of CPU  {'; '.join(problems) or 'ok'}", flush=True)
+            print(
+                f"    {outcome.seconds:.0f} s, {outcome.cpu_seconds:.0f} s of CPU  {'; '.join(problems) or 'ok'}",
+                flush=True,
+            )
             if outcome.returncode:
                 print(outcome.output[-2000:], flush=True)
     rows = table_rows(outcomes, config.limit)
