@@ -15,15 +15,11 @@ from tests.fakes import Pending, fake_logprob, said
 from tests.rl.test_data_processing import group, trajectory, turn
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines, compute_advantages, token_scales
+from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, check_loss, get_preset, loss_datum
 from tinker_cookbook.rl.data_processing import trajectory_to_data
-from tinker_cookbook.rl.losses import LOSS_FNS, PRESETS, check_loss, get_preset, loss_datum
-from tinker_cookbook.rl.metrics import (
-    compute_post_kl,
-    discounted_future_sum_vectorized,
-    full_sequence,
-    incorporate_kl_penalty,
-)
-from tinker_cookbook.rl.minibatch import KLPenalty, Minibatch, prepare_minibatch
+from tinker_cookbook.rl.kl import KLPenalty, discounted_future_sum_vectorized, full_sequence, incorporate_kl_penalty
+from tinker_cookbook.rl.metrics import compute_post_kl
+from tinker_cookbook.rl.minibatch import Minibatch, prepare_minibatch
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection, correct_off_policy
 from tinker_cookbook.rl.types import TrajectoryGroup
 

@@ -17,7 +17,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.distillation.datasets import DATASET_KEY
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized
+from tinker_cookbook.rl.kl import compute_target_logprobs, discounted_future_sum_vectorized
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.misc_utils import gather_all
 

@@ -8,7 +8,7 @@ from tinker_cookbook import backends
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.losses import LOSS_FNS, check_loss
+from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy

@@ -18,6 +18,7 @@ from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import GroupFailedError, TrainingError
 from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
+from tinker_cookbook.rl.batches import TrainingBatches
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
@@ -27,7 +28,6 @@ from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import group_records, training_step_record
 from tinker_cookbook.rl.rollout_strategy import describe_group, rollout_strategy_from_config
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, do_group_rollout
-from tinker_cookbook.rl.schedule import BatchSchedule
 from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update, train_step
@@ -57,15 +57,15 @@ class Loop:
         self,
         config: Config,
         session: Session,
-        schedule: BatchSchedule,
+        batches: TrainingBatches,
         rounds: EvaluationRounds,
         penalties: Sequence[Penalty],
         sampling_client: SamplingClient,
     ):
-        self.config, self.session, self.schedule = config, session, schedule
+        self.config, self.session, self.batches = config, session, batches
         self.rounds, self.penalties = rounds, penalties
         self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
-        self.start, self.end = session.start_step(), len(schedule)
+        self.start, self.end = session.start_step(), len(batches)
         self.strategy = rollout_strategy_from_config(config.rollout_error_tolerance)
         self.errors = RolloutErrorCounter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)

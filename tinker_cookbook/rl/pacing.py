@@ -1,7 +1,7 @@
 """Three ways of pacing a run: sample then train, train while sampling, and sample ahead.
 
 They differ in when groups start and when passes are submitted, never in which groups a step trains on: step i trains on
-batch i of the schedule, whatever finished first. So every group is trained, filtered or failed exactly once, a run resumes by
+batch i of the run, whatever finished first. So every group is trained, filtered or failed exactly once, a run resumes by
 its step alone, and sampling ahead by 0 batches is the synchronous loop, bit for bit.
 """
 
@@ -27,7 +27,7 @@ async def do_sync_training(loop: Loop) -> None:
         metrics = loop.new_metrics(step)
         with timed("total", metrics):
             await loop.evaluate(step, metrics)
-            builders = loop.schedule.get_batch(step)
+            builders = loop.batches.get_batch(step)
             with timed("sampling", metrics):
                 sampled = await gather_all(loop.sample_group(step, i, builder) for i, builder in enumerate(builders))
             await loop.train(step, loop.collect(step, sampled, metrics), sampled, metrics)
@@ -47,7 +47,7 @@ async def do_async_training(loop: Loop, config: AsyncConfig) -> None:
 async def _train_ahead(loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup) -> None:
     slots: asyncio.Semaphore | None = None
     if config.max_steps_off_policy > 0:
-        slots = asyncio.Semaphore(len(loop.schedule.get_batch(loop.start)))
+        slots = asyncio.Semaphore(len(loop.batches.get_batch(loop.start)))
     running: dict[int, list[asyncio.Task[WrappedTrajectoryGroup]]] = {}
     for step in range(loop.start, loop.end):
         metrics = loop.new_metrics(step)
@@ -57,7 +57,7 @@ async def _train_ahead(loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup
                 if ahead not in running:
                     running[ahead] = [
                         tasks.create_task(loop.sample_group(ahead, i, builder, slots))
-                        for i, builder in enumerate(loop.schedule.get_batch(ahead))
+                        for i, builder in enumerate(loop.batches.get_batch(ahead))
                     ]
             with timed("sampling", metrics):
                 sampled = [await task for task in running.pop(step)]
@@ -84,7 +84,7 @@ async def _stream_batch(
 ) -> None:
     running = [
         tasks.create_task(loop.sample_group(step, i, builder))
-        for i, builder in enumerate(loop.schedule.get_batch(step))
+        for i, builder in enumerate(loop.batches.get_batch(step))
     ]
     update = loop.new_update()
     sampled: list[WrappedTrajectoryGroup] = []
