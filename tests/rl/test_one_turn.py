@@ -73,7 +73,7 @@ def test_a_group_is_so_many_attempts_with_a_record_of_each() -> None:
     group = attempt(*REPLIES, record_kind="length")
     for i, record in enumerate(group.records):
         content = record.content
-        assert (record.kind, content["member"], content["tags"]) == ("length", i, ["lengths"])
+        assert (record.kind, content["member"], group.tags) == ("length", i, ["lengths"])
         assert [content[key] for key in ("instance_id", "question", "ground_truth")] == ["length-1", "Say x.", "x"]
         assert content["completion_tokens"] == REPLIES[i].tokens
         assert content["completion_logprobs"] == REPLIES[i].logprobs

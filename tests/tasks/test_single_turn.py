@@ -45,9 +45,10 @@ class TestGroup:
         assert group.is_trained() == [True] * 4
 
     def test_records(self) -> None:
-        for i, record in enumerate(attempt(REPLIES).records):
+        group = attempt(REPLIES)
+        for i, record in enumerate(group.records):
             content = record.content
-            assert record.kind == "baseline" and content["member"] == i and content["tags"] == ["qa"]
+            assert record.kind == "baseline" and content["member"] == i and group.tags == ["qa"]
             assert (content["instance_id"], content["question"], content["ground_truth"]) == (
                 "sum-1",
                 ITEM.question,

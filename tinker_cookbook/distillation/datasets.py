@@ -45,9 +45,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-DATASET_KEY = "dataset"
-"""Under this key a member's info says which dataset, by its index, its group came from."""
-
 
 @chz.chz(typecheck=True)
 class DistillationDatasetConfig:
@@ -188,10 +185,10 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
 
 @dataclass(frozen=True)
 class GroupOfDataset(EnvGroupBuilder):
-    """A group that knows which dataset of a composite it came from: as a tag, and in each member's info."""
+    """A group that knows which dataset of a composite it came from, and has it as a tag."""
 
     builder: EnvGroupBuilder
-    dataset: int
+    dataset_index: int
 
     async def make_envs(self) -> Sequence[Env]:
         return await self.builder.make_envs()
@@ -215,14 +212,13 @@ class GroupOfDataset(EnvGroupBuilder):
         return self.builder.member_roles(env_group)
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        described = self.builder.describe_members(env_group) or [{} for _ in env_group]
-        return [{**info, DATASET_KEY: self.dataset} for info in described]
+        return self.builder.describe_members(env_group)
 
     async def cleanup(self) -> None:
         await self.builder.cleanup()
 
     def logging_tags(self) -> list[str]:
-        return [*self.builder.logging_tags(), f"dataset_{self.dataset}"]
+        return [*self.builder.logging_tags(), f"dataset_{self.dataset_index}"]
 
 
 class CompositeDataset(RLDataset):

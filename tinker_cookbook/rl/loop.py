@@ -50,6 +50,11 @@ class WrappedTrajectoryGroup:
     seconds: float
 
 
+def finished_groups(sampled: Sequence[WrappedTrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Those that came through, in order."""
+    return [item.trajectory_group for item in sampled if isinstance(item.trajectory_group, TrajectoryGroup)]
+
+
 class Loop:
     """The state of a run between its steps."""
 
@@ -135,21 +140,17 @@ class Loop:
                 if not self.strategy.tolerant:
                     raise
                 logger.warning("group %s is left out: %s", name, error)
-                group = FailedGroup(error.errors)
+                group = FailedGroup(error.errors, builder.logging_tags())
             return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started)
 
     def collect(
         self, step: int, sampled: Sequence[WrappedTrajectoryGroup], metrics: LoopMetrics
     ) -> list[TrajectoryGroup]:
         """The groups of a batch that came through, with metrics and records of all."""
-        groups: list[TrajectoryGroup] = []
-        tags: list[list[str]] = []
         for wrapped in sampled:
             self.errors.add(wrapped.trajectory_group)
-            if isinstance(wrapped.trajectory_group, TrajectoryGroup):
-                groups.append(wrapped.trajectory_group)
-                tags.append(wrapped.env_group_builder.logging_tags())
-        metrics |= compute_trajectory_metrics(groups, tags)
+        groups = finished_groups(sampled)
+        metrics |= compute_trajectory_metrics(groups)
         metrics |= self.errors.metrics()
         metrics |= compute_sampling_client_metrics(
             [wrapped.sampling_client_step for wrapped in sampled], [wrapped.seconds for wrapped in sampled]
@@ -269,9 +270,9 @@ class Loop:
         advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
         shown: list[ShownGroup] = []
         for wrapped in sampled[: self.config.num_groups_to_log]:
-            group, tags = wrapped.trajectory_group, wrapped.env_group_builder.logging_tags()
+            group = wrapped.trajectory_group
             advantages_G = next(advantages_P).tolist() if isinstance(group, TrajectoryGroup) else None
-            shown.append(ShownGroup(group, tags, advantages_G, wrapped.sampling_client_step))
+            shown.append(ShownGroup(group, advantages_G, wrapped.sampling_client_step))
         page = iteration_folder(self.session.run.log_path, step) / "train.html"
         write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
 

@@ -16,12 +16,17 @@ from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, EnvGroupBuilder, RLData
 
 
 def compute_trajectory_metrics(
-    trajectory_groups_P: Sequence[TrajectoryGroup], tags_P: Sequence[Sequence[str]]
+    trajectory_groups_P: Sequence[TrajectoryGroup], taglist_P: Sequence[Sequence[str]] | None = None
 ) -> dict[str, float]:
-    """Metrics over all groups under env/all/, and over each tag that selects only some of them under env/<tag>/."""
+    """Metrics over all groups under env/all/, and over each tag that selects only some of them under env/<tag>/.
+
+    `taglist_P` takes the place of the groups' own tags.
+    """
+    if taglist_P is None:
+        taglist_P = [group.tags for group in trajectory_groups_P]
     metrics = {f"env/all/{key}": value for key, value in _group_metrics(trajectory_groups_P).items()}
-    for tag in sorted({tag for tags in tags_P for tag in tags}):
-        selected = [group for group, tags in zip(trajectory_groups_P, tags_P, strict=True) if tag in tags]
+    for tag in sorted({tag for tags in taglist_P for tag in tags}):
+        selected = [group for group, tags in zip(trajectory_groups_P, taglist_P, strict=True) if tag in tags]
         if len(selected) < len(trajectory_groups_P):
             metrics |= {f"env/{tag}/{key}": value for key, value in _group_metrics(selected).items()}
     return metrics
@@ -124,16 +129,11 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         num_shown = self._num_groups_to_log if page is not None else 0
         outcomes = await do_batch_rollout(self._builders, policy, self._strategy, self._termination, num_shown)
         if page is not None and num_shown:
-            first = zip(self._builders, outcomes[:num_shown], strict=False)
-            shown = [ShownGroup(outcome, builder.logging_tags()) for builder, outcome in first]
+            shown = [ShownGroup(outcome) for outcome in outcomes[:num_shown]]
             write_page(page, f"{self._name}, {page.parent.name}", shown, sampling_client.get_tokenizer())
         errors = RolloutErrorCounter()
-        groups: list[TrajectoryGroup] = []
-        tags: list[list[str]] = []
-        for builder, outcome in zip(self._builders, outcomes, strict=True):
+        for outcome in outcomes:
             errors.add(outcome)
-            if isinstance(outcome, TrajectoryGroup):
-                groups.append(outcome)
-                tags.append(builder.logging_tags())
-        metrics = compute_trajectory_metrics(groups, tags) | errors.metrics()
+        groups = [outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)]
+        metrics = compute_trajectory_metrics(groups) | errors.metrics()
         return {f"{self._name}/{key}": value for key, value in metrics.items()}

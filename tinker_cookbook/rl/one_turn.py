@@ -131,7 +131,6 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
         for i, (env, trajectory) in enumerate(zip(_one_turn(env_group), group.trajectories_G, strict=True)):
             transition = trajectory.transitions[-1]
             content = {
-                "tags": self.logging_tags(),
                 "instance_id": env.instance_id,
                 "member": i,
                 "question": _question(env),

@@ -13,10 +13,9 @@ from functools import partial
 
 from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
 from tinker_cookbook.rl.data_processing import DatumMetadata
-from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
+from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup, finished_groups
 from tinker_cookbook.rl.metrics import compute_kl_sample_train
 from tinker_cookbook.rl.minibatch import Minibatch
-from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics
 from tinker_cookbook.utils.misc_utils import dict_mean, gather_all, split_list, timed, with_tasks
 
@@ -94,7 +93,7 @@ async def _stream_batch(
             with timed("sampling", metrics):
                 arrived = [await task for task in minibatch]
             sampled += arrived
-            part = await loop.prepare(_groups(arrived))
+            part = await loop.prepare(finished_groups(arrived))
             parts.append(part)
             if part.data_D:
                 loop.is_between_steps = False
@@ -108,10 +107,6 @@ async def _stream_batch(
         logprobs_D = await update.finish(metrics)
     metrics |= compute_kl_sample_train(batch.data_D, logprobs_D)
     await loop.after_update(step, batch, metrics)
-
-
-def _groups(sampled: Sequence[WrappedTrajectoryGroup]) -> list[TrajectoryGroup]:
-    return [item.trajectory_group for item in sampled if isinstance(item.trajectory_group, TrajectoryGroup)]
 
 
 def _joined(parts: Sequence[Minibatch]) -> Minibatch:

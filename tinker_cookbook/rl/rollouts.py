@@ -56,6 +56,7 @@ class FailedGroup:
     """In place of a group that its strategy gave up."""
 
     errors: list[RolloutError]
+    tags: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -157,6 +158,8 @@ async def _grade(
         final_rewards_G=[reward for reward, _ in rewards],
         metrics_G=[metrics for _, metrics in rewards],
         rollout_errors=result.errors,
+        tags=builder.logging_tags(),
+        dataset_index=builder.dataset_index,
     )
     if termination is not None:
         _clamp(group, termination)
@@ -247,7 +250,7 @@ async def do_batch_rollout(
             )
         except GroupFailedError as error:
             logger.warning("group %s is left out: %s", name, error)
-            return FailedGroup(error.errors)
+            return FailedGroup(error.errors, builder.logging_tags())
 
     return await gather_all(one(index, builder) for index, builder in enumerate(builders))
 
