@@ -26,7 +26,7 @@ from tinker_cookbook.rl.metrics import compute_kl_sample_train, compute_post_kl,
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
 from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import group_records, training_step_record
-from tinker_cookbook.rl.rollout_strategy import describe_group, rollout_strategy_from_config
+from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, do_group_rollout
 from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
@@ -71,7 +71,7 @@ class Loop:
         self.rounds, self.penalties = rounds, penalties
         self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
         self.start, self.end = session.start_step(), len(batches)
-        self.strategy = rollout_strategy_from_config(config.rollout_error_tolerance)
+        self.strategy = config.effective_rollout_strategy()
         self.errors = RolloutErrorCounter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.steps_done = self.start
@@ -132,7 +132,8 @@ class Loop:
                     builder,
                     policy.fork("group", index),
                     self.strategy,
-                    config.termination,
+                    config.effective_termination(),
+                    config=config.rollout,
                     name=name,
                     with_notes=index < config.num_groups_to_log,
                 )

@@ -9,6 +9,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout
 from tinker_cookbook.rl.transcripts import ShownGroup, eval_page, write_page
@@ -99,7 +100,8 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
     Args:
         temperature: that of training, unless another is asked for.
         strategy: what a failing rollout means, as in training; groups that were given up are counted and left out.
-        termination: what a rollout that hit a limit is worth, as in training.
+        termination: what a rollout that hit a limit is worth, as in training; None: what `config` says.
+        config: how each rollout is run, as in training.
         seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
         num_groups_to_log: the first groups, whose transcripts are written where a training run says (`rl.transcripts`).
     """
@@ -114,20 +116,23 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         strategy: RolloutStrategy | None = None,
         termination: TerminationRewardPolicy | None = None,
         num_groups_to_log: int = 4,
+        config: RolloutConfig | None = None,
     ):
         self._builders = dataset_to_env_group_builders(dataset)
         self._max_tokens = max_tokens
         self._name = name
         self._temperature = temperature
         self._seed = seed
-        self._strategy, self._termination = strategy, termination
+        self._strategy, self._termination, self._config = strategy, termination, config
         self._num_groups_to_log = num_groups_to_log
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         policy = TinkerTokenCompleter(sampling_client, self._max_tokens, self._temperature, seed=self._seed)
         page = eval_page(self._name)
         num_shown = self._num_groups_to_log if page is not None else 0
-        outcomes = await do_batch_rollout(self._builders, policy, self._strategy, self._termination, num_shown)
+        outcomes = await do_batch_rollout(
+            self._builders, policy, self._strategy, self._termination, num_shown, self._config
+        )
         if page is not None and num_shown:
             shown = [ShownGroup(outcome) for outcome in outcomes[:num_shown]]
             write_page(page, f"{self._name}, {page.parent.name}", shown, sampling_client.get_tokenizer())

@@ -82,8 +82,7 @@ async def _stream_batch(
     loop: Loop, config: StreamMinibatchConfig, step: int, metrics: LoopMetrics, tasks: asyncio.TaskGroup
 ) -> None:
     running = [
-        tasks.create_task(loop.sample_group(step, i, builder))
-        for i, builder in enumerate(loop.batches.get_batch(step))
+        tasks.create_task(loop.sample_group(step, i, builder)) for i, builder in enumerate(loop.batches.get_batch(step))
     ]
     update = loop.new_update()
     sampled: list[WrappedTrajectoryGroup] = []

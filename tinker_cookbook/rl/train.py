@@ -34,7 +34,6 @@ from tinker_cookbook.rl.pacing import (
     do_sync_training_with_stream_minibatch,
 )
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
-from tinker_cookbook.rl.rollout_strategy import rollout_strategy_from_config
 from tinker_cookbook.rl.types import RLDataset
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
@@ -120,9 +119,10 @@ def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluat
         "test",
         config.temperature,
         derive_seed(config.seed, "test"),
-        rollout_strategy_from_config(config.rollout_error_tolerance),
-        config.termination,
+        config.effective_rollout_strategy(),
+        config.effective_termination(),
         config.num_groups_to_log,
+        config.rollout,
     )
 
 
