@@ -6,8 +6,8 @@ import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig, Baseline, Scale
+from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, get_preset
 from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
-from tinker_cookbook.rl.losses import LOSS_FNS, PRESETS, get_preset
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure, RolloutStrategy
 from tinker_cookbook.runs.reference import KLReferenceConfig

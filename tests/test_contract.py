@@ -47,7 +47,7 @@ SIGNATURES = {
     "rl.train:main": "config rollout_executor=None",
     "rl.rollouts:do_single_rollout": "policy env",
     "rl.rollouts:do_group_rollout_and_filter_constant_reward": (
-        "sampling_client builder max_tokens temperature do_remove_constant_reward_groups"
+        "sampling_client env_group_builder max_tokens temperature do_remove_constant_reward_groups"
     ),
     "supervised.types:SupervisedDataset.get_batch": "self index",
     "supervised.types:SupervisedDataset.set_epoch": "self seed=0",

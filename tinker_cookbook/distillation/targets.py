@@ -18,7 +18,7 @@ import tinker
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.metrics import full_sequence
+from tinker_cookbook.rl.kl import full_sequence
 
 LEAST_TOP_LOGPROB = -40.0
 """The likeliest of V tokens has at least the probability 1 / V; anything below this is a filler for "not computed"."""

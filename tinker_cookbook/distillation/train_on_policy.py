@@ -172,5 +172,5 @@ class HeldOutTeacherKL(SamplingClientEvaluator):
         zeros_P = [torch.zeros(len(group.trajectories_G)) for group in groups]
         data_D, metadata_D = assemble_training_data(groups, zeros_P, keep_zero=True)
         _, kl = await self._measure(data_D, groups, metadata_D)
-        env = compute_trajectory_metrics(groups, [builder.logging_tags() for builder in self._builders])
+        env = compute_trajectory_metrics(groups)
         return {f"{self._name}/{key}": value for key, value in {**kl, **env}.items()}

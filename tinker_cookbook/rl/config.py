@@ -8,10 +8,11 @@ from tinker_cookbook import backends
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.losses import LOSS_FNS, check_loss
+from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
-from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strategy_from_config
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.reference import KLReferenceConfig
@@ -88,7 +89,10 @@ class Config(RunConfig):
         default=None, doc="what a failing rollout means: None or False ends the run, True tries again, or a strategy"
     )
     termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="what a rollout that hit a limit is worth; None: what it was graded"
+        default=None, doc="what a rollout that hit a limit is worth; None: what `rollout` says, else what it was graded"
+    )
+    rollout: RolloutConfig | None = chz.field(
+        default=None, doc="how rollouts are run, in training and on the test set; None: as the environments say"
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
@@ -106,12 +110,22 @@ class Config(RunConfig):
         validator=chz.validators.ge(0),
     )
 
+    def effective_termination(self) -> TerminationRewardPolicy | None:
+        """`termination`, or that of `rollout`."""
+        return self.termination if self.rollout is None else self.termination or self.rollout.termination
+
+    def effective_rollout_strategy(self) -> RolloutStrategy:
+        """What `rollout_error_tolerance` means."""
+        return rollout_strategy_from_config(self.rollout_error_tolerance)
+
 
 def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming the mend."""
     backend = backends.check_backend(config.backend, config.model_name, config.base_url)
     check_loss(config.loss_fn, config.loss_fn_config, backend)
     _check_temperature(config, backend)
+    if config.termination is not None and config.rollout is not None and config.rollout.termination is not None:
+        raise ConfigurationError("termination and rollout.termination are both set; use one of them")
     if config.async_config is not None and config.stream_minibatch_config is not None:
         raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
     if config.stream_minibatch_config is not None:

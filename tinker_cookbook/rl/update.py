@@ -9,7 +9,7 @@ import tinker
 import torch
 
 from tinker_cookbook.clients import TrainingClient
-from tinker_cookbook.rl.losses import loss_datum
+from tinker_cookbook.rl.algorithms import loss_datum
 from tinker_cookbook.utils.misc_utils import split_list
 
 ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8
