@@ -23,11 +23,12 @@ from recipes.common import (
 from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.dataset import ADVANTAGES, DebateDatasetBuilder, DebateTrain
-from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig, check_judge
+from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.runs.outcome import print_rl_changes
+from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_rs_grpo"
 
@@ -50,7 +51,6 @@ class CLIConfig(TaskConfig):
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
-    check_judge(cli.judge)
     if cli.debate_train == "rejection" and (cli.preset is not None or cli.baseline is not None):
         raise ConfigurationError(
             "debate_train=rejection trains each winner with the same weight, whatever its reward; leave preset and baseline out, "
@@ -58,7 +58,6 @@ def build_config(cli: CLIConfig) -> train.Config:
         )
     folder = run_folder(cli, f"debate-{cli.debate_train}")
     model, renderer_name = resolve_model(cli)
-    context = model_info.get_context_length(model)
     dataset_builder = DebateDatasetBuilder(
         task=cli.task,
         dataset=cli.dataset,
@@ -68,14 +67,15 @@ def build_config(cli: CLIConfig) -> train.Config:
         renderer_name=renderer_name,
         judge=JudgeConfig(
             name=cli.judge,
-            model_name=model,
-            model_path=cli.judge_model_path,
-            renderer_name=renderer_name,
-            backend=cli.backend,
-            base_url=cli.base_url,
+            weights=WeightsConfig(
+                base_model=model,
+                load_checkpoint_path=cli.judge_model_path,
+                renderer_name=renderer_name,
+                backend=cli.backend,
+                base_url=cli.base_url,
+            ),
             max_tokens=cli.judge_max_tokens,
             temperature=cli.judge_temperature,
-            context_window=context,
             seed=cli.seed,
         ),
         num_groups=cli.num_groups,
@@ -84,7 +84,7 @@ def build_config(cli: CLIConfig) -> train.Config:
         seed=cli.seed,
         max_test_items=cli.max_eval_items,
         max_tokens=max_tokens(cli),
-        context_window=context,
+        context_window=model_info.get_context_length(model),
     )
     dataset_builder.check()
     evaluator = train_questions_evaluator(cli, model, renderer_name, CONFIDENCE_REQUEST)

@@ -26,13 +26,11 @@ import chz
 
 from recipes.common import prompt_room, resolve_model, train_config
 from recipes.warm_up import GentleConfig, demonstrate, warm_up
-from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.model_info import get_recommended_renderer_name
-from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
@@ -41,6 +39,7 @@ from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import print_rl_changes
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import read_jsonl
+from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "twenty_questions"
 OBJECTS = EXAMPLE_DATA / "twenty_questions" / "objects.jsonl"
@@ -202,9 +201,7 @@ class TwentyQuestionsDatasetBuilder(MessageDatasetBuilder):
     num_things: int = chz.field(doc="things that it may be")
     max_turns: int = chz.field(doc="questions per game")
     list_objects: bool = chz.field(doc="answers list what is still open")
-    answerer_model: str | None = chz.field(doc="model that answers; None: the script")
-    backend: str | None = chz.field(doc="where that model runs")
-    base_url: str | None = chz.field(doc="its server")
+    answerer: WeightsConfig | None = chz.field(doc="who answers; None: the script")
 
     @property
     def dataset_name(self) -> str:
@@ -212,13 +209,11 @@ class TwentyQuestionsDatasetBuilder(MessageDatasetBuilder):
 
     async def make_answerer(self, things: Things) -> Answerer:
         """The script, or one frozen snapshot of the model, made here."""
-        if self.answerer_model is None:
+        if self.answerer is None:
             return ScriptedAnswerer(things)
-        service = backends.create_service_client(self.backend, self.base_url)
-        client = await service.create_sampling_client(base_model=self.answerer_model)
-        name = get_recommended_renderer_name(self.answerer_model)
-        renderer = get_renderer(name, get_tokenizer(self.answerer_model), model_name=self.answerer_model)
-        return LMAnswerer(TinkerMessageCompleter(client, renderer, max_tokens=8, temperature=0.0))
+        policy = await self.answerer.open_policy("answerer")
+        completer = TinkerMessageCompleter(policy.sampling_client, policy.renderer, max_tokens=8, temperature=0.0)
+        return LMAnswerer(completer)
 
     async def make_env_maker(self) -> EnvMaker:
         things = Things.read()
@@ -261,7 +256,8 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
     model, renderer_name = resolve_model(cli)
     answerer = None
     if cli.answerer == "lm":
-        answerer, _ = resolve_model(chz.replace(cli, model_name=cli.answerer_model or cli.model_name))
+        answerer_model, _ = resolve_model(chz.replace(cli, model_name=cli.answerer_model or cli.model_name))
+        answerer = WeightsConfig(base_model=answerer_model, backend=cli.backend, base_url=cli.base_url)
     elif cli.answerer_model is not None:
         raise ConfigurationError(f"answerer_model={cli.answerer_model!r} is of no use with answerer=script; drop it")
     if cli.num_things > (known := len(Things.read().names)):
@@ -278,9 +274,7 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
         num_things=cli.num_things,
         max_turns=cli.max_turns,
         list_objects=cli.list_objects,
-        answerer_model=answerer,
-        backend=cli.backend,
-        base_url=cli.base_url,
+        answerer=answerer,
     )
 
 

@@ -199,7 +199,7 @@ def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path:
         preference_model_builder=PreferenceModelBuilderFromChatRenderer(
             model_name=fields["model_name"],
             renderer_name=fields["renderer_name"],
-            model_path=judge_path,
+            rm_weights_path=judge_path,
             backend=cli.backend,
             base_url=cli.base_url,
         ),

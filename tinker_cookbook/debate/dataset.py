@@ -7,7 +7,7 @@ from typing import Literal
 import chz
 
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
-from tinker_cookbook.debate.judge_config import JudgeConfig, make_judge
+from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
@@ -59,6 +59,7 @@ class DebateDatasetBuilder(RLDatasetBuilder):
 
     def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         """Task, training and test items, read and checked. Raises ConfigurationError or DataFormatError."""
+        check_judge(self.judge)
         return load_task_items(self.task, self.reward_fn, self.dataset, self.test_dataset, self.num_groups)
 
     async def __call__(self) -> tuple[TaskDataset, TaskDataset | None]:

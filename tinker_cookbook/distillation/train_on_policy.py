@@ -117,8 +117,9 @@ async def main(config: Config) -> None:
     await train.run(_loop_config(config, builders), penalties=[penalty])
 
 
-def _teachers(config: Config) -> list[TeacherConfig]:
-    return [dataset_config.teacher_config for dataset_config in config.dataset_configs]
+def _teachers(config: Config) -> dict[str, TeacherConfig]:
+    configs = enumerate(config.dataset_configs)
+    return {f"dataset_configs[{d}].teacher_config": dataset_config.teacher_config for d, dataset_config in configs}
 
 
 def _loop_config(config: Config, evaluator_builders: Sequence[SamplingClientEvaluatorBuilder]) -> _LoopConfig:

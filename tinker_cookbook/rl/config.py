@@ -141,10 +141,7 @@ def check_config(config: Config) -> None:
     if config.kl_penalty_coef == 0 and (config.kl_reference_config is not None or config.kl_discount_factor > 0):
         raise ConfigurationError("kl_reference_config and kl_discount_factor need kl_penalty_coef > 0")
     if config.kl_reference_config is not None:
-        try:
-            backends.check_backend(config.backend, config.kl_reference_config.base_model, config.base_url)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"kl_reference_config.base_model: {error}") from error
+        config.kl_reference_config.check("kl_reference_config", config.backend, config.base_url)
     if config.off_policy_correction is not None and config.loss_fn == "dro":
         raise ConfigurationError(
             "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "

@@ -93,7 +93,7 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         builders, config.eval_every, config.infrequent_evaluator_builders, config.infrequent_eval_every
     )
     batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
-    async with open_session(config) as session:
+    async with open_session(config, {"kl_reference_config": config.kl_reference_config}) as session:
         start, end = session.start_step(), len(batches)
         session.rewind(start, end)
         all_penalties = [*await _kl_penalty(config, session), *penalties]
