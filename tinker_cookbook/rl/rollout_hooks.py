@@ -27,7 +27,10 @@ class RolloutHooks:
     """Callbacks into a rollout, each of which does nothing unless overridden."""
 
     async def on_turn_begin(self, state: RolloutState) -> list[Message] | None:
-        """Messages to put into the conversation before this turn; the env must have `add_messages`."""
+        """Messages to put into the conversation before this turn.
+
+        The env must have `async add_messages(messages)`, which returns the prompt with them and what stops a reply.
+        """
         return None
 
     async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:

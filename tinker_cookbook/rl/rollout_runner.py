@@ -22,7 +22,6 @@ import tinker
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, RolloutTimeoutError
-from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.rollout_hooks import RolloutHooks, RolloutState
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.rollout_presets import RolloutConfig, simple
@@ -49,21 +48,15 @@ class SamplingTurnTimeoutError(RolloutTimeoutError):
 
 
 class SupportsToolCallLimit(Protocol):
-    """An env that counts tool calls; asked once, before the first observation, when there is a limit."""
+    """The type of an env that counts tool calls; it is told once, before the first observation, when there is a limit."""
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None: ...
 
 
 class SupportsParseErrorPolicy(Protocol):
-    """An env that parses replies; told once, before the first observation, when there is a policy."""
+    """The type of an env that parses replies; it is told once, before the first observation, when there is a policy."""
 
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None: ...
-
-
-class SupportsMessageInjection(Protocol):
-    """An env to whose conversation a hook may add messages: returns the prompt with them, and what stops a reply."""
-
-    async def add_messages(self, messages: list[Message]) -> tuple[Observation, StopCondition]: ...
 
 
 def stop_reason_from_metrics(metrics: Metrics) -> str | None:

@@ -20,9 +20,9 @@ from functools import partial
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds
-from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS
+from tinker_cookbook.rl.algorithms import LOSS_FNS
 from tinker_cookbook.rl.batches import TrainingBatches
-from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, ZeroAdvantages, check_config
+from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.data_processing import AdvantageConfig
 from tinker_cookbook.rl.kl import KLPenalty
 from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
@@ -41,7 +41,6 @@ from tinker_cookbook.runs.session import Session, open_session
 
 __all__ = [
     "LOSS_FNS",
-    "PRESETS",
     "AdvantageConfig",
     "AsyncConfig",
     "Config",
@@ -49,7 +48,6 @@ __all__ = [
     "Penalty",
     "StreamMinibatchConfig",
     "WrappedTrajectoryGroup",
-    "ZeroAdvantages",
     "check_config",
     "do_async_training",
     "do_sync_training",
