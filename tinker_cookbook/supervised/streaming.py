@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tinker
 
-from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError, RendererError
-from tinker_cookbook.supervised.rows import rows_to_datums
-from tinker_cookbook.supervised.types import RowDataset
+from tinker_cookbook.data.rows import located
+from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
+from tinker_cookbook.supervised.types import RowDataset, rows_to_datums
 
 if TYPE_CHECKING:
     import datasets
@@ -84,10 +84,8 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
         while self._position < position:
             self._skip(position - self._position)
         row = self._read()
-        try:
+        with located(f"row {position} of the stream (shuffled with seed {self._seed})"):
             return self._to_datums(row)
-        except (RendererError, DataError) as error:
-            raise type(error)(f"row {position} of the stream (shuffled with seed {self._seed}): {error}") from error
 
     def _skip(self, count: int) -> None:
         """Pass over up to `count` rows, fewer only where the stream has to be started again."""
