@@ -64,14 +64,16 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
         raise ConfigurationError(
             f"{wanted} could not be loaded: {error}; check its name and that it can be reached"
         ) from error
-    splits = saved if isinstance(saved, Mapping) else {"train": saved}
     if config is not None:
         raise ConfigurationError(f"{wanted}: a saved dataset has no configuration {config!r}; leave it out")
-    if split is not None and split not in splits:
+    splits = saved if isinstance(saved, Mapping) else {"train": saved}
+    if streaming:
+        splits = {key: rows.to_iterable_dataset() for key, rows in splits.items()}
+    if split is None:
+        return splits
+    if split not in splits:
         raise ConfigurationError(f"{wanted}: there is no such split; use one of {', '.join(sorted(splits))}")
-    chosen = splits if split is None else {split: splits[split]}
-    read = {key: rows.to_iterable_dataset() if streaming else rows for key, rows in chosen.items()}
-    return read if split is None else read[split]
+    return splits[split]
 
 
 def read_rows(rows: Iterable[Mapping[str, Any]], source: str, parse: Callable[[Row], T], expected: str) -> list[T]:
