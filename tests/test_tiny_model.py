@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.make_tiny_model import corpus
-from recipes.make_tiny_model.data_files import EXAMPLE_DATA, write_all
+from recipes.make_tiny_model.data_files import EXAMPLE_DATA, read_jsonl, write_all
 from recipes.make_tiny_model.figures import measure
 from recipes.make_tiny_model.folder import check_replaceable, write_folder
 from recipes.make_tiny_model.tokenizer import RESERVED, SPECIALS, train_tokenizer
 from recipes.make_tiny_model.train import Schedule, Shape, encode, new_model, train
-from tinker_cookbook.utils.files import read_jsonl
 
 TINY = EXAMPLE_DATA / "tiny_chat"
 DATA_FILES = (

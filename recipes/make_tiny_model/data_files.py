@@ -30,6 +30,10 @@ HAND_PICKED = (
 )
 
 
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
 def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
     """Written whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

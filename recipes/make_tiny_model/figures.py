@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.make_tiny_model import chat
 from recipes.make_tiny_model.arithmetic import QA_CONFIDENCE_SYSTEM
-from recipes.make_tiny_model.data_files import EXAMPLE_DATA
+from recipes.make_tiny_model.data_files import EXAMPLE_DATA, read_jsonl
 from recipes.make_tiny_model.debates import JUDGE_CONTEXT_CHARS, SUMMARY_CONFIDENCE_SYSTEM, Debate, Seat
 from tinker_cookbook.tasks.prompts import QA_SYSTEM, SUMMARY_SYSTEM
-from tinker_cookbook.utils.files import read_jsonl
 
 SOLUTION = re.compile(r"<SOLUTION>(.*?)</SOLUTION>", re.DOTALL)
 CONFIDENCE = re.compile(r"<CONFIDENCE>(?:0(?:\.\d+)?|1(?:\.0+)?)</CONFIDENCE>")
