@@ -28,6 +28,8 @@ from recipes.common import prompt_room, resolve_model, train_config
 from recipes.warm_up import GentleConfig, demonstrate, warm_up
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
+from tinker_cookbook.data.jsonl import read_rows
+from tinker_cookbook.data.rows import Row
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -38,7 +40,6 @@ from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import print_rl_changes
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.files import read_jsonl
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "twenty_questions"
@@ -54,6 +55,13 @@ Answerer = Callable[[str, str], Awaitable[bool | None]]
 """Object and question to yes, no, or None for a question that it cannot answer."""
 
 
+def _thing(row: Row) -> tuple[str, frozenset[str]]:
+    name, attributes = row.content.get("object"), row.content.get("attributes")
+    if not isinstance(name, str) or not isinstance(attributes, list):
+        raise DataFormatError(f"it has {sorted(row.content)}")
+    return name, frozenset(attributes)
+
+
 @dataclass(frozen=True)
 class Things:
     """Objects by name, each with the attributes that are true of it."""
@@ -62,12 +70,7 @@ class Things:
 
     @classmethod
     def read(cls, path: Path = OBJECTS) -> "Things":
-        attributes = {}
-        for number, row in enumerate(read_jsonl(path), start=1):
-            if not isinstance(row.get("object"), str) or not isinstance(row.get("attributes"), list):
-                raise DataFormatError(f'{path}:{number}: expected {{"object": "...", "attributes": ["...", ...]}}')
-            attributes[row["object"]] = frozenset(row["attributes"])
-        return cls(attributes)
+        return cls(dict(read_rows(path, _thing, '{"object": "...", "attributes": ["...", ...]}')))
 
     @property
     def names(self) -> list[str]:

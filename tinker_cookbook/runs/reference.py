@@ -38,7 +38,7 @@ async def open_reference(session: Session, named: KLReferenceConfig | None = Non
     session.checkpoints.loop_state[REFERENCE_KEY] = reference
     base_model, path = reference["base_model"], reference["path"]
     logger.info("reference policy: %s", path or base_model)
-    weights = named or KLReferenceConfig(base_model=base_model, load_checkpoint_path=path)
+    weights = named or KLReferenceConfig(base_model=str(base_model), load_checkpoint_path=path)
     return await weights.open(REFERENCE_NAME, session.service)
 
 

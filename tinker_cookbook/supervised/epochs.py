@@ -6,7 +6,6 @@ from typing import Any
 import chz
 import tinker
 
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds
 from tinker_cookbook.exceptions import ConfigurationError
@@ -14,6 +13,7 @@ from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_multiplier
+from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
