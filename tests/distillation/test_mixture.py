@@ -94,8 +94,7 @@ class TestCompositeDataset:
         # Backwards, so that no batch can rest on the one before it.
         batches = {index: composite.get_batch(index) for index in reversed(range(len(composite)))}
         for d, (count, _, per_batch) in enumerate(datasets):
-            tag = f"dataset_{d}"
-            seen = [b.logging_tags()[0] for i in sorted(batches) for b in batches[i] if b.logging_tags()[1] == tag]
+            seen = [b.logging_tags()[0] for i in sorted(batches) for b in batches[i] if b.dataset_index == d]
             assert seen == [f"group_{n % count}" for n in range(len(composite) * per_batch)]
         with pytest.raises(IndexError):
             composite.get_batch(len(composite))

@@ -7,9 +7,7 @@ RLDatasetBuilder may stand here too; then the environment's reward and the teach
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import chz
 
@@ -22,16 +20,7 @@ from tinker_cookbook.renderers import Content, Message, Renderer, get_renderer
 from tinker_cookbook.rl.interleaved import GroupSource
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.types import (
-    Env,
-    EnvGroupBuilder,
-    Metrics,
-    Record,
-    RLDataset,
-    RLDatasetBuilder,
-    Trajectory,
-    TrajectoryGroup,
-)
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 __all__ = [
@@ -160,49 +149,11 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
         return fitting
 
 
-@dataclass(frozen=True)
-class GroupOfDataset(EnvGroupBuilder):
-    """A group that knows which dataset of a composite it came from, and has it as a tag."""
-
-    builder: EnvGroupBuilder
-    dataset_index: int | None
-
-    async def make_envs(self) -> Sequence[Env]:
-        return await self.builder.make_envs()
-
-    @property
-    def coordinated(self) -> bool:
-        return self.builder.coordinated
-
-    async def compute_group_rewards(
-        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
-        return await self.builder.compute_group_rewards(trajectory_group, env_group)
-
-    def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
-        return self.builder.select_trained(trajectory_group, env_group)
-
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        return self.builder.make_records(group, env_group)
-
-    def member_roles(self, env_group: Sequence[Env]) -> list[str]:
-        return self.builder.member_roles(env_group)
-
-    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        return self.builder.describe_members(env_group)
-
-    async def cleanup(self) -> None:
-        await self.builder.cleanup()
-
-    def logging_tags(self) -> list[str]:
-        return [*self.builder.logging_tags(), f"dataset_{self.dataset_index}"]
-
-
 class CompositeDataset(RLDataset):
     """Batches with a fixed number of groups from each of several datasets, in their order.
 
     Batch t has the groups [t n_d, (t + 1) n_d) of dataset d, counted over its batches; a dataset that ends before the longest
-    begins again. Which dataset a group came from is told by `GroupOfDataset`.
+    begins again. Each group knows which dataset it came from (`EnvGroupBuilder.of_dataset`).
 
     Raises ConfigurationError for a dataset without groups.
     """
@@ -222,7 +173,7 @@ class CompositeDataset(RLDataset):
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
         if not 0 <= index < self._num_batches:
             raise IndexError(f"batch {index} of a dataset with {self._num_batches} batches")
-        return [GroupOfDataset(group, d) for d, group in self._mixer.get_batch(index, self._size)]
+        return [group.of_dataset(d) for d, group in self._mixer.get_batch(index, self._size)]
 
     def __len__(self) -> int:
         return self._num_batches
