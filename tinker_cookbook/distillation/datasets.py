@@ -97,7 +97,7 @@ class PromptGroupBuilder(EnvGroupBuilder):
         return [self.dataset_name]
 
 
-class PromptOnlyDataset(ItemDataset[tinker.ModelInput]):
+class PromptOnlyDataset(ItemDataset[PromptGroupBuilder]):
     """Prompts, `groups_per_batch` to a batch; the last batch has what is left.
 
     Args:
