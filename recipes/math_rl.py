@@ -73,7 +73,7 @@ class MathDatasetBuilder(RLDatasetBuilder):
         items = generate_sums(self.num_test + wanted, self.operations, self.largest, rng, self.operators)
         return items[self.num_test :], items[: self.num_test]
 
-    async def __call__(self) -> tuple[ItemDataset[TaskItem], ItemDataset[TaskItem] | None]:
+    async def __call__(self) -> tuple[ItemDataset[OneTurnGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
         task, train, test = self.load()
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
 

@@ -26,7 +26,7 @@ class Reader(NamedTuple):
 
     read: Callable[[str], Any]
     line: dict[str, Any]
-    items: Callable[[Any], int] = len
+    size: Callable[[Any], int] = len
 
 
 READERS = {
@@ -55,7 +55,7 @@ def write(path: Path, *lines: object) -> str:
 @pytest.mark.parametrize("end", [b"", b"\n", b"\n\n \t\r\n"])
 def test_blank_lines_and_other_keys_do_not_matter(tmp_path: Path, reader: Reader, end: bytes) -> None:
     path = write(tmp_path / "a.jsonl", b" ", reader.line, b"", {**reader.line, "source": [1], "weight": None}, end)
-    assert reader.items(reader.read(path)) == 2
+    assert reader.size(reader.read(path)) == 2
 
 
 @pytest.mark.parametrize(

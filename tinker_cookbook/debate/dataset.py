@@ -63,7 +63,7 @@ class DebateDatasetBuilder(RLDatasetBuilder):
         check_judge(self.judge)
         return load_task_items(self.task, self.reward_fn, self.dataset, self.test_dataset, self.num_groups)
 
-    async def __call__(self) -> tuple[ItemDataset[TaskItem], ItemDataset[TaskItem] | None]:
+    async def __call__(self) -> tuple[ItemDataset[DebateGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
         task, train, test = self.check()
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
         protocol = DebateProtocol.make(task, renderer, self.prompts, self.max_tokens, self.context_window)

@@ -63,7 +63,7 @@ class PromptOnlyEnv(OneTurnEnv):
         return 0.0, {"ended": float(reply.stopped)}
 
 
-class PromptOnlyDataset(ItemDataset[list[Message]]):
+class PromptOnlyDataset(ItemDataset[OneTurnGroupBuilder]):
     """Prompts, `groups_per_batch` to a batch; the last batch has what is left.
 
     Args:

@@ -137,7 +137,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
         return self._replies().logging_tags()
 
 
-class PairwisePreferenceDataset(ItemDataset[Prompt]):
+class PairwisePreferenceDataset(ItemDataset[PairwisePreferenceGroupBuilder]):
     """Batches of `batch_size` prompts, reshuffled for each pass over them; the order depends on the seed alone.
 
     Raises ConfigurationError when there are fewer prompts than a batch holds.

@@ -72,7 +72,7 @@ class MessageGroupBuilder(EnvGroupBuilder):
         return [self.dataset_name]
 
 
-class SeededRLDataset(ItemDataset[int]):
+class SeededRLDataset(ItemDataset[EnvGroupBuilder]):
     """Group g of batch n comes from `make_group` with a generator that depends on the seed, n and g alone."""
 
     def __init__(

@@ -101,7 +101,7 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
         """Task, training and test items, read and checked. Raises ConfigurationError or DataFormatError."""
         return load_task_items(self.task, self.reward_fn, self.dataset, self.test_dataset, self.num_groups)
 
-    async def __call__(self) -> tuple[ItemDataset[TaskItem], ItemDataset[TaskItem] | None]:
+    async def __call__(self) -> tuple[ItemDataset[OneTurnGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
         task, train, test = self.check()
         groups = self._builder(task, self.group_size)
         train_set = ItemDataset(train, groups, self.num_groups, self.num_groups * self.num_batches, self.seed)
