@@ -9,13 +9,15 @@ import pytest
 
 from tests.debate.arena import ITEM, TINY, decode, make_renderer
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
-from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
+from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, DebateProtocol
 from tinker_cookbook.debate.judge_config import JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.rl.types import InitialObservationOverflow
+from tinker_cookbook.rl.item_dataset import ItemDataset
+from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
+from tinker_cookbook.rl.types import Env, InitialObservationOverflow
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder, TaskDataset
+from tinker_cookbook.tasks.single_turn import SingleTurnEnv
 
 RENDERER = make_renderer("qwen3_instruct")
 
@@ -32,7 +34,7 @@ def make_builder(tmp_path: Path, **changes: Any) -> DebateDatasetBuilder:
         "test_dataset": write_items(tmp_path / "test.jsonl", "Who?", "Where?", "When?"),
         "model_name": TINY,
         "renderer_name": "qwen3_instruct",
-        "judge": JudgeConfig(name="mock", model_name=TINY, renderer_name="qwen3_instruct"),
+        "judge": JudgeConfig(name="mock"),
         "num_groups": 2,
         "group_size": 6,
         "num_batches": 4,
@@ -41,24 +43,29 @@ def make_builder(tmp_path: Path, **changes: Any) -> DebateDatasetBuilder:
     return DebateDatasetBuilder(**fields)
 
 
-def built(builder: DebateDatasetBuilder) -> tuple[TaskDataset, TaskDataset]:
+def built(builder: DebateDatasetBuilder) -> tuple[ItemDataset[Any], ItemDataset[Any]]:
     train, test = asyncio.run(builder())
     assert test is not None
     return train, test
 
 
-def debates(dataset: TaskDataset, batch: int) -> list[DebateGroupBuilder]:
+def debates(dataset: ItemDataset[Any], batch: int) -> list[DebateGroupBuilder]:
     groups = dataset.get_batch(batch)
     found = [group for group in groups if isinstance(group, DebateGroupBuilder)]
     assert len(found) == len(groups)
     return found
 
 
-def proposals(dataset: TaskDataset) -> list[SingleTurnGroupBuilder]:
+def proposals(dataset: ItemDataset[Any]) -> list[OneTurnGroupBuilder]:
     groups = [group for batch in range(len(dataset)) for group in dataset.get_batch(batch)]
-    found = [group for group in groups if isinstance(group, SingleTurnGroupBuilder)]
+    found = [group for group in groups if isinstance(group, OneTurnGroupBuilder)]
     assert len(found) == len(groups)
     return found
+
+
+def question_of(env: Env) -> str:
+    assert isinstance(env, SingleTurnEnv | DebateEnv)
+    return (env.item if isinstance(env, SingleTurnEnv) else env.transcript.item).question
 
 
 def test_a_batch_is_groups_of_debates_with_keys_of_their_own(tmp_path: Path) -> None:
@@ -75,9 +82,9 @@ def test_a_batch_is_groups_of_debates_with_keys_of_their_own(tmp_path: Path) -> 
 @pytest.mark.parametrize(("most", "questions"), [(None, ["Who?", "Where?", "When?"]), (2, ["Who?", "Where?"])])
 def test_the_test_set_is_one_proposal_per_item(tmp_path: Path, most: int | None, questions: list[str]) -> None:
     _, test = built(make_builder(tmp_path, max_test_items=most))
-    groups = proposals(test)
-    assert [group.item.question for group in groups] == questions and {group.group_size for group in groups} == {1}
-    (env,) = asyncio.run(groups[0].make_envs())
+    envs = [asyncio.run(group.make_envs()) for group in proposals(test)]
+    assert [question_of(env) for group in envs for env in group] == questions and {len(group) for group in envs} == {1}
+    ((env,), *_) = envs
     observation = asyncio.run(env.initial_observation())
     assert not isinstance(observation, InitialObservationOverflow)
     assert CONFIDENCE_REQUEST in decode(RENDERER, observation[0].to_ints())
@@ -97,7 +104,7 @@ def test_what_is_too_long_to_be_debated_is_asked_neither_in_training_nor_in_the_
         for group in groups:
             env = asyncio.run(group.make_envs())[0]
             first = asyncio.run(env.initial_observation())
-            asked[group.item.question] = not isinstance(first, InitialObservationOverflow)
+            asked[question_of(env)] = not isinstance(first, InitialObservationOverflow)
         assert asked == {ITEM.question: True, "Well, " + ITEM.question: False}
 
 

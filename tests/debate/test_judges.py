@@ -9,7 +9,7 @@ import pytest
 
 from tests.debate.arena import TINY, decode, make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
-from tinker_cookbook import backends
+from tinker_cookbook import backends, model_info
 from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, derive_seed
 from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.judges import (
@@ -27,6 +27,7 @@ from tinker_cookbook.debate.judges import (
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
+from tinker_cookbook.weights_config import WeightsConfig
 
 VIEW = DebateView(
     context="What is 7 + 5?",
@@ -276,19 +277,23 @@ class TestConfig:
         service = FakeServiceClient(reply, saved={"tinker://run/sampler_weights/x": 1})
         monkeypatch.setattr(backends, "create_service_client", lambda *_: service)
 
-        def verdict(**changes: Any) -> Verdict:
-            config = JudgeConfig(name="lm", model_name=TINY, renderer_name="qwen3_instruct", **changes)
-            return judge(asyncio.run(make_judge(config)))
+        def verdict(path: str | None = None, **changes: Any) -> Verdict:
+            weights = WeightsConfig(base_model=TINY, load_checkpoint_path=path, renderer_name="qwen3_instruct")
+            return judge(asyncio.run(make_judge(JudgeConfig(name="lm", weights=weights, **changes))))
+
+        def in_a_window(tokens: int) -> Verdict:
+            monkeypatch.setattr(model_info, "get_context_length", lambda _: tokens)
+            return verdict(max_tokens=20)
 
         assert verdict(max_tokens=20, temperature=0.25, seed=3, system_prompt="Decide.").winner is Winner.A
-        assert verdict(model_path="tinker://run/sampler_weights/x").winner is Winner.B
+        assert verdict("tinker://run/sampler_weights/x").winner is Winner.B
         call, default = service.sampled
         assert (call.params.max_tokens, call.params.temperature) == (20, 0.25)
         assert call.params.seed == derive_seed(derive_seed(3, "judge", *VIEW.key, 0), 0)
         assert "Decide." in decode(make_renderer("qwen3_instruct"), call.prompt)
         longest = len(default.prompt) + 20
-        assert verdict(max_tokens=20, context_window=longest).winner is Winner.A
-        assert verdict(max_tokens=20, context_window=longest - 1).winner is Winner.INVALID
+        assert in_a_window(longest).winner is Winner.A
+        assert in_a_window(longest - 1).winner is Winner.INVALID
 
     def test_retries_cannot_be_negative(self) -> None:
         with pytest.raises(ValueError, match="max_retries"):

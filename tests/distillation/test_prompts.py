@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def builder(tmp_path: Path, count: int = 10, **settings: object) -> PromptOnlyDa
     return PromptOnlyDatasetBuilder(dataset_name=str(path), model_name_for_tokenizer=MODEL, **{**known, **settings})
 
 
-def first_prompts(groups: list[EnvGroupBuilder]) -> list[str]:
+def first_prompts(groups: Sequence[EnvGroupBuilder]) -> list[str]:
     tokenizer = get_tokenizer(MODEL)
 
     async def read(group: EnvGroupBuilder) -> str:
