@@ -3,6 +3,8 @@
 The policy comes from `policies.py`; the recipe `recipes.chat` reads the lines.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import shlex
@@ -10,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import tinker
 from rich.console import Console
 from rich.text import Text
 
@@ -18,6 +19,7 @@ from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs,
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
 from tinker_cookbook.policies import Policy
 from tinker_cookbook.renderers import Message, format_content_as_string
+from tinker_cookbook.utils.lazy import tinker
 
 Number = TypeVar("Number", int, float)
 

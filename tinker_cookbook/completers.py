@@ -8,11 +8,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Self
 
-import tinker
-
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer
+from tinker_cookbook.utils.lazy import tinker
 
 StopCondition = list[str] | list[int]
 

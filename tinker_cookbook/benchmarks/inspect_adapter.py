@@ -4,6 +4,8 @@ inspect-ai (extra `inspect`) is imported when something here is called. A reply 
 tool calls, logprobs and token counts reach inspect as other providers give them.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 from collections.abc import Sequence
@@ -13,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import chz
-import tinker
 
 from tinker_cookbook import model_info
 from tinker_cookbook.clients import SamplingClient
@@ -25,6 +26,7 @@ from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.lazy import tinker
 
 MAX_CONNECTIONS = 256
 """Requests at a time: the engine batches them, so many are better than inspect's default of ten."""
@@ -318,7 +320,7 @@ async def run_inspect(tasks: Any, model: Any, log_dir: str | Path, **options: An
 class InspectEvaluator(SamplingClientEvaluator):
     """Runs an inspect task on a snapshot; metrics come as `<name>/<task>/<scorer>/<metric>`."""
 
-    def __init__(self, builder: "InspectEvaluatorBuilder") -> None:
+    def __init__(self, builder: InspectEvaluatorBuilder) -> None:
         self._builder = builder
         self._renderer = get_renderer(
             builder.renderer_name, get_tokenizer(builder.model_name), model_name=builder.model_name

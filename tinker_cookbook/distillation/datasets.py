@@ -4,14 +4,15 @@ The student answers the prompts and gets no reward: what it learns comes from th
 RLDatasetBuilder may stand here too; then the environment's reward and the teacher both count.
 """
 
+from __future__ import annotations
+
 import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chz
-import tinker
 
 from tinker_cookbook.completers import StopCondition, derive_seed
 from tinker_cookbook.distillation.prompts import load_deepmath_prompts, load_prompts, load_tulu3_prompts
@@ -24,7 +25,6 @@ from tinker_cookbook.rl.types import (
     Env,
     EnvGroupBuilder,
     Metrics,
-    Observation,
     Record,
     RLDataset,
     RLDatasetBuilder,
@@ -33,6 +33,10 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.lazy import tinker
+
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.types import Observation
 
 __all__ = [
     "CompositeDataset",

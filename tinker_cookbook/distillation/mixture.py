@@ -3,16 +3,17 @@
 Everything follows from (step, seed) alone, so a run can resume at any step without having drawn what came before.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TypeAlias
-
-import tinker
 
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker
 
-Example: TypeAlias = tuple[int, tinker.Datum]
+Example: TypeAlias = tuple[int, "tinker.Datum"]
 """The number of its dataset, and the datum."""
 
 

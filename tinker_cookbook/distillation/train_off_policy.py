@@ -8,14 +8,15 @@ share a pass, and with it the last bit of a probability, is the same in a resume
 Left out: a learning-rate schedule, and what the teacher thinks of anything but its likeliest tokens (see `targets`).
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import chz
-import tinker
-from tinker.types import OptimStepResponse
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import SamplingClient, TrainingClient
@@ -30,7 +31,11 @@ from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all, timed
+
+if TYPE_CHECKING:
+    from tinker.types import OptimStepResponse
 
 logger = logging.getLogger(__name__)
 

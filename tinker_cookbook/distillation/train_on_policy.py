@@ -9,11 +9,12 @@ Sampling, datums, the step, checkpoints and resume are those of the reinforcemen
 "On-Policy Distillation of Language Models", for learning from one's own samples.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 
 import chz
-import torch
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
@@ -29,6 +30,7 @@ from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_t
 from tinker_cookbook.rl.rollouts import do_batch_rollout
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.utils.lazy import torch
 
 
 @chz.chz(typecheck=True)

@@ -1,16 +1,18 @@
 """Labeled comparisons as pairs of sequences for DPO: each batch is chosen, rejected, chosen, rejected, ..."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass
 
 import chz
-import tinker
 
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError, RendererError
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker
 
 logger = logging.getLogger(__name__)
 

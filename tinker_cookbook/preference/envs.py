@@ -4,12 +4,14 @@ A member's reward is how often it wins. Every pair is asked in both orders unles
 likes one position better favours nobody.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import chz
 
@@ -26,7 +28,6 @@ from tinker_cookbook.rl.types import (
     Env,
     EnvGroupBuilder,
     Metrics,
-    Observation,
     Record,
     RLDataset,
     RLDatasetBuilder,
@@ -36,6 +37,9 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.misc_utils import gather_all
+
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.types import Observation
 
 Prompt: TypeAlias = list[Message]
 

@@ -5,6 +5,8 @@ A line of a JSONL file is `{"comparison": {"prompt_conversation": [...], "comple
 the rejected reply.
 """
 
+from __future__ import annotations
+
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import chz
-import tinker
 
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, RendererError
@@ -29,6 +30,7 @@ from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import messages_of_row
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker
 
 _COMPARISON_KEYS = ("prompt_conversation", "completion_A", "completion_B")
 _EXPECTED = 'expected {"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"}'

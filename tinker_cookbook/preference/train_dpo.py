@@ -11,13 +11,14 @@ Reference logprobs are not fetched ahead: while a batch trains nothing else is c
 uninterrupted one to the last bit.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from functools import partial
 from typing import Any
 
 import chz
-import tinker
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import SamplingClient
@@ -44,6 +45,7 @@ from tinker_cookbook.supervised.epochs import (
     progress_metrics,
 )
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 __all__ = ["Config", "LossType", "check_config", "compute_dpo_loss", "main", "main_async"]

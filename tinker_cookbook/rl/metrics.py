@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import tinker
-import torch
-
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import replace_inputs
+from tinker_cookbook.utils.lazy import np, tinker, torch
 
 
 def compute_kl_sample_train(

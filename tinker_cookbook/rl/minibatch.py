@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import tinker
-import torch
-
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.rl.advantages import (
     AdvantageConfig,
@@ -20,6 +17,7 @@ from tinker_cookbook.rl.advantages import (
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages
 from tinker_cookbook.rl.metrics import incorporate_kl_penalty
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.lazy import tinker, torch
 
 
 class Penalty(Protocol):

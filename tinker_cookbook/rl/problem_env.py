@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import tinker
+from typing import TYPE_CHECKING
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -17,11 +16,14 @@ from tinker_cookbook.rl.types import (
     Env,
     EnvGroupBuilder,
     Metrics,
-    Observation,
     Record,
     StepResult,
     TrajectoryGroup,
 )
+from tinker_cookbook.utils.lazy import tinker
+
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.types import Observation
 
 
 class ProblemEnv(Env):

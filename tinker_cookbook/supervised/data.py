@@ -3,6 +3,8 @@
 Reading is left to `conversations`, streams to `streaming`, several datasets at once to `mixture`, the hub to `hub`.
 """
 
+from __future__ import annotations
+
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -10,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import chz
-import tinker
 
 from tinker_cookbook.exceptions import ConfigurationError, DataError, RendererError
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
@@ -19,6 +20,7 @@ from tinker_cookbook.supervised.conversations import ConversationRow, read_conve
 from tinker_cookbook.supervised.rows import rows_to_datums
 from tinker_cookbook.supervised.streaming import StreamingSupervisedDatasetFromHFDataset
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, RowDataset, SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
     import datasets
@@ -123,7 +125,7 @@ class SupervisedDatasetFromHFDataset(_ShuffledRows[dict[str, Any]]):
 
     def __init__(
         self,
-        hf_dataset: "datasets.Dataset",
+        hf_dataset: datasets.Dataset,
         batch_size: int,
         map_fn: Callable[[dict[str, Any]], tinker.Datum] | None = None,
         flatmap_fn: Callable[[dict[str, Any]], list[tinker.Datum]] | None = None,

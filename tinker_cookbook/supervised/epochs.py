@@ -1,10 +1,11 @@
 """What the loops over epochs of a dataset share (supervised, DPO): their settings, the learning rate of a step, the cursor."""
 
+from __future__ import annotations
+
 import logging
 from typing import Any
 
 import chz
-import tinker
 
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
@@ -13,6 +14,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_multiplier
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import chz
-import tinker
 
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
@@ -27,6 +26,7 @@ from tinker_cookbook.supervised.types import (
     RowDataset,
     SupervisedDataset,
 )
+from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
     import datasets

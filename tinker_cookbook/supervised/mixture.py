@@ -1,16 +1,18 @@
 """Several datasets as one: rows of each in given proportions, in an order that is fixed before the first is read."""
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil, isfinite
 
 import chz
-import tinker
 
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError, DataError, RendererError
 from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.utils.lazy import tinker
 
 
 def plan_quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:

@@ -1,11 +1,12 @@
 """What a dataset is told about its rows: a function to one datum, or to several."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import TypeVar
 
-import tinker
-
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.utils.lazy import tinker
 
 Row = TypeVar("Row")
 

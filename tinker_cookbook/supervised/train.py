@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import chz
-import tinker
 from rich.console import Console
-from tinker.types import OptimStepResponse
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import TrainingClient
@@ -40,7 +39,11 @@ from tinker_cookbook.supervised.epochs import (
 from tinker_cookbook.supervised.evaluators import NLLEvaluator
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
+
+if TYPE_CHECKING:
+    from tinker.types import OptimStepResponse
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,15 @@
 """What a supervised loop asks of its data: batches of datums, made by a builder that is plain, serialisable config."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 
 import chz
-import tinker
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
+from tinker_cookbook.utils.lazy import tinker
 
 
 class SupervisedDataset(ABC):

@@ -1,9 +1,11 @@
 """Any task as plain single-turn RL: one question, one reply, one reward; group_size replies per question."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import chz
 
@@ -19,7 +21,6 @@ from tinker_cookbook.rl.types import (
     Env,
     EnvGroupBuilder,
     InitialObservationOverflow,
-    Observation,
     Record,
     RLDataset,
     RLDatasetBuilder,
@@ -31,6 +32,9 @@ from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.types import Observation
 
 
 class SingleTurnEnv(Env):
