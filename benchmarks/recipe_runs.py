@@ -254,7 +254,7 @@ class Outcome:
 
 def run_recipe(run: RecipeRun, folder: Path, sl_basic: Path, small: bool = False, timeout: float = 900.0) -> Outcome:
     """One recipe in a process of its own; its checkpoints go below `folder`'s parent."""
-    environment = {**os.environ, "TINKER_LOCAL_HOME": str(sl_basic.parent / "home"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TINKER_LOCAL_HOME": str(sl_basic.parent / "home")}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("TINKER_BACKEND", None)
     started, used = time.perf_counter(), _children_cpu()

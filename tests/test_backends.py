@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 
+from tests.child import python_path
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
@@ -122,7 +123,7 @@ def test_hosted_runs_never_import_the_local_engine() -> None:
     environment = {
         "PATH": "",
         "TINKER_API_KEY": "tml-none",
-        "PYTHONPATH": str(EXAMPLE_DATA.parent),
+        "PYTHONPATH": python_path(),
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(

@@ -17,6 +17,7 @@ from typing import Any
 import chz
 import pytest
 
+from tests.child import python_path
 from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
 from tinker_cookbook.runs.bootstrap import open_run
@@ -198,7 +199,7 @@ class TestInterrupt:
                 """
             )
         )
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        env = {**os.environ, "PYTHONPATH": python_path()}
         with subprocess.Popen(
             [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
             # Tests that a script runs in the background inherit an ignored SIGINT; a terminal's user has the default.

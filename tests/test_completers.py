@@ -2,15 +2,16 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 import tinker
 
 from tests.fakes import FakeServiceClient, SampleCall
 from tinker_cookbook import backends
-from tinker_cookbook.completers import TinkerMessageCompleter, TinkerTokenCompleter
+from tinker_cookbook.completers import TinkerMessageCompleter, TinkerTokenCompleter, TokensWithLogprobs, derive_seed
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.renderers import get_renderer, get_text_content
+from tinker_cookbook.renderers import Message, get_renderer, get_text_content
 from tinker_cookbook.tasks import registry
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.qa import QATask
@@ -18,6 +19,27 @@ from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
+
+
+def test_seeds_are_the_same_on_every_machine() -> None:
+    """Pinned: runs are repeated by their seeds."""
+    assert [derive_seed(0), derive_seed(7, "epoch", 3), derive_seed("a")] == [1223360973, 1103370702, 919080834]
+    assert max(derive_seed(i) for i in range(100)) in range(2**30, 2**31)
+
+
+class Sampler:
+    """Returns one sequence and notes how many it was asked for."""
+
+    def __init__(self, tokens: list[int], logprobs: list[float] | None, stop_reason: tinker.StopReason = "stop"):
+        values = None if logprobs is None else np.array(logprobs, dtype=np.float32)
+        self.sequence = tinker.SampledSequence(
+            stop_reason, "0", tokens_np=np.array(tokens, dtype=np.int32), logprobs_np=values
+        )
+        self.asked: list[int] = []
+
+    async def sample(self, prompt, num_samples, sampling_params):
+        self.asked.append(num_samples)
+        return tinker.SampleResponse(sequences=[self.sequence])
 
 
 class TestTokenCompleter:
@@ -53,23 +75,40 @@ class TestTokenCompleter:
         with pytest.raises(ConfigurationError, match="3 tokens leaves no room in context_window=3"):
             asyncio.run(policy(tinker.ModelInput.from_ints([1, 2, 3]), [7]))
 
-    def test_a_sampler_without_a_logprob_for_each_token_is_refused(self) -> None:
-        service = FakeServiceClient()
-        sampler = service.new_sampler(0)
+    def test_a_completion_is_one_sample_with_its_logprobs_and_how_it_ended(self) -> None:
+        sampler = Sampler([5, 6], [-0.5, -0.25], "length")
+        policy = TinkerTokenCompleter(sampler, 4)  # pyright: ignore[reportArgumentType]
+        completion = asyncio.run(policy(tinker.ModelInput.from_ints([1]), [7]))
+        assert completion == TokensWithLogprobs([5, 6], [-0.5, -0.25], "length") and sampler.asked == [1]
 
-        class Careless:
-            def __getattr__(self, name: str):
-                return getattr(sampler, name)
-
-            async def sample(self, prompt, num_samples, sampling_params):
-                response = await sampler.sample(prompt, num_samples, sampling_params)
-                sequence = response.sequences[0]
-                short = tinker.SampledSequence("stop", "0", tokens_np=sequence.tokens_np)
-                return tinker.SampleResponse(sequences=[short])
-
-        policy = TinkerTokenCompleter(Careless(), 4)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(DataValidationError, match="1 tokens and no logprobs"):
+    @pytest.mark.parametrize(("logprobs", "number"), [(None, "no"), ([-0.5, -0.5], "2")])
+    def test_a_sampler_without_a_logprob_for_each_token_is_refused(
+        self, logprobs: list[float] | None, number: str
+    ) -> None:
+        policy = TinkerTokenCompleter(Sampler([5], logprobs), 4)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(DataValidationError, match=f"1 tokens and {number} logprobs; each token needs one"):
             asyncio.run(policy(tinker.ModelInput.from_ints([1]), [7]))
+
+    def seeds(self, policy: TinkerTokenCompleter, service: FakeServiceClient) -> list[int | None]:
+        start = len(service.sampled)
+        for _ in range(3):
+            asyncio.run(policy(tinker.ModelInput.from_ints([1]), [7]))
+        return [call.params.seed for call in service.sampled[start:]]
+
+    def test_each_call_has_its_own_seed_and_without_one_none_is_sent(self) -> None:
+        service = FakeServiceClient()
+        assert self.seeds(self.completer(service, seed=5), service) == [derive_seed(5, i) for i in range(3)]
+        assert self.seeds(self.completer(service), service) == [None] * 3
+
+    def test_a_fork_has_a_seed_of_its_own_and_counts_its_own_calls(self) -> None:
+        service = FakeServiceClient()
+        policy = self.completer(service, seed=5, temperature=0.5, context_window=9)
+        self.seeds(policy, service)
+        forked = policy.fork("group", 2)
+        assert self.seeds(forked, service) == [derive_seed(derive_seed(5, "group", 2), i) for i in range(3)]
+        assert (forked.temperature, forked.context_window, forked.max_tokens) == (0.5, 9, 4)
+        unseeded = self.completer(service)
+        assert unseeded.fork("group", 2) is unseeded
 
     def test_replies_depend_on_the_prompt_seed_and_weights_of_the_snapshot(self) -> None:
         def reply(call: SampleCall) -> list[int]:
@@ -93,6 +132,19 @@ def test_a_message_completer_answers_with_the_text_and_without_the_stop() -> Non
 
     text = asyncio.run(ask())
     assert parse_solution(text) is not None and "<|im_end|>" not in text
+
+
+@pytest.mark.parametrize("stop", [None, [7], []])
+def test_a_message_completer_asks_as_it_was_told(stop: list[int] | None) -> None:
+    service, renderer = FakeServiceClient(), get_renderer("qwen3_instruct", get_tokenizer(TINY))
+    messages: list[Message] = [{"role": "user", "content": "Hello"}]
+    asyncio.run(TinkerMessageCompleter(service.new_sampler(0), renderer, 9, stop)(messages))
+    asyncio.run(TinkerMessageCompleter(service.new_sampler(0), renderer, 9, stop, temperature=0.5)(messages))
+    assert [call.prompt for call in service.sampled] == [renderer.build_generation_prompt(messages).to_ints()] * 2
+    assert [call.params.temperature for call in service.sampled] == [1.0, 0.5]
+    for call in service.sampled:
+        assert call.params.max_tokens == 9 and call.params.seed is None
+        assert call.params.stop == (renderer.get_stop_sequences() if stop is None else stop)
 
 
 def test_a_task_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,7 @@ def main(config: Config) -> int:
     sections = chosen_sections(config.only)
     device = _device(config.device)
     scale = SCALES[config.scale if config.scale != "auto" else ("full" if device == "cuda" else "tiny")]
-    os.environ.update(
-        HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
-    )
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     report = VisitReport.start(device, scale.name, config.threads, sections, config.output)
     deadline = time.monotonic() + config.seconds
     rates: dict[str, float] = {}
@@ -122,7 +120,7 @@ def run_section(
     with tempfile.TemporaryDirectory(prefix="tinker-gpu-") as folder:
         path = Path(folder) / "findings.json"
         Findings(section.name, path, limit).save()
-        process = multiprocessing.get_context("fork").Process(
+        process = multiprocessing.get_context(_start_method()).Process(
             target=_in_child, args=(section, config, device, scale, rates, limit * SHARE_BEFORE_KILL, path)
         )
         process.start()
@@ -141,6 +139,18 @@ def run_section(
         found = replace(found, status=f"cut off: {end_of_process}")
     report.add(found)
     return found
+
+
+def _start_method() -> Literal["fork", "spawn"]:
+    """fork, which spares every section its imports, unless something that was imported has asked the CUDA driver already."""
+    probe = multiprocessing.get_context("fork").Process(target=_exit_if_cuda_is_unusable)
+    probe.start()
+    probe.join()
+    return "fork" if probe.exitcode == 0 else "spawn"
+
+
+def _exit_if_cuda_is_unusable() -> None:
+    os._exit(int(torch.cuda._is_in_bad_fork()))
 
 
 def _kill(process: Any) -> None:

@@ -92,9 +92,10 @@ def hold(
     members: Sequence[Sequence[TokensWithLogprobs]],
     judge: Judge,
     completer: Callable[[dict[int, Sequence[TokensWithLogprobs]]], ScriptedCompleter] = ScriptedCompleter,
+    task: str = "qa",
 ) -> Held:
     """Debates among members 0-1, 2-3, ... each of whom says its three turns. A hang is a failure."""
-    protocol = make_protocol(renderer)
+    protocol = make_protocol(renderer, task)
     builder = DebateGroupBuilder(protocol, ITEM, judge, len(members) // 2, (4, 2))
     policy = completer(dict(enumerate(members)))
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import pickle
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,15 +24,17 @@ from tests.debate.arena import (
 )
 from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.debate import env as debate_env
 from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, DebateProtocol
 from tinker_cookbook.debate.judge_config import JudgeConfig, make_judge
 from tinker_cookbook.debate.judges import DebateView, Judge, Verdict, Winner
-from tinker_cookbook.debate.prompts import DebatePrompts
+from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import ActionExtra, StepResult
 from tinker_cookbook.tasks.registry import get_task
 
 
@@ -103,6 +107,59 @@ class TestRounds:
         ]
 
 
+class TestSteps:
+    def test_what_each_step_returns(self, renderer: Renderer) -> None:
+        """Both seats by hand, the first wrong and cut off in round 2: reward and the task's metrics come with round 1."""
+        protocol = make_protocol(renderer)
+        builder = DebateGroupBuilder(protocol, ITEM, JudgeByIndex((Winner.A,)), 1, (4, 2))
+        wrong, right = (three_turns(renderer, proposal) for proposal in (WRONG, RIGHT))
+        wrong[1] = speech(renderer, "and so on", stopped=False)
+        extras: list[ActionExtra | None] = [{"stop_reason": "stop"}, {"stop_reason": "length"}, None]
+
+        async def play() -> list[list[StepResult]]:
+            envs = await builder.make_envs()
+            for env in envs:
+                await env.initial_observation()
+            steps = []
+            for a, b, extra in zip(wrong, right, extras, strict=True):
+                both = (envs[0].step(a.tokens, extra=extra), envs[1].step(b.tokens, extra=extra))
+                steps.append(await asyncio.gather(*both))
+            return steps
+
+        of_a = [step for step, _ in asyncio.run(play())]
+        assert [step.reward for step in of_a] == [0.0, 0.0, 0.0]
+        assert [step.episode_done for step in of_a] == [False, False, True]
+        assert [step.next_stop_condition for step in of_a] == [renderer.get_stop_sequences()] * 3
+        task_metrics = protocol.task.score(ITEM, WRONG).metrics
+        assert task_metrics["parsed"] == 1.0 and task_metrics["correct"] == 0.0
+        lengths = [len(turn.tokens) for turn in wrong]
+        assert [step.metrics for step in of_a] == [
+            {"debate/tokens_r1": lengths[0], "debate/stopped_r1": 1.0, "context_overflow": 0.0, **task_metrics},
+            {"debate/tokens_r2": lengths[1], "debate/stopped_r2": 0.0},
+            {"debate/tokens_r3": lengths[2], "debate/stopped_r3": 0.0},
+        ]
+        prompt = protocol.first_prompt(ITEM).to_ints()
+        for step, injection, own, other in zip(of_a, protocol.injections, wrong, right, strict=False):
+            prompt = injection.next_prompt(renderer, prompt, own.tokens, other.tokens)
+            assert step.next_observation.to_ints() == prompt
+
+    def test_the_first_prompt_asks_for_confidence(self, renderer: Renderer) -> None:
+        text = decode(renderer, make_protocol(renderer).first_prompt(ITEM).to_ints())
+        assert ITEM.question in text and CONFIDENCE_REQUEST in text
+
+    def test_members_are_described_before_and_after_the_verdict(self, renderer: Renderer) -> None:
+        item = replace(ITEM, question="7" * 300)
+        builder = DebateGroupBuilder(make_protocol(renderer), item, JudgeByIndex((Winner.B,)), 1, (4, 2))
+        envs = asyncio.run(builder.make_envs())
+        for verdict in (None, "B"):
+            if verdict is not None:
+                envs[0].transcript.verdict = Verdict(Winner.B)
+            assert builder.describe_members(envs) == [
+                {"question": "7" * 100, "instance_id": "sum-1", "agent": seat, "verdict": verdict} for seat in "AB"
+            ]
+            assert builder.select_trained([], envs) == [False, verdict == "B"]
+
+
 class TestRoom:
     """How long a question may be so that the longest possible debate about it fits the context."""
 
@@ -122,6 +179,7 @@ class TestRoom:
         protocol = self.protocol(renderer, self.longest(renderer))
         first = protocol.first_prompt(ITEM)
         assert protocol.max_first_prompt == first.length
+        assert protocol.injections == make_protocol(renderer).injections
         env = DebateEnv(protocol, Transcript(protocol.task, ITEM), Seat.A)
         assert asyncio.run(env.initial_observation()) == (first, renderer.get_stop_sequences())
 
@@ -129,6 +187,9 @@ class TestRoom:
         protocol = self.protocol(renderer, self.longest(renderer) - 1)
         builder = DebateGroupBuilder(protocol, ITEM, JudgeByIndex((Winner.A,)), 1, (4, 2))
         group = asyncio.run(do_group_rollout(builder, ScriptedCompleter({})))
+        envs = asyncio.run(builder.make_envs())
+        asyncio.run(builder.compute_group_rewards([], envs))
+        assert envs[0].transcript.verdict == Verdict(Winner.INVALID, "the question is too long for a debate")
         assert [t.transitions[-1].metrics["context_overflow"] for t in group.trajectories_G] == [1.0, 1.0]
         assert group.get_total_rewards() == [0.0, 0.0] and group.is_trained() == [False, False]
         assert group.metrics_G == [{"debate/won": 0.0, "debate/invalid": 1.0, "debate/tie": 0.0}, {"debate/won": 0.0}]
@@ -149,6 +210,23 @@ class TestRoom:
 
 
 class TestJudging:
+    def test_how_long_the_judge_took(self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = iter([100.0, 102.5])
+        monkeypatch.setattr(debate_env, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+        (record,) = hold(renderer, seats(renderer), JudgeByIndex((Winner.A,))).group.records
+        assert record.content["metrics"]["judge_time_s"] == 2.5
+
+    def test_a_record_holds_what_each_seat_said_and_was_told(self, renderer: Renderer) -> None:
+        members = seats(renderer) + seats(renderer)[::-1]
+        group = hold(renderer, members, JudgeByIndex((Winner.A, Winner.A))).group
+        assert [record.kind for record in group.records] == ["debate", "debate"]
+        told = [record.content[seat] for record in group.records for seat in ("agent_a", "agent_b")]
+        for agent, turns, metrics in zip(told, members, group.metrics_G, strict=True):
+            raw = [decode(renderer, strip_stop(renderer, turn.tokens)) for turn in turns]
+            assert [transition["raw_response"] for transition in agent["transitions"]] == raw
+            assert metrics.items() <= agent["metrics"].items()
+        assert [agent["metrics"]["debate/won"] for agent in told] == [1.0, 0.0, 1.0, 0.0]
+
     def test_the_judge_sees_text_without_stops_and_who_the_debate_is(self, renderer: Renderer) -> None:
         judge = WatchingJudge([])
         hold(renderer, seats(renderer) + seats(renderer)[::-1], judge)

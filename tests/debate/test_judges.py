@@ -8,7 +8,7 @@ import pytest
 
 from tests.debate.arena import make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
-from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter
+from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, derive_seed
 from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.judges import (
     SCRIPTS,
@@ -60,7 +60,7 @@ class TestScripted:
         ("name", "winner"), [("A", "A"), ("B", "B"), ("TIE", "TIE"), ("truth", "A"), ("longer", "A")]
     )
     def test_by_name(self, name: str, winner: str) -> None:
-        assert judge(ScriptedJudge(SCRIPTS[name])).winner is Winner(winner)
+        assert judge(ScriptedJudge(SCRIPTS[name])) == Verdict(Winner(winner), "scripted")
 
     @pytest.mark.parametrize(
         "by", [ScriptedJudge(SCRIPTS["truth"]), ScriptedJudge(SCRIPTS["longer"]), ConfidenceJudge()]
@@ -86,7 +86,8 @@ class TestConfidence:
     )  # fmt: skip
     def test_more_wins_equal_ties_unread_is_invalid(self, a: float | None, b: float | None, winner: str) -> None:
         view = dataclasses.replace(VIEW, confidence_a=a, confidence_b=b)
-        assert judge(ConfidenceJudge(), view).winner is Winner(winner)
+        reasoning = "no readable confidence" if a is None or b is None else f"confidence {a:g} against {b:g}"
+        assert judge(ConfidenceJudge(), view) == Verdict(Winner(winner), reasoning)
 
 
 KEYS = [(batch, group, debate) for batch in range(20) for group in range(4) for debate in range(5)]
@@ -101,8 +102,8 @@ class TestMock:
 
     def test_the_tosses_of_a_seed_stay_what_they_were(self) -> None:
         """Pinned: another mapping from tosses to seats would be as fair, and change every run that is repeated."""
-        tosses = [judge(MockJudge(0), dataclasses.replace(VIEW, key=key)).winner for key in KEYS[:12]]
-        assert "".join(tosses) == "BBBBBAAAAABA"
+        verdicts = [judge(MockJudge(0), dataclasses.replace(VIEW, key=key)) for key in KEYS[:12]]
+        assert verdicts == [Verdict(Winner(seat), "coin toss") for seat in "BBBBBAAAAABA"]
 
     def test_it_does_not_look_at_what_was_said(self) -> None:
         assert judge(MockJudge(1)).winner is judge(MockJudge(1), swapped(VIEW)).winner
@@ -168,6 +169,10 @@ class TestLanguageModel:
         assert (verdict.winner, verdict.retries) == (Winner.INVALID, max_retries)
         assert verdict.raw_response == contradiction and len(completer.asked) == max_retries + 1
 
+    def test_it_is_asked_again_once_unless_told_otherwise(self) -> None:
+        verdict = judge(LMJudge(Says(*["hm"] * 9)))
+        assert (verdict.winner, verdict.reasoning, verdict.retries) == (Winner.INVALID, "", 1)
+
     def test_a_tie_is_a_verdict_and_not_asked_again(self) -> None:
         completer = Says("<VERDICT>TIE</VERDICT>")
         assert judge(LMJudge(completer)).winner is Winner.TIE and len(completer.asked) == 1
@@ -226,6 +231,8 @@ class TestLanguageModelOverTokens:
             assert judge(by, dataclasses.replace(VIEW, key=key)).retries == 1
         seeds = [call.params.seed for call in service.sampled]
         assert len(set(seeds[:4])) == 4 and seeds[4:] == seeds[:2]
+        # Named after the judge, so that a judge and a debater with the same seed do not draw the same.
+        assert seeds[:2] == [derive_seed(derive_seed(5, "judge", 0, 0, 0, attempt), 0) for attempt in (0, 1)]
 
     @pytest.mark.parametrize(("room", "winner"), [(0, Winner.B), (-1, Winner.INVALID)])
     def test_a_debate_beyond_the_judge_s_context_is_invalid_and_not_shown(self, room: int, winner: Winner) -> None:
@@ -236,10 +243,12 @@ class TestLanguageModelOverTokens:
         completer = TinkerTokenCompleter(service.new_sampler(0), 64)
         verdict = judge(LMJudge(completer, self.renderer, max_prompt_tokens=longest))
         assert verdict.winner is winner and len(service.sampled) == (winner is Winner.B)
-        assert ("too long for the judge's context" in verdict.reasoning) == (winner is Winner.INVALID)
+        assert verdict.reasoning == ("" if room == 0 else "the debate is too long for the judge's context")
 
     def test_needs_a_renderer(self) -> None:
-        with pytest.raises(ConfigurationError, match="needs the renderer"):
+        with pytest.raises(
+            ConfigurationError, match=r"^an LMJudge over a TokenCompleter needs the renderer of its model"
+        ):
             LMJudge(TinkerTokenCompleter(self.service().new_sampler(0), 64))
 
 

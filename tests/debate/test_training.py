@@ -47,7 +47,7 @@ def advantages(held: Held, how: DebateTrain) -> list[float]:
     return scaled(held.group, how)[0].tolist()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def three_debates() -> Held:
     """Winners: member 0 (right), member 3 (wrong), member 5 (right). Losers are right, too, in seats 2 and 4."""
     proposals = [RIGHT, WRONG, RIGHT, WRONG, RIGHT, RIGHT]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.child import python_path
 from tests.engine.test_checkpoints import folder
 from tinker_local_backend import CheckpointError, RequestError, RestClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.lora import LoraSpec
@@ -146,7 +147,7 @@ registry.Registry(Path(sys.argv[1])).record_run(make_run("half"), registry.Sessi
 
 
 def script(code: str, *arguments: str) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     return subprocess.Popen([sys.executable, "-c", code, *arguments], env=env, stderr=subprocess.PIPE, text=True)
 
 

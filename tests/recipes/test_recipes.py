@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from recipes import debate_rs_grpo, demo, rl_basic, single_turn, sl_basic
+from tests.child import python_path
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.supervised import train as supervised_train
 
-ROOT = EXAMPLE_DATA.parent
 SMALL_DEBATE = ("num_rollouts=16", "num_groups=2", "max_tokens=48", "lora_rank=8", "max_eval_items=4")
 
 
@@ -154,7 +153,7 @@ def test_ctrl_c_leaves_whole_files_and_says_how_to_resume(tmp_path: Path) -> Non
         "eval_every=0",
         "lora_rank=4",
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     process = subprocess.Popen(
         [sys.executable, "-m", "recipes.rl_basic", *argv],
         cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,

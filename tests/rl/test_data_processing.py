@@ -5,12 +5,19 @@ import tinker
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.fakes import said
 from tests.rl.handmade import EMPTY, group, trajectory, turn
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages, trajectory_to_data
+from tinker_cookbook.rl.data_processing import (
+    DatumMetadata,
+    assemble_training_data,
+    compute_advantages,
+    scale_advantages,
+    trajectory_to_data,
+)
 from tinker_cookbook.rl.types import TrajectoryGroup, Transition
 
 Turn = tuple[list[int], TokensWithLogprobs]
@@ -114,6 +121,25 @@ class TestTrajectoryToData:
             trajectory_to_data(trajectory(Transition(image, said([2]), 0.0, True)), 1.0)
 
 
+class TestScaleAdvantages:
+    data = tuple(trajectory_to_data(trajectory(turn([1, 2], said([3, 4]))), 3.0))
+
+    def test_each_datum_is_divided_by_the_scale_of_its_member(self) -> None:
+        metadata: list[DatumMetadata] = [{"group_idx": 1, "traj_idx": 0}, {"group_idx": 0, "traj_idx": 1}]
+        first, second = scale_advantages(self.data * 2, metadata, [[9.0, 4.0], [1.0, 9.0]])
+        assert first is self.data[0]
+        assert second.loss_fn_inputs["advantages"].tolist() == [0.0, 0.75, 0.75]
+        assert second.loss_fn_inputs["advantages"].dtype == "float32"
+        for key in ("target_tokens", "logprobs", "mask"):
+            assert second.loss_fn_inputs[key] == first.loss_fn_inputs[key]
+        assert second.model_input == first.model_input
+        assert first.loss_fn_inputs["advantages"].tolist() == [0.0, 3.0, 3.0]  # the given one stays as it was
+
+    def test_each_datum_must_name_its_member(self) -> None:
+        with pytest.raises(ValueError, match="zip"):
+            scale_advantages(self.data * 2, [{"group_idx": 0, "traj_idx": 0}], [[1.0]])
+
+
 class TestAssembly:
     def test_zero_advantages_are_left_out_and_order_is_kept(self) -> None:
         groups = [group([0.0, 1.0, 2.0]), group([5.0, 5.0]), group([1.0, 0.0, 9.0], trained=[True, True, False])]
@@ -124,6 +150,19 @@ class TestAssembly:
     def test_a_rejected_member_gives_no_data_whatever_its_advantage(self) -> None:
         data, _ = assemble_training_data([group([0.0, 1.0], trained=[True, False])], [torch.tensor([1.0, 1.0])])
         assert len(data) == 1
+
+    @pytest.mark.parametrize(
+        ("trained", "advantages"),
+        [
+            ([True, True], [torch.zeros(2), torch.zeros(2)]),  # a group too few
+            ([True], [torch.zeros(2)]),
+            ([True, True, True], [torch.zeros(2)]),
+            ([True, True], [torch.zeros(3)]),
+        ],
+    )
+    def test_groups_members_and_advantages_must_match(self, trained: list[bool], advantages: list[Tensor]) -> None:
+        with pytest.raises(ValueError, match="zip"):
+            assemble_training_data([group([0.0, 1.0], trained)], advantages)
 
     def test_every_datum_of_a_split_trajectory_names_its_member(self) -> None:
         split = trajectory(turn([1], said([2])), turn([9], said([3])))

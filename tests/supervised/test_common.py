@@ -1,13 +1,14 @@
 """The shift of weighted tokens into datums, and the two numbers that a supervised loop reports."""
 
 import math
+from typing import Any
 
 import pytest
 import tinker
 import torch
 
 from tests.renderers.synthetic import make_tokenizer
-from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll, datum_from_model_input_weights
 
 
@@ -18,8 +19,9 @@ def test_shift_golden() -> None:
     targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
     assert (targets.dtype, targets.tolist()) == ("int64", [11, 12, 13])
     assert (weights.dtype, weights.tolist()) == ("float32", [0.0, 1.0, 3.0])
-    mean = datum_from_model_input_weights(model_input, torch.tensor([5.0, 0.0, 1.0, 3.0]), reduction="mean")
-    assert mean.loss_fn_inputs["weights"].tolist() == [0.0, 0.25, 0.75]
+    doubles = torch.tensor([5.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+    mean = datum_from_model_input_weights(model_input, doubles, reduction="mean").loss_fn_inputs["weights"]
+    assert (mean.dtype, mean.tolist()) == ("float32", [0.0, 0.25, 0.75])
 
 
 def image(length: int) -> tinker.types.ImageChunk:
@@ -35,16 +37,25 @@ def test_media_positions_are_counted_and_never_predicted() -> None:
     assert datum.loss_fn_inputs["weights"].tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
     cut = datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.ones(7), max_length=4)
     assert cut.model_input.to_ints() == [1]
-    with pytest.raises(DataValidationError, match="select positions of a media chunk"):
+    cut = datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.zeros(7), max_length=6)
+    assert cut.model_input.chunks == chunks[:2]
+    assert cut.loss_fn_inputs["target_tokens"].tolist() == [2, 0, 0, 0, 1]
+    with pytest.raises(DataValidationError, match=r"^weights select positions of a media chunk; give those weight 0$"):
         datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.ones(7))
     with pytest.raises(DataValidationError, match="ends in a image chunk"):
         datum_from_model_input_weights(tinker.ModelInput(chunks=[text, image(3)]), torch.zeros(5))
+    with pytest.raises(DataValidationError, match="ends in a image chunk"):  # it fits whole, and nothing after it does
+        datum_from_model_input_weights(tinker.ModelInput(chunks=chunks), torch.zeros(7), max_length=5)
 
 
 @pytest.mark.parametrize(
     ("tokens", "weights", "error"),
     [
-        ([1, 2, 3], [1.0, 1.0], r"weights has shape \(2,\), but model_input has 3 positions"),
+        (
+            [1, 2, 3],
+            [1.0, 1.0],
+            r"weights has shape \(2,\), but model_input has 3 positions; give one weight per position",
+        ),
         ([1], [1.0], "1 positions are left"),
         ([1, 2], [1.0, 0.0], "no trained token is left"),
     ],
@@ -52,6 +63,12 @@ def test_media_positions_are_counted_and_never_predicted() -> None:
 def test_bad_examples(tokens: list[int], weights: list[float], error: str) -> None:
     with pytest.raises(DataValidationError, match=error):
         datum_from_model_input_weights(tinker.ModelInput.from_ints(tokens), torch.tensor(weights), reduction="mean")
+
+
+def test_an_unknown_reduction_is_refused_with_the_known_ones() -> None:
+    unknown: Any = "sum"
+    with pytest.raises(ConfigurationError, match="reduction='sum' is unknown; choose 'none' or 'mean'"):
+        datum_from_model_input_weights(tinker.ModelInput.from_ints([1, 2]), torch.ones(2), reduction=unknown)
 
 
 def test_mean_nll_weighs_tokens_not_datums() -> None:
@@ -68,6 +85,29 @@ def test_mean_nll_weighs_tokens_not_datums() -> None:
         compute_mean_nll(logprobs, weights[:1])
 
 
+def test_mean_nll_of_weights_that_sum_to_one_or_less() -> None:
+    """As those of a mean do."""
+    logprobs = [torch.tensor([-1.0, -3.0])]
+    assert compute_mean_nll(logprobs, [torch.tensor([0.25, 0.75])]) == 2.5
+    assert compute_mean_nll(logprobs, [torch.tensor([0.25, 0.0])]) == 1.0
+
+
+def test_mean_nll_is_summed_in_double_precision() -> None:
+    """In float32 the one is lost beside 2^24."""
+    assert compute_mean_nll([torch.tensor([-(2.0**24), -1.0])], [torch.ones(2)]) == (2**24 + 1) / 2
+    assert compute_mean_nll([torch.tensor([-1.0, -1.0])], [torch.tensor([2.0**24, 1.0])]) == 1.0
+
+
+def test_bits_per_byte_add_up_over_runs_of_tokens_and_datums() -> None:
+    tokenizer = make_tokenizer()
+    x, y = (tokenizer.convert_tokens_to_ids(letter) for letter in "xy")
+    targets = [torch.tensor([x, y, x, y]), torch.tensor([], dtype=torch.int64), torch.tensor([y])]
+    weights = [torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([]), torch.tensor([1.0])]
+    logprobs = [torch.tensor([-1.0, -2.0, -9.0, -3.0]), torch.tensor([]), torch.tensor([-4.0])]
+    expected = (1 + 2 + 3 + 4) / (4 * math.log(2))
+    assert compute_mean_bpb(logprobs, weights, targets, tokenizer) == pytest.approx(expected)
+
+
 def test_bits_per_byte_counts_a_split_character_once_and_no_special_token() -> None:
     tokenizer = make_tokenizer()
     tokens = tokenizer.encode("x🙂<|im_end|>", add_special_tokens=False)
@@ -76,7 +116,7 @@ def test_bits_per_byte_counts_a_split_character_once_and_no_special_token() -> N
     # x is left out, the special token does not count: 4 tokens of 3 bits each, 4 bytes.
     weights = torch.tensor([0.0] + [1.0] * (len(tokens) - 1))
     assert compute_mean_bpb([logprobs], [weights], [targets], tokenizer) == pytest.approx(3.0)
-    with pytest.raises(DataValidationError, match="no byte of text"):
+    with pytest.raises(DataValidationError, match=r"^no byte of text carries weight: bits per byte are not defined$"):
         compute_mean_bpb([logprobs], [torch.zeros(len(tokens))], [targets], tokenizer)
 
 

@@ -41,9 +41,7 @@ async def open_training_client(
             return resumed
         logger.warning("%s holds no checkpoint to go on from: starting at the first batch", run.log_path)
     if load_checkpoint_path is not None:
-        await _check_source(
-            service, load_checkpoint_path, model_name, (metadata or {}).get(RENDERER_NAME_METADATA_KEY)
-        )
+        await _check_source(service, load_checkpoint_path, model_name, (metadata or {}).get(RENDERER_NAME_METADATA_KEY))
         client = await service.create_training_client_from_state(load_checkpoint_path, user_metadata=metadata)
     else:
         client = await service.create_lora_training_client(
