@@ -63,9 +63,11 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
         if key in given and key not in chz.chz_fields(config_cls):
             raise ConfigurationError(f"{key}={given[key]}: this key is now {place}")
     blueprint = Blueprint(config_cls).apply(_nested_defaults(config_cls, given), layer_name="default")
-    if layer := getattr(config_cls, "layer", None):
-        blueprint.apply(layer(given), layer_name="preset")
-    return blueprint.apply_from_argv(list(arguments), allow_hyphens=True).make()
+    layer = config_cls.layer(given) if hasattr(config_cls, "layer") else {}  # pyright: ignore[reportAttributeAccessIssue]
+    blueprint.apply(layer, layer_name="preset")
+    # What the layer says of a key that is given (preset itself) is its reading of that key.
+    rest = [argument for argument in arguments if not keys_and_values([argument]).keys() & layer.keys()]
+    return blueprint.apply_from_argv(rest, allow_hyphens=True).make()
 
 
 def keys_and_values(arguments: Sequence[str]) -> dict[str, str]:
@@ -108,7 +110,7 @@ def help_text(config_cls: type) -> str:
         for name in names:
             if name in nested:
                 default = default_of(fields[name])
-                how = "" if chz.is_chz(default) else " (not in use, until one of its keys is given)"
+                how = "" if chz.is_chz(default) else "; off unless a key is given"
                 rows = list(_nested_rows(name, nested[name], default))
                 blocks.append(f"{name}: {fields[name]._doc}{how}\n{_table(rows)}")
     return "\n\n".join(blocks)
@@ -161,7 +163,7 @@ def _text(value: Any) -> str:
 
 
 def _first_line(config_cls: type) -> str:
-    return (inspect.getdoc(config_cls) or config_cls.__name__).splitlines()[0].rstrip(".") + ":"
+    return (inspect.getdoc(config_cls) or config_cls.__name__).splitlines()[0].partition(". ")[0].rstrip(".") + ":"
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
@@ -171,7 +173,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
     lines = []
     for key, doc in rows:
         start = f"  {key}".ljust(column)
-        if len(start) > column:
+        if not start.endswith("  "):
             lines.append(start)
             start = " " * column
         lines += textwrap.wrap(doc, width, initial_indent=start, subsequent_indent=" " * column) or [start.rstrip()]

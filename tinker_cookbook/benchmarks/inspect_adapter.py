@@ -4,8 +4,6 @@ inspect-ai (extra `inspect`) is imported when something here is called. A reply 
 tool calls, logprobs and token counts reach inspect as other providers give them.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -58,11 +58,9 @@ class DatasetWithTeacher:
 
 
 @chz.chz(typecheck=True)
-class Config(RunConfig):
-    """An off-policy distillation run."""
+class OffPolicyOptions(RunOptions):
+    """Settings of the off-policy distillation loop."""
 
-    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
-    dataset_configs: list[DatasetWithTeacher] = chz.field(doc="what is learnt, and from whom")
     n_teacher_targets: int = chz.field(
         default=20, doc="the teacher's likeliest tokens per position that are learnt", validator=chz.validators.gt(0)
     )
@@ -81,6 +79,14 @@ class Config(RunConfig):
     save_every: int = chz.field(
         default=10, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
     )
+
+
+@chz.chz(typecheck=True)
+class Config(OffPolicyOptions, RunConfig):
+    """An off-policy distillation run."""
+
+    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    dataset_configs: list[DatasetWithTeacher] = chz.field(doc="what is learnt, and from whom")
     evaluator_builders: list[EvaluatorBuilder] = chz.field(
         default_factory=list, doc="run with the KL to the teacher on the test sets"
     )

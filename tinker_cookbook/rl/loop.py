@@ -119,6 +119,8 @@ class Loop:
                 config.max_tokens,
                 config.temperature,
                 seed=derive_seed(config.seed, "rollouts", step),
+                top_k=config.top_k,
+                top_p=config.top_p,
             )
             name = f"{index} of step {step}, {describe_group(builder)}"
             group: TrajectoryGroup | FailedGroup

@@ -122,6 +122,8 @@ def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluat
         rollout_strategy_from_config(config.rollout_error_tolerance),
         config.termination,
         config.num_groups_to_log,
+        config.top_k,
+        config.top_p,
     )
 
 

@@ -27,6 +27,7 @@ from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll
 from tinker_cookbook.supervised.epochs import (
     EpochConfig,
+    EpochOptions,
     adam_params,
     check_resumed,
     count_steps,
@@ -55,13 +56,19 @@ SHOWN_TOKENS = 512
 
 
 @chz.chz(typecheck=True)
-class Config(EpochConfig):
-    """A supervised run."""
+class SupervisedOptions(EpochOptions):
+    """Settings of the supervised loop."""
 
-    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
     submit_ahead: int = chz.field(
         default=1, doc="batches submitted before the oldest is awaited", validator=chz.validators.ge(0)
     )
+
+
+@chz.chz(typecheck=True)
+class Config(SupervisedOptions, EpochConfig):
+    """A supervised run."""
+
+    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
 
     @chz.validate
     def _check(self) -> None:

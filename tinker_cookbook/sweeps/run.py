@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from tinker_cookbook import backends
-from tinker_cookbook import config_tree
+from tinker_cookbook import backends, config_tree
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs

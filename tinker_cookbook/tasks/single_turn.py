@@ -1,7 +1,5 @@
 """Any task as plain single-turn RL: one question, one reply, one reward; group_size replies per question."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,13 +51,13 @@ class SingleTurnEnv(Env):
         self._max_prompt_tokens = max_prompt_tokens
         self.raw_reply = ""
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(self) -> tuple["Observation", StopCondition] | InitialObservationOverflow:
         prompt = self._prompt()
         if self._max_prompt_tokens is not None and prompt.length > self._max_prompt_tokens:
             return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
         return prompt, self.renderer.get_stop_sequences()
 
-    def _prompt(self) -> Observation:
+    def _prompt(self) -> "Observation":
         return self.renderer.build_generation_prompt(self.task.messages(self.item, self._extra_request))
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
@@ -266,6 +264,8 @@ class TaskEvaluatorBuilder:
     max_items: int = chz.field(default=100, doc="how many items at most", validator=chz.validators.gt(0))
     max_tokens: int = chz.field(doc="longest reply", validator=chz.validators.gt(0))
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
+    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
+    top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens of this probability; 1: from all")
     max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
     seed: int = chz.field(default=0, doc="seed of the choice and of sampling")
 
@@ -286,4 +286,6 @@ class TaskEvaluatorBuilder:
         if dataset is None:
             raise ConfigurationError(f"evaluator {self.name!r}: the dataset has no {self.split} items")
         seed = derive_seed(self.seed, self.name, "sampling")
-        return RLTestSetEvaluator(dataset, self.max_tokens, self.name, self.temperature, seed)
+        return RLTestSetEvaluator(
+            dataset, self.max_tokens, self.name, self.temperature, seed, top_k=self.top_k, top_p=self.top_p
+        )

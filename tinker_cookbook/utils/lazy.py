@@ -1,8 +1,8 @@
 """The large packages, imported when something of theirs is first used: `from tinker_cookbook.utils.lazy import tinker, torch`.
 
 Together they take seconds to import, and a command line with a typing error, or with `--help`, needs none of them. A module
-that takes them from here begins with `from __future__ import annotations`, so that an annotation uses nothing of them, and
-names them only in functions.
+that takes them from here names them only in functions, and begins with `from __future__ import annotations` if its annotations
+name them. (Not a module with a chz class that is a callable value of a field: chz cannot read the annotations of its __call__.)
 """
 
 from __future__ import annotations
