@@ -15,10 +15,9 @@ import sys
 import chz
 from rich.console import Console
 
-from recipes.policy import PolicyCLIConfig, policy_config, reply_tokens
+from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from tinker_cookbook.chat import ChatSession, ChatSettings, converse
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.policies import open_policy
 
 RECIPE = "chat"
 
@@ -36,7 +35,7 @@ class CLIConfig(PolicyCLIConfig):
 def main(cli: CLIConfig) -> None:
     ChatSettings(temperature=cli.temperature, max_tokens=reply_tokens(cli, ""))  # refused before anything loads
     with asyncio.Runner() as runner:
-        policy = runner.run(open_policy(policy_config(cli)))
+        policy = runner.run(open_policy(cli))
         settings = ChatSettings(
             cli.system, cli.temperature, reply_tokens(cli, policy.base_model), cli.logprobs, cli.seed
         )

@@ -24,11 +24,12 @@ from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.dataset import ADVANTAGES, DebateDatasetBuilder, DebateTrain
-from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig, check_judge
+from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_rs_grpo"
 
@@ -52,7 +53,6 @@ class CLIConfig(TaskConfig):
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
-    check_judge(cli.judge)
     if cli.debate_train == "rejection":
         if cli.preset is not None or cli.advantage != ADVANTAGES["rs_grpo"]:
             raise ConfigurationError(
@@ -62,21 +62,19 @@ def build_config(cli: CLIConfig) -> train.Config:
         cli = chz.replace(cli, advantage=ADVANTAGES["rejection"])
     folder = run_folder(cli, f"debate-{cli.debate_train}")
     cli = settle(cli)
-    context = model_info.get_context_length(cli.model_name)
     dataset_builder = cli.fill(
         DebateDatasetBuilder,
         judge=cli.fill(
             JudgeConfig,
             name=cli.judge,
-            model_path=cli.judge_model_path,
+            weights=cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=cli.judge_model_path),
             max_tokens=cli.judge_max_tokens,
             temperature=cli.judge_temperature,
-            context_window=context,
         ),
         group_size=group_size,
         num_batches=cli.max_steps,
         max_test_items=cli.max_eval_items,
-        context_window=context,
+        context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder.check()
     return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli, CONFIDENCE_REQUEST)])

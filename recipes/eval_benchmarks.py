@@ -14,7 +14,7 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
-from recipes.policy import PolicyCLIConfig, policy_config, reply_tokens
+from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from tinker_cookbook.benchmarks.runner import (
     BenchmarkConfig,
     check_config,
@@ -24,7 +24,6 @@ from tinker_cookbook.benchmarks.runner import (
 )
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.policies import open_policy
 
 RECIPE = "eval_benchmarks"
 
@@ -52,7 +51,7 @@ async def main(cli: CLIConfig) -> None:
     check_config(_config(cli, ""))
     for spec in cli.benchmarks:
         task_items(spec)  # refused before anything loads
-    policy = await open_policy(policy_config(cli))
+    policy = await open_policy(cli)
     config = _config(cli, policy.base_model)
     room = None if policy.context_length is None else policy.context_length - config.max_tokens
     if room is not None and room < 1:

@@ -13,10 +13,9 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
-from recipes.policy import PolicyCLIConfig, policy_config, reply_tokens
+from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from tinker_cookbook.benchmarks.inspect_adapter import inspect_model, require_inspect, run_inspect, task_of_items
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
-from tinker_cookbook.policies import open_policy
 
 RECIPE = "eval_inspect"
 OURS = ("qa/", "summary/")
@@ -39,7 +38,7 @@ class CLIConfig(PolicyCLIConfig):
 async def main(cli: CLIConfig) -> None:
     require_inspect()
     task = task_of_items(cli.task) if cli.task.startswith(OURS) else cli.task
-    policy = await open_policy(policy_config(cli))
+    policy = await open_policy(cli)
     max_tokens = reply_tokens(cli, policy.base_model)
     model = inspect_model(policy, max_tokens, temperature=cli.temperature, seed=cli.seed)
     log_dir = cli.log_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))

@@ -14,7 +14,7 @@ import chz
 from tinker_cookbook import backends, weights
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.policies import last_sampler_path
+from tinker_cookbook.runs.checkpoints import last_sampler_path
 
 RECIPE = "export"
 

@@ -19,10 +19,11 @@ from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.math import AnswerStyle, Grading, MathTask, generate_sums
-from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder, TaskDataset
+from tinker_cookbook.tasks.single_turn import TaskDataset, single_turn_group
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -76,8 +77,8 @@ class MathDatasetBuilder(RLDatasetBuilder):
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
 
         def groups(size: int):
-            def make(item: TaskItem, key: tuple[int, int]) -> SingleTurnGroupBuilder:
-                return SingleTurnGroupBuilder(task, item, renderer, size, max_prompt_tokens=self.max_prompt_tokens)
+            def make(item: TaskItem, key: tuple[int, int]) -> OneTurnGroupBuilder:
+                return single_turn_group(task, item, renderer, size, max_prompt_tokens=self.max_prompt_tokens)
 
             return make
 

@@ -4,31 +4,51 @@ import chz
 
 from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.policies import PolicyConfig
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.checkpoints import last_sampler_path
+from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 
 @chz.chz(typecheck=True)
-class PolicyCLIConfig(PolicyConfig):
-    """Keys of the recipes that take finished weights."""
+class PolicyCLIConfig:
+    """Keys of the recipes that take finished weights. Of the first three, at most one is given."""
 
+    model_path: str | None = chz.field(default=None, doc="a checkpoint to sample from (tinker://...)")
+    log_path: str | None = chz.field(default=None, doc="folder of a run, whose last checkpoint is taken")
+    model_name: str | None = chz.field(default=None, doc=f"a base model: a directory or a hub id; default: {TINY_CHAT}")
+    renderer_name: str | None = chz.field(
+        default=None, doc="how messages become tokens; default: as the checkpoint was trained, else the model's own"
+    )
+    backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); default: TINKER_BACKEND, else local")
+    base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
     max_tokens: int | None = chz.field(
         default=None, doc=f"longest reply; default: {TINY_MAX_TOKENS} for the shipped model, else {MAX_TOKENS}"
     )
 
 
-def policy_config(cli: PolicyCLIConfig) -> PolicyConfig:
-    """The weights that the keys name; tiny_chat, or none named, is the shipped model."""
-    model_name = cli.model_name
-    if model_name == TINY_CHAT or (model_name is None and cli.model_path is None and cli.log_path is None):
-        model_name = str(EXAMPLE_DATA / TINY_CHAT)
-    return PolicyConfig(
-        model_path=cli.model_path,
-        log_path=cli.log_path,
-        model_name=model_name,
+async def open_policy(cli: PolicyCLIConfig) -> Policy:
+    """The weights that the keys name; tiny_chat, or none named, is the shipped model.
+
+    Raises ConfigurationError when several are named, and as `WeightsConfig.open_policy`.
+    """
+    named = [key for key in ("model_path", "log_path", "model_name") if getattr(cli, key) is not None]
+    if len(named) > 1:
+        raise ConfigurationError(
+            f"{', '.join(named)} are given: give one of model_path=tinker://..., log_path=<run>, model_name=..."
+        )
+    base_model, path = cli.model_name, cli.model_path
+    if cli.log_path is not None:
+        path = last_sampler_path(cli.log_path)
+    if base_model == TINY_CHAT or not named:
+        base_model = str(EXAMPLE_DATA / TINY_CHAT)
+    weights = WeightsConfig(
+        base_model=base_model,
+        load_checkpoint_path=path,
         renderer_name=cli.renderer_name,
         backend=cli.backend,
         base_url=cli.base_url,
     )
+    return await weights.open_policy(named[0] if named else "model_name")
 
 
 def reply_tokens(cli: PolicyCLIConfig, base_model: str) -> int:

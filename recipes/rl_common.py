@@ -23,8 +23,8 @@ from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.algorithms import PRESETS, get_preset
 from tinker_cookbook.rl.config import RLOptions
-from tinker_cookbook.rl.losses import PRESETS, get_preset
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.outcome import print_rl_changes
 from tinker_cookbook.tasks.registry import get_task, known_tasks

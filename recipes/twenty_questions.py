@@ -26,18 +26,16 @@ import chz
 
 from recipes.common import prompt_room, resolve_model, settle
 from recipes.warm_up import GentleConfig, demonstrate, play_or_train
-from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.model_info import get_recommended_renderer_name
-from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import read_jsonl
+from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "twenty_questions"
 OBJECTS = EXAMPLE_DATA / "twenty_questions" / "objects.jsonl"
@@ -199,9 +197,7 @@ class TwentyQuestionsDatasetBuilder(MessageDatasetBuilder):
     num_things: int = chz.field(doc="things that it may be")
     max_turns: int = chz.field(doc="questions per game")
     list_objects: bool = chz.field(doc="answers list what is still open")
-    answerer_model: str | None = chz.field(doc="model that answers; None: the script")
-    backend: str | None = chz.field(doc="where that model runs")
-    base_url: str | None = chz.field(doc="its server")
+    answerer: WeightsConfig | None = chz.field(doc="who answers; None: the script")
 
     @property
     def dataset_name(self) -> str:
@@ -209,13 +205,11 @@ class TwentyQuestionsDatasetBuilder(MessageDatasetBuilder):
 
     async def make_answerer(self, things: Things) -> Answerer:
         """The script, or one frozen snapshot of the model, made here."""
-        if self.answerer_model is None:
+        if self.answerer is None:
             return ScriptedAnswerer(things)
-        service = backends.create_service_client(self.backend, self.base_url)
-        client = await service.create_sampling_client(base_model=self.answerer_model)
-        name = get_recommended_renderer_name(self.answerer_model)
-        renderer = get_renderer(name, get_tokenizer(self.answerer_model), model_name=self.answerer_model)
-        return LMAnswerer(TinkerMessageCompleter(client, renderer, max_tokens=8, temperature=0.0))
+        policy = await self.answerer.open_policy("answerer")
+        completer = TinkerMessageCompleter(policy.sampling_client, policy.renderer, max_tokens=8, temperature=0.0)
+        return LMAnswerer(completer)
 
     async def make_env_maker(self) -> EnvMaker:
         things = Things.read()
@@ -256,7 +250,8 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
     """The episodes of settled keys. Raises ConfigurationError for keys that contradict each other."""
     answerer = None
     if cli.answerer == "lm":
-        answerer, _ = resolve_model(chz.replace(cli, model_name=cli.answerer_model or cli.model_name, renderer_name=None))
+        asked = chz.replace(cli, model_name=cli.answerer_model or cli.model_name, renderer_name=None)
+        answerer = WeightsConfig(base_model=resolve_model(asked)[0], backend=cli.backend, base_url=cli.base_url)
     elif cli.answerer_model is not None:
         raise ConfigurationError(f"answerer_model={cli.answerer_model!r} is of no use with answerer=script; drop it")
     if cli.num_things > (known := len(Things.read().names)):
@@ -265,7 +260,7 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
         TwentyQuestionsDatasetBuilder,
         num_batches=cli.max_steps,
         max_prompt_tokens=prompt_room(cli),
-        answerer_model=answerer,
+        answerer=answerer,
     )
 
 

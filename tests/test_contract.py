@@ -47,7 +47,7 @@ SIGNATURES = {
     "rl.train:main": "config rollout_executor=None",
     "rl.rollouts:do_single_rollout": "policy env",
     "rl.rollouts:do_group_rollout_and_filter_constant_reward": (
-        "sampling_client builder max_tokens temperature do_remove_constant_reward_groups"
+        "sampling_client env_group_builder max_tokens temperature do_remove_constant_reward_groups"
     ),
     "supervised.types:SupervisedDataset.get_batch": "self index",
     "supervised.types:SupervisedDataset.set_epoch": "self seed=0",
@@ -120,7 +120,8 @@ NAMES = {
     "compute_sampling_client_metrics",
     "rl.metric_util": "compute_trajectory_metrics dataset_to_env_group_builders RLTestSetEvaluator",
     "rl.rollouts": "do_group_rollout RolloutErrorCounter",
-    "rl.rollout_runner": "run_rollout RolloutHooks RolloutState SamplingTurnTimeoutError",
+    "rl.rollout_runner": "run_rollout RolloutHooks RolloutState SamplingTurnTimeoutError SupportsToolCallLimit "
+    "SupportsParseErrorPolicy stop_reason_from_metrics",
     "rl.rollout_limits": "RolloutLimits ParseErrorPolicy TerminationRewardPolicy",
     "rl.rollout_presets": "RolloutConfig simple agentic",
     "rl.rollout_strategy": "FailFast RetryOnFailure MinViableGroup RolloutResult rollout_strategy_from_config",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tinker_cookbook.renderers.registry import _BUILT_IN
-from tinker_cookbook.rl.losses import PRESETS
+from tinker_cookbook.rl.algorithms import PRESETS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

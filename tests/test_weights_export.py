@@ -20,7 +20,8 @@ from tinker_cookbook import weights
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
-from tinker_cookbook.policies import PolicyConfig, last_sampler_path, open_policy
+from tinker_cookbook.runs.checkpoints import last_sampler_path
+from tinker_cookbook.weights_config import WeightsConfig
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 TOKENS = list(range(5, 45))
@@ -55,8 +56,8 @@ def trained_logprobs(run: Path) -> list[float]:
     import tinker
 
     async def score() -> list[float | None]:
-        policy = await open_policy(PolicyConfig(log_path=str(run / "log")))
-        return await policy.sampling_client.compute_logprobs(tinker.ModelInput.from_ints(TOKENS))
+        client = await WeightsConfig(load_checkpoint_path=last_sampler_path(run / "log")).open("trained")
+        return await client.compute_logprobs(tinker.ModelInput.from_ints(TOKENS))
 
     return [x for x in asyncio.run(score())[1:] if x is not None]
 

@@ -33,8 +33,14 @@ def resolve_backend(backend: str | None = None) -> Backend:
     return _ALIASES[name]
 
 
-def check_backend(backend: str | None, model_name: str, base_url: str | None = None) -> Backend:
+def check_backend(
+    backend: str | None, model_name: str | None, base_url: str | None = None, field: str = "model_name"
+) -> Backend:
     """Everything about engine and model that can be wrong without loading anything.
+
+    Args:
+        model_name: None where the model is not known yet.
+        field: what the user calls the model, for errors.
 
     Raises:
         ConfigurationError: unknown backend, hosted without a key, a base_url with the local engine, no such model.
@@ -46,9 +52,9 @@ def check_backend(backend: str | None, model_name: str, base_url: str | None = N
                 "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
                 "or use backend=local"
             )
-        if base_url is None and Path(model_name).is_dir():
+        if base_url is None and model_name is not None and Path(model_name).is_dir():
             raise ConfigurationError(
-                f"model_name={model_name!r} is a local directory; the hosted service takes the names it serves, "
+                f"{field}={model_name!r} is a local directory; the hosted service takes the names it serves, "
                 "such as Qwen/Qwen3-4B-Instruct-2507"
             )
         return resolved
@@ -56,13 +62,15 @@ def check_backend(backend: str | None, model_name: str, base_url: str | None = N
         raise ConfigurationError(
             f"base_url={base_url!r} is for servers that speak the Tinker protocol; set backend=tinker with it, or drop it"
         )
+    if model_name is None:
+        return resolved
     from tinker_local_backend import ModelLoadError
     from tinker_local_backend.engine.base_model import check_model_name
 
     try:
         check_model_name(model_name)
     except ModelLoadError as error:
-        raise ConfigurationError(f"model_name: {error}") from error
+        raise ConfigurationError(f"{field}: {error}") from error
     return resolved
 
 

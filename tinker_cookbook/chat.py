@@ -1,6 +1,6 @@
 """A conversation with a policy on a terminal, or with lines from a pipe: what is said, and the slash commands.
 
-The policy comes from `policies.py`; the recipe `recipes.chat` reads the lines.
+The policy comes from `weights_config.py`; the recipe `recipes.chat` reads the lines.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rich.text import Text
 
 from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs, derive_seed
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
-from tinker_cookbook.policies import Policy
 from tinker_cookbook.renderers import Message, format_content_as_string
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.weights_config import Policy
 
 Number = TypeVar("Number", int, float)
 

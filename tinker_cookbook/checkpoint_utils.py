@@ -1,18 +1,18 @@
-"""Re-exports runs/checkpoints.py, runs/renderer_metadata.py and runs/saving.py, for scripts that import this path."""
+"""Re-exports runs/checkpoints.py, renderer_metadata.py and runs/saving.py, for scripts that import this path."""
 
+from tinker_cookbook.renderer_metadata import (
+    RENDERER_NAME_METADATA_KEY,
+    add_renderer_name_to_user_metadata,
+    check_renderer_name_for_checkpoint_async,
+    get_renderer_name_from_checkpoint_async,
+    resolve_renderer_name_from_checkpoint_or_default_async,
+)
 from tinker_cookbook.runs.checkpoints import (
     CHECKPOINTS_BASE_NAME,
     CheckpointRecord,
     append_checkpoint,
     get_last_checkpoint,
     load_checkpoints_file,
-)
-from tinker_cookbook.runs.renderer_metadata import (
-    RENDERER_NAME_METADATA_KEY,
-    add_renderer_name_to_user_metadata,
-    check_renderer_name_for_checkpoint_async,
-    get_renderer_name_from_checkpoint_async,
-    resolve_renderer_name_from_checkpoint_or_default_async,
 )
 from tinker_cookbook.runs.saving import (
     PendingCheckpoint,

@@ -194,7 +194,7 @@ def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path:
     data = cli.fill(
         PairwisePreferenceRLDatasetBuilder,
         comparison_builder=comparison_source(cli),
-        preference_model_builder=cli.fill(PreferenceModelBuilderFromChatRenderer, model_path=judge_path),
+        preference_model_builder=cli.fill(PreferenceModelBuilderFromChatRenderer, rm_weights_path=judge_path),
         policy_model_name=cli.model_name,
         policy_renderer_name=cli.renderer_name,
         batch_size=cli.groups_per_batch,

@@ -25,7 +25,7 @@ from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.distillation.prompt_distillation import Labelled, Sampling, check_pattern, label_lines
 from tinker_cookbook.distillation.prompts import read_lines
-from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teacher
+from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.tasks.datasets import load_items
@@ -158,9 +158,9 @@ async def create_data(keys: LabelKeys, folder: Path) -> None:
     model, renderer_name = resolve_model(keys)
     base = model if keys.teacher_model in (None, TINY_CHAT) else keys.teacher_model
     teacher = TeacherConfig(base_model=base, load_checkpoint_path=keys.teacher_checkpoint)
-    check_teachers([teacher], model, keys.backend, keys.base_url)
+    check_teachers({"teacher": teacher}, model, keys.backend, keys.base_url)
     renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
-    client = await open_teacher(backends.create_service_client(keys.backend, keys.base_url), teacher)
+    client = await teacher.open("teacher", backends.create_service_client(keys.backend, keys.base_url))
     sampling = Sampling(keys.max_answer_tokens, seed=keys.seed)
     labelled = await label_lines(
         client, renderer, task.prompt, list(task.lines), re.compile(task.answer_pattern), sampling

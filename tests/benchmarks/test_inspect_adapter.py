@@ -17,9 +17,9 @@ from tinker_cookbook.benchmarks.runner import BenchmarkConfig, run_benchmarks, t
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.policies import Policy, PolicyConfig, open_policy
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 TOKENIZER = get_tokenizer(TINY)
@@ -156,7 +156,7 @@ class TestTinyModel:
 
     def test_it_scores_what_the_benchmark_runner_scores(self, tmp_path: Path) -> None:
         async def both() -> tuple[float, dict[str, float]]:
-            policy = await open_policy(PolicyConfig(model_name=TINY))
+            policy = await WeightsConfig(base_model=TINY).open_policy("policy")
             benchmark = task_benchmark("qa/arithmetic", policy.renderer, max_items=12)
             config = BenchmarkConfig(max_tokens=32, temperature=0.0)
             (ours,) = await run_benchmarks([benchmark], policy.sampling_client, TOKENIZER, tmp_path / "b", config, "p")

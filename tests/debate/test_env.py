@@ -11,7 +11,6 @@ from tests.debate.arena import (
     ITEM,
     RENDERERS,
     RIGHT,
-    TINY,
     WRONG,
     JudgeByIndex,
     WatchingJudge,
@@ -255,7 +254,7 @@ class TestJudging:
 
 @pytest.mark.parametrize("name", ["mock", "confidence", "scripted:truth"])
 def test_builders_pickle(name: str) -> None:
-    judge = asyncio.run(make_judge(JudgeConfig(name=name, model_name=TINY, renderer_name="qwen3_instruct")))
+    judge = asyncio.run(make_judge(JudgeConfig(name=name)))
     builder = DebateGroupBuilder(make_protocol(make_renderer("qwen3_instruct")), ITEM, judge, 2, (0, 0))
     copy = pickle.loads(pickle.dumps(builder))
     assert (copy.item, copy.num_debates, copy.key) == (ITEM, 2, (0, 0))

@@ -257,14 +257,14 @@ class TestConfig:
         ("name", "kind"), [("mock", MockJudge), ("confidence", ConfidenceJudge), ("scripted:truth", ScriptedJudge)]
     )
     def test_judges_by_name(self, name: str, kind: type) -> None:
-        config = JudgeConfig(name=name, model_name="none", renderer_name="qwen3_instruct")
+        config = JudgeConfig(name=name)
         assert isinstance(asyncio.run(make_judge(config)), kind)
 
     @pytest.mark.parametrize("name", ["", "moc", "scripted", "scripted:", "scripted:C", "lm:A"])
     def test_unknown_names_are_refused_with_the_known_ones(self, name: str) -> None:
         with pytest.raises(ConfigurationError, match="is unknown; use mock, confidence, lm, scripted:A"):
-            check_judge(name)
+            check_judge(JudgeConfig(name=name))
 
     def test_retries_cannot_be_negative(self) -> None:
         with pytest.raises(ValueError, match="max_retries"):
-            JudgeConfig(name="lm", model_name="none", renderer_name="qwen3_instruct", max_retries=-1)
+            JudgeConfig(name="lm", max_retries=-1)

@@ -1,5 +1,6 @@
 """Several datasets in one batch: fixed shares, nothing left out, and the same batch whatever was asked for before."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,9 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.distillation.test_targets import make_datum
-from tinker_cookbook.distillation.datasets import DATASET_KEY, CompositeDataset
+from tests.fakes import ScriptedCompleter
+from tinker_cookbook.distillation.datasets import CompositeDataset
 from tinker_cookbook.distillation.mixture import SupervisedMixture, apportion
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
 from tinker_cookbook.supervised.types import SupervisedDataset
@@ -167,17 +170,12 @@ class TestCompositeDataset:
         with pytest.raises(IndexError):
             composite.get_batch(len(composite))
 
-    def test_members_say_which_dataset_they_are_of(self) -> None:
-        class Described(NumberedGroup):
-            def describe_members(self, env_group):
-                return [{"question": "?"} for _ in env_group]
-
-        plain, described = Groups([1]), Groups([1])
-        described.batches = [[Described(0)]]
-        first, second = CompositeDataset([plain, described], [1, 1]).get_batch(0)
-        envs: list = [None, None]
-        assert first.describe_members(envs) == [{DATASET_KEY: 0}] * 2
-        assert second.describe_members(envs) == [{"question": "?", DATASET_KEY: 1}] * 2
+    def test_a_group_says_which_dataset_it_is_of(self) -> None:
+        groups = CompositeDataset([Groups([2]), Groups([1])], [2, 1]).get_batch(0)
+        assert [group.dataset_index for group in groups] == [0, 0, 1]
+        assert NumberedGroup(0).dataset_index is None
+        played = asyncio.run(do_group_rollout(groups[2], ScriptedCompleter({})))
+        assert (played.dataset_index, played.tags) == (1, ["group_0", "dataset_1"])
 
     def test_batches_of_other_sizes_are_refused(self) -> None:
         composite = CompositeDataset([Groups([2, 1, 2])], [2])

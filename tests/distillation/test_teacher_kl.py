@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import FakeSamplingClient, fake_logprob, said, seeded_reply
-from tinker_cookbook.distillation.datasets import DATASET_KEY
 from tinker_cookbook.distillation.teacher_kl import TeacherKL, teacher_advantages
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, trajectory_to_data
@@ -44,7 +43,7 @@ MASK = np.array([0.0, 1.0, 1.0, 0.0, 1.0, 1.0])
 def penalize(
     teachers: Sequence[FakeSamplingClient], datasets: Sequence[int], advantage: float, **settings: float
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
-    groups = [TrajectoryGroup([two_turns()], [0.0], [{}], member_info_G=[{DATASET_KEY: d}]) for d in datasets]
+    groups = [TrajectoryGroup([two_turns()], [0.0], [{}], dataset_index=d) for d in datasets]
     data_D: list[tinker.Datum] = []
     metadata_D: list[DatumMetadata] = []
     for i in range(len(groups)):

@@ -239,7 +239,7 @@ TIES = {torch.float32: Ties(4, 0.01, 0.001, 1), torch.bfloat16: Ties(64, 0.25, 0
 """Measured in bfloat16 on the CPU, where half of the shapes give the same bits: 0.02 and 0.001."""
 
 
-def assert_same_tokens(found: Iterable[Sequence[int]], expected: Iterable[Sequence[int]]) -> list[bool]:
+def assert_same_tokens(found: Iterable[Iterable[int]], expected: Iterable[Iterable[int]]) -> list[bool]:
     """Sequences drawn with the same noise from the same distributions. Returns which of them are the same throughout.
 
     On the CPU in float32 all are. Elsewhere as few may part as `Ties` says; what comes after that is not compared.
@@ -270,7 +270,7 @@ def assert_samples_agree(found: Sequence[Any], expected: Sequence[Any], atol: fl
         assert_near(left.logprobs[:same], right.logprobs[:same], atol)
 
 
-def common_tokens(left: Sequence[int], right: Sequence[int]) -> int:
+def common_tokens(left: Iterable[int], right: Iterable[int]) -> int:
     """Length of the common beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 

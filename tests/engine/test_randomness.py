@@ -21,7 +21,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.reference import Reference
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.noise import derive_seed, uniforms
+from tinker_local_backend.engine.noise import mix_seed, uniforms
 
 TOKENS = random_tokens(9, 0)
 
@@ -149,7 +149,7 @@ def test_first_tokens_are_distributed_like_the_softmax(
 def test_uniforms_are_uniform_and_independent_across_seeds_and_positions() -> None:
     grid = np.stack(
         [
-            uniforms(np.full(200, derive_seed(7, i), dtype=np.uint64), np.arange(200, dtype=np.uint64))
+            uniforms(np.full(200, mix_seed(7, i), dtype=np.uint64), np.arange(200, dtype=np.uint64))
             for i in range(200)
         ]
     ).astype(np.float64)
@@ -168,8 +168,8 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
     apart = [uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(3)]
     assert together.tolist() == apart
     assert len(set(apart)) == 3
-    assert derive_seed(1, 2) != derive_seed(2, 1)
-    assert derive_seed(1, 2) == derive_seed(1, 2)
+    assert mix_seed(1, 2) != mix_seed(2, 1)
+    assert mix_seed(1, 2) == mix_seed(1, 2)
 
 
 def test_two_clients_with_one_seed_train_to_the_same_bits(service: ServiceClient, tied_model: str) -> None:

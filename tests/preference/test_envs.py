@@ -7,7 +7,6 @@ from typing import Any
 
 import chz
 import pytest
-import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -164,8 +163,8 @@ class TestDataset:
         assert (len(train), len(train.get_batch(0))) == (15, 8)
         assert test is not None and (len(test), len(test.get_batch(0))) == (1, 20)
         group = train.get_batch(0)[0]
-        observation, stop = asyncio.run(asyncio.run(group.make_envs())[0].initial_observation())
-        assert isinstance(observation, tinker.ModelInput) and stop == RENDERER.get_stop_sequences()
+        found = asyncio.run(asyncio.run(group.make_envs())[0].initial_observation())
+        assert isinstance(found, tuple) and found[1] == RENDERER.get_stop_sequences()
 
     def test_a_group_size_that_leaves_somebody_alone_is_refused_in_the_config(self) -> None:
         with pytest.raises(ConfigurationError, match="5 members in chunks of 4"):

@@ -1,22 +1,18 @@
 """What must hold of the chat: it answers lines from a pipe, obeys its commands, and finds weights and renderer by itself."""
 
-import asyncio
 import gc
 import io
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 from recipes import chat, rl_basic
-from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.policies import PolicyConfig, checkpoint_path, open_policy
-from tinker_cookbook.runs.renderer_metadata import add_renderer_name_to_user_metadata
+from tinker_cookbook.runs.checkpoints import last_sampler_path
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 
@@ -105,7 +101,7 @@ class TestWeights:
         small = ["groups_per_batch=2", "group_size=4", "max_steps=1", "num_test=2", "max_tokens=12", "eval_every=0"]
         options = [*small, f"log_path={tmp_path / 'run'}", "learning_rate=0.05", "on_zero_advantages=skip"]
         talk([], *options, recipe=rl_basic)
-        path = checkpoint_path(PolicyConfig(log_path=str(tmp_path / "run")))
+        path = last_sampler_path(tmp_path / "run")
         by_folder = talk(
             ["What is 2 + 3?", "/logprobs"], f"log_path={tmp_path / 'run'}", "temperature=0", "logprobs=True"
         )
@@ -113,22 +109,11 @@ class TestWeights:
         base = talk(["What is 2 + 3?", "/logprobs"], f"model_name={TINY}", "temperature=0", "logprobs=True")
         assert by_folder == by_path != base
 
-    def test_the_renderer_is_the_one_that_the_checkpoint_was_trained_with(self, tmp_path: Path) -> None:
-        async def trained_and_opened(**options: Any) -> str:
-            service = backends.create_service_client("local")
-            metadata = add_renderer_name_to_user_metadata(None, "role_colon")
-            trainer = await service.create_lora_training_client(TINY, rank=2, seed=0, user_metadata=metadata)
-            saved = await trainer.save_weights_for_sampler("final")
-            return (await open_policy(PolicyConfig(model_path=saved.path, **options))).renderer_name
-
-        assert asyncio.run(trained_and_opened()) == "role_colon"
-        assert asyncio.run(trained_and_opened(renderer_name="qwen3_instruct")) == "qwen3_instruct"
-
 
 class TestRefusals:
     def test_weights_are_named_once(self, talk: Talk, tmp_path: Path) -> None:
         assert "give one of" in talk.error("model_name=tiny_chat", f"log_path={tmp_path}")
-        assert "no checkpoint path" in talk.error(f"model_path={tmp_path}")
+        assert "no path of sampler weights" in talk.error(f"model_path={tmp_path}")
 
     def test_a_folder_without_checkpoints(self, talk: Talk, tmp_path: Path) -> None:
         assert "no such folder" in talk.error(f"log_path={tmp_path / 'none'}")

@@ -103,7 +103,7 @@ class TestPipeline:
         warm = final["sft"]["state_path"]
         assert configs["preference_model"]["load_checkpoint_path"] == configs["rl"]["load_checkpoint_path"] == warm
         judge = configs["rl"]["dataset_builder"]["preference_model_builder"]
-        assert judge["model_path"] == final["preference_model"]["sampler_path"]
+        assert judge["rm_weights_path"] == final["preference_model"]["sampler_path"]
         assert len(reported(log_path / "rl", "test/win_rate")) == 2
         assert len(reported(log_path / "preference_model", "test/accuracy")) == 2
 

@@ -132,6 +132,9 @@ class ToldEnv(TalkEnv):
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
         self.log.append(f"max_tool_calls {max_tool_calls}")
 
+    def set_tool_execution(self, tool_execution: str) -> None:
+        self.log.append(tool_execution)
+
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None:
         self.log.append(f"max_consecutive {policy.max_consecutive}")
 

@@ -26,9 +26,9 @@ from tests.rl.loop import (
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, RolloutTimeoutError, ZeroAdvantageError
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.batches import TrainingBatches
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
-from tinker_cookbook.rl.schedule import BatchSchedule
 from tinker_cookbook.rl.types import InitialObservationOverflow
 from tinker_cookbook.utils.misc_utils import gather_all, with_tasks
 
@@ -371,7 +371,7 @@ def name(builder: object) -> tuple[int, int]:
     return builder.batch, builder.group
 
 
-class TestSchedule:
+class TestTrainingBatches:
     @given(
         st.integers(1, 6),
         st.integers(1, 5),
@@ -383,8 +383,8 @@ class TestSchedule:
         self, batches: int, groups: int, per_batch: int | None, max_steps: int | None
     ) -> None:
         dataset, _ = asyncio.run(NumberDatasetBuilder(batches=batches, groups=groups, members=1)())
-        schedule = BatchSchedule(dataset, per_batch, max_steps)
-        cut = [[name(b) for b in schedule.get_batch(step)] for step in range(len(schedule))]
+        steps = TrainingBatches(dataset, per_batch, max_steps)
+        cut = [[name(b) for b in steps.get_batch(step)] for step in range(len(steps))]
         size = per_batch or groups
         everything = [(batch, group) for batch in range(batches) for group in range(groups)]
         expected = [everything[i : i + size] for i in range(0, len(everything), size)]
@@ -393,12 +393,12 @@ class TestSchedule:
     def test_nothing_to_train_on(self) -> None:
         dataset, _ = asyncio.run(NumberDatasetBuilder(batches=0)())
         with pytest.raises(ConfigurationError, match="nothing to train on"):
-            BatchSchedule(dataset)
+            TrainingBatches(dataset)
 
     def test_an_empty_batch_is_named(self) -> None:
         dataset, _ = asyncio.run(NumberDatasetBuilder(groups=0)())
         with pytest.raises(DataValidationError, match="batch 2 of the dataset"):
-            BatchSchedule(dataset).get_batch(2)
+            TrainingBatches(dataset).get_batch(2)
 
 
 def test_groups_run_in_the_executor_that_the_run_was_given(service: FakeServiceClient, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What a rollout that hit a limit is worth, and the settings of limits, parse errors and presets."""
 
-import pickle
 from typing import Any
 
 import chz
@@ -16,7 +15,6 @@ from tinker_cookbook.rl.rollout_limits import (
     RolloutLimits,
     TerminationRewardPolicy,
 )
-from tinker_cookbook.rl.rollout_presets import RolloutConfig, agentic, simple
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_batch_rollout, do_group_rollout
 from tinker_cookbook.rl.types import StopReason, TrajectoryGroup
@@ -171,12 +169,3 @@ class TestSettings:
             TerminationRewardPolicy(skip_grading_on_timeout=True)
         with pytest.raises(ConfigurationError, match="grader_timeout_seconds=-1"):
             TerminationRewardPolicy(grader_timeout_seconds=-1.0)
-
-    def test_presets(self) -> None:
-        assert simple() == RolloutConfig()
-        config = agentic()
-        assert config.limits == RolloutLimits(max_turns=10, max_trajectory_tokens=65536, max_tool_calls=30)
-        assert config.parse_errors == ParseErrorPolicy(max_consecutive=2)
-        assert config.termination == TerminationRewardPolicy(zero_reward_on_limit=True, grader_timeout_seconds=900.0)
-        assert config.tool_execution == "sequential"
-        assert pickle.loads(pickle.dumps(config)) == config

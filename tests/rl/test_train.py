@@ -395,7 +395,7 @@ class TestRefusals:
             ({"loss_fn": "dro", "off_policy_correction": OffPolicyCorrection()}, "leave off_policy_correction out"),
             (
                 {"kl_penalty_coef": 0.1, "kl_reference_config": train.KLReferenceConfig(base_model="/no/such/model")},
-                "kl_reference_config.base_model",
+                "kl_reference_config: model '/no/such/model'",
             ),
         ],
     )

@@ -86,8 +86,9 @@ class TestPage:
             [{"group_metric": 7}, {}],
             trained_G=[True, False],
             member_info_G=[{"seat": "first"}, {}],
+            tags=["math", "easy"],
         )
-        (section,) = write(tmp_path, ShownGroup(group, ["math", "easy"], [0.625, -0.625], sampling_client_step=3))
+        (section,) = write(tmp_path, ShownGroup(group, [0.625, -0.625], sampling_client_step=3))
         assert section["title"] == "Group 0 [math, easy], sampled after 3 updates"
         overview, first, second = section["children"]
         assert first["title"] == "Member 0: completed, reward 1.5, advantage 0.625"
@@ -111,7 +112,7 @@ class TestPage:
     def test_a_prompt_that_begins_anew_is_shown_whole(self, tmp_path: Path) -> None:
         turns = [Transition(prompt("ab"), said(ids("c")), 0.0, False), Transition(prompt("abX"), said([]), 0.0, True)]
         group = TrajectoryGroup([Trajectory(turns, prompt("other"), "completed")], [0.0], [{}])
-        (section,) = write(tmp_path, ShownGroup(group, []))
+        (section,) = write(tmp_path, ShownGroup(group))
         assert texts(section) == ["ab", "c", "abX", ""]
         assert "does not extend" in next(node["title"] for node in nodes(section) if node.get("content") == "abX")
         assert "advantage" not in first_row(section["children"][0])
@@ -122,12 +123,12 @@ class TestPage:
         later = tinker.ModelInput(chunks=[*ob.chunks, tinker.EncodedTextChunk(tokens=ids("rb"))])
         turns = [Transition(ob, said(ids("r")), 0.0, False), Transition(later, said(ids("s")), 0.0, True)]
         group = TrajectoryGroup([Trajectory(turns, prompt(""), "completed")], [0.0], [{}])
-        (section,) = write(tmp_path, ShownGroup(group, []))
+        (section,) = write(tmp_path, ShownGroup(group))
         assert texts(section) == ["a[ImageChunk: 5 tokens]", "r", "b", "s"]
 
     def test_a_group_that_was_given_up_says_why(self, tmp_path: Path) -> None:
-        failed = FailedGroup([RolloutError("OSError", "no <sandbox>")])
-        (section,) = write(tmp_path, ShownGroup(failed, ["odd"]))
+        failed = FailedGroup([RolloutError("OSError", "no <sandbox>")], ["odd"])
+        (section,) = write(tmp_path, ShownGroup(failed))
         assert tables(section, "given up")[0]["rows"] == [["OSError", "no <sandbox>"]]
 
 
@@ -214,7 +215,7 @@ class TestNotes:
     def test_they_stand_with_their_member(self, tmp_path: Path) -> None:
         policy = Talker(*[said(ids("hi"))] * 4)
         group = asyncio.run(do_group_rollout(NotedGroup("a"), policy, with_notes=True))
-        (section,) = write(tmp_path, ShownGroup(group, []))
+        (section,) = write(tmp_path, ShownGroup(group))
         _, first, second, notes = section["children"]
         assert [text for text in texts(first) if text.startswith("a0")] == ["a0 begins", "a0 aside 0", "a0 aside 1"]
         assert not any(text.startswith("a1") for text in texts(first))

@@ -12,7 +12,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder, TaskEvaluatorBuilder
+from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder, single_turn_group
 from tinker_cookbook.tasks.types import TaskItem
 
 ITEM = TaskItem("sum-1", "What is 7 + 5?", "12")
@@ -20,7 +20,7 @@ RENDERER = make_renderer("qwen3_instruct")
 
 
 def attempt(replies: list[TokensWithLogprobs], **options) -> TrajectoryGroup:
-    builder = SingleTurnGroupBuilder(get_task("qa"), ITEM, RENDERER, len(replies), **options)
+    builder = single_turn_group(get_task("qa"), ITEM, RENDERER, len(replies), **options)
     policy = ScriptedCompleter({i: [reply] for i, reply in enumerate(replies)})
     return asyncio.run(do_group_rollout(pickle.loads(pickle.dumps(builder)), policy))
 
@@ -44,24 +44,11 @@ class TestGroup:
         assert [t.transitions[0].metrics["stopped"] for t in group.trajectories_G] == [1.0, 1.0, 1.0, 0.0]
         assert group.is_trained() == [True] * 4
 
-    @pytest.mark.parametrize(
-        ("options", "trained"),
-        [
-            ({"accept_min_reward": 1.0}, [True, False, False, True]),
-            ({"accept_min_reward": 0.0}, [True, True, True, True]),
-            ({"accept_require_parse": True}, [True, True, False, True]),
-            ({"accept_min_reward": 2.0, "accept_require_parse": True}, [False] * 4),
-        ],
-    )
-    def test_rejection(self, options: dict, trained: list[bool]) -> None:
-        group = attempt(REPLIES, **options)
-        assert group.is_trained() == trained
-        assert [record.content["accepted"] for record in group.records] == trained
-
     def test_records(self) -> None:
-        for i, record in enumerate(attempt(REPLIES).records):
+        group = attempt(REPLIES)
+        for i, record in enumerate(group.records):
             content = record.content
-            assert record.kind == "baseline" and content["member"] == i and content["tags"] == ["qa"]
+            assert record.kind == "baseline" and content["member"] == i and group.tags == ["qa"]
             assert (content["instance_id"], content["question"], content["ground_truth"]) == (
                 "sum-1",
                 ITEM.question,
@@ -71,7 +58,7 @@ class TestGroup:
             assert content["completion_logprobs"] == REPLIES[i].logprobs
             assert content["prompt_token_count"] == len(content["prompt_tokens"])
             assert content["reward"] == content["metrics"]["task_reward"]
-        summary = SingleTurnGroupBuilder(get_task("summary"), ITEM, RENDERER, 1)
+        summary = single_turn_group(get_task("summary"), ITEM, RENDERER, 1)
         policy = ScriptedCompleter({0: [REPLIES[0]]})
         assert [r.kind for r in asyncio.run(do_group_rollout(summary, policy)).records] == ["summary"]
 
@@ -89,7 +76,7 @@ class TestEvaluatorBuilder:
 
     def test_a_fixed_choice_for_each_seed(self) -> None:
         def chosen(**changes) -> list[str]:
-            return [builder.item.id for builder in self.build(max_items=10, **changes)._builders]  # pyright: ignore
+            return [builder.env_thunk().item.id for builder in self.build(max_items=10, **changes)._builders]  # pyright: ignore
 
         assert chosen() == chosen() and len(set(chosen())) == 10
         assert chosen() != chosen(seed=1)

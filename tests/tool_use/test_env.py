@@ -14,6 +14,7 @@ from tinker_cookbook.renderers import Message, ToolCall
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Metrics, Trajectory
 from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, function_tool
@@ -80,6 +81,14 @@ def test_calls_beyond_the_limit_end_the_episode_unrun() -> None:
     assert play([call("1"), "1692"], make_env(max_tool_calls=1)).stop_reason == "completed"
     with pytest.raises(ConfigurationError, match="max_tool_calls=0"):
         make_env(max_tool_calls=0)
+
+
+def test_how_calls_run_is_the_env_s_unless_the_run_says_sequential() -> None:
+    for config, expected in ((RolloutConfig(tool_execution="sequential"), "sequential"), (RolloutConfig(), "parallel")):
+        env = make_env()
+        policy = ScriptedCompleter({0: [said(reply_ids(QWEN, "1692"))]})
+        asyncio.run(run_rollout(policy, EnvFromMessageEnv(QWEN, env), config=config))
+        assert env.tool_execution == expected
 
 
 def test_a_renderer_without_tools_says_so() -> None:

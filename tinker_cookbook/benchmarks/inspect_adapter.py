@@ -18,13 +18,13 @@ from tinker_cookbook import model_info
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
-from tinker_cookbook.policies import Policy
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer, get_text_content
 from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.weights_config import Policy
 
 MAX_CONNECTIONS = 256
 """Requests at a time: the engine batches them, so many are better than inspect's default of ten."""
@@ -318,7 +318,7 @@ async def run_inspect(tasks: Any, model: Any, log_dir: str | Path, **options: An
 class InspectEvaluator(SamplingClientEvaluator):
     """Runs an inspect task on a snapshot; metrics come as `<name>/<task>/<scorer>/<metric>`."""
 
-    def __init__(self, builder: InspectEvaluatorBuilder) -> None:
+    def __init__(self, builder: "InspectEvaluatorBuilder") -> None:
         self._builder = builder
         self._renderer = get_renderer(
             builder.renderer_name, get_tokenizer(builder.model_name), model_name=builder.model_name

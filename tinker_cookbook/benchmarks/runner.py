@@ -27,7 +27,7 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder
+from tinker_cookbook.tasks.single_turn import single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.files import append_jsonl, read_jsonl, truncate_jsonl, write_json
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -113,8 +113,7 @@ def task_benchmark(
     task, items = task_items(spec, split)
     chosen = items[:max_items]
     builders = [
-        SingleTurnGroupBuilder(task, item, renderer, num_samples, max_prompt_tokens=max_prompt_tokens)
-        for item in chosen
+        single_turn_group(task, item, renderer, num_samples, max_prompt_tokens=max_prompt_tokens) for item in chosen
     ]
     return Benchmark(spec, builders, {"split": split, "items": [item.id for item in chosen]})
 

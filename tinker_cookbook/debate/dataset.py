@@ -7,13 +7,14 @@ from typing import Literal
 import chz
 
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
-from tinker_cookbook.debate.judge_config import JudgeConfig, make_judge
+from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.data_processing import AdvantageConfig
+from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
-from tinker_cookbook.tasks.single_turn import SingleTurnGroupBuilder, TaskDataset, evaluation_set, load_task_items
+from tinker_cookbook.tasks.single_turn import TaskDataset, evaluation_set, load_task_items, single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -58,6 +59,7 @@ class DebateDatasetBuilder(RLDatasetBuilder):
 
     def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         """Task, training and test items, read and checked. Raises ConfigurationError or DataFormatError."""
+        check_judge(self.judge)
         return load_task_items(self.task, self.reward_fn, self.dataset, self.test_dataset, self.num_groups)
 
     async def __call__(self) -> tuple[TaskDataset, TaskDataset | None]:
@@ -69,8 +71,8 @@ class DebateDatasetBuilder(RLDatasetBuilder):
         def debates(item: TaskItem, key: tuple[int, int]) -> DebateGroupBuilder:
             return DebateGroupBuilder(protocol, item, judge, self.group_size // 2, key)
 
-        def proposal(item: TaskItem, key: tuple[int, int]) -> SingleTurnGroupBuilder:
-            return SingleTurnGroupBuilder(
+        def proposal(item: TaskItem, key: tuple[int, int]) -> OneTurnGroupBuilder:
+            return single_turn_group(
                 task, item, renderer, 1, CONFIDENCE_REQUEST, max_prompt_tokens=protocol.max_first_prompt
             )
 

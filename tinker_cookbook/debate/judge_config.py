@@ -6,34 +6,28 @@ from collections.abc import Awaitable, Callable
 
 import chz
 
-from tinker_cookbook import backends
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.judges import SCRIPTS, ConfidenceJudge, Judge, LMJudge, MockJudge, ScriptedJudge
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.weights_config import WeightsConfig
+
+WEIGHTS = "judge.weights"
+"""What the user calls the weights of an lm judge."""
 
 
 @chz.chz(typecheck=True)
 class JudgeConfig:
-    """Which judge, and for `lm` which model. That model is frozen: the base model or a checkpoint, never the live policy."""
+    """Which judge, and for `lm` which weights. They are frozen: a base model or a checkpoint, never the live policy."""
 
     name: str = chz.field(default="lm", doc="a name of JUDGES: mock, confidence, lm, scripted:...")
-    model_name: str = chz.field(doc="base model of an lm judge")
-    model_path: str | None = chz.field(
-        default=None, doc="tinker:// path of an lm judge's weights; None: the base model"
-    )
-    renderer_name: str = chz.field(doc="renderer of the judge's model")
-    backend: str | None = chz.field(default=None, doc="where an lm judge runs")
-    base_url: str | None = chz.field(default=None, doc="server of an lm judge")
+    weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
     system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm judge is told")
     max_tokens: int = chz.field(default=96, doc="longest verdict", validator=chz.validators.gt(0))
     temperature: float = chz.field(default=0.3, doc="of an lm judge; 0 is greedy", validator=chz.validators.ge(0))
     max_retries: int = chz.field(
         default=1, doc="how often an unreadable verdict is asked for again", validator=chz.validators.ge(0)
     )
-    context_window: int | None = chz.field(default=None, doc="of an lm judge's model; None: no limit")
     seed: int = chz.field(default=0, doc="seed of mock and lm judges")
 
 
@@ -51,15 +45,10 @@ async def _scripted(config: JudgeConfig) -> Judge:
 
 async def _lm(config: JudgeConfig) -> Judge:
     """One frozen snapshot, made here."""
-    service = backends.create_service_client(config.backend, config.base_url)
-    if config.model_path is not None:
-        client = await service.create_sampling_client(model_path=config.model_path)
-    else:
-        client = await service.create_sampling_client(base_model=config.model_name)
-    renderer = get_renderer(config.renderer_name, get_tokenizer(config.model_name), model_name=config.model_name)
-    completer = TinkerTokenCompleter(client, config.max_tokens, config.temperature, seed=config.seed)
-    room = None if config.context_window is None else config.context_window - config.max_tokens
-    return LMJudge(completer, renderer, config.system_prompt, config.max_retries, room)
+    policy = await config.weights.open_policy(WEIGHTS)
+    completer = TinkerTokenCompleter(policy.sampling_client, config.max_tokens, config.temperature, seed=config.seed)
+    room = None if policy.context_length is None else policy.context_length - config.max_tokens
+    return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room)
 
 
 JUDGES: dict[str, Callable[[JudgeConfig], Awaitable[Judge]]] = {
@@ -72,13 +61,15 @@ JUDGES: dict[str, Callable[[JudgeConfig], Awaitable[Judge]]] = {
 JUDGE_NAMES = ", ".join(JUDGES)
 
 
-def check_judge(name: str) -> None:
-    """Raise ConfigurationError for a name that is not in JUDGES."""
-    if name not in JUDGES:
-        raise ConfigurationError(f"judge={name!r} is unknown; use {JUDGE_NAMES}")
+def check_judge(config: JudgeConfig) -> None:
+    """Raise ConfigurationError for a name that is not in JUDGES, or for weights of an lm judge that cannot be opened."""
+    if config.name not in JUDGES:
+        raise ConfigurationError(f"judge={config.name!r} is unknown; use {JUDGE_NAMES}")
+    if config.name == "lm":
+        config.weights.check(WEIGHTS)
 
 
 async def make_judge(config: JudgeConfig) -> Judge:
     """The judge that the config asks for. Raises ConfigurationError for an unknown name."""
-    check_judge(config.name)
+    check_judge(config)
     return await JUDGES[config.name](config)

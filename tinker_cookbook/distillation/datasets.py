@@ -10,33 +10,31 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import chz
 
-from tinker_cookbook.completers import StopCondition, derive_seed
+from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.distillation.prompts import load_deepmath_prompts, load_prompts, load_tulu3_prompts
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.renderers import Content, Message, Renderer, get_renderer
+from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import (
-    Action,
-    ActionExtra,
     Env,
     EnvGroupBuilder,
     Metrics,
     Record,
     RLDataset,
     RLDatasetBuilder,
-    StepResult,
     Trajectory,
     TrajectoryGroup,
 )
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
+    pass
 
 __all__ = [
     "CompositeDataset",
@@ -52,9 +50,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-DATASET_KEY = "dataset"
-"""Under this key a member's info says which dataset, by its index, its group came from."""
-
 
 @chz.chz(typecheck=True)
 class DistillationDatasetConfig:
@@ -67,47 +62,32 @@ class DistillationDatasetConfig:
     groups_per_batch: int = chz.field(doc="groups of this dataset in each batch", validator=chz.validators.gt(0))
 
 
-class PromptOnlyEnv(Env):
-    """A prompt to answer, once, for reward 0."""
+class PromptOnlyEnv(OneTurnEnv):
+    """A prompt to answer, after `convo_prefix`, for reward 0. Metric: ended, the reply ended itself."""
 
-    def __init__(self, prompt: tinker.ModelInput, stop: StopCondition):
-        self._prompt, self._stop = prompt, stop
+    def __init__(self, prompt: Content, renderer: Renderer, convo_prefix: list[Message] | None = None):
+        super().__init__(renderer)
+        self._messages: list[Message] = [*(convo_prefix or []), {"role": "user", "content": prompt}]
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition]:
-        return self._prompt, self._stop
+    def get_messages(self) -> list[Message]:
+        return self._messages
 
-    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        ended = (extra or {}).get("stop_reason") == "stop"
-        return StepResult(0.0, True, self._prompt, self._stop, metrics={"ended": float(ended)})
-
-
-@dataclass(frozen=True)
-class PromptGroupBuilder(EnvGroupBuilder):
-    """`group_size` attempts at one prompt."""
-
-    prompt: tinker.ModelInput
-    stop: StopCondition
-    group_size: int
-    dataset_name: str
-
-    async def make_envs(self) -> Sequence[Env]:
-        return [PromptOnlyEnv(self.prompt, self.stop) for _ in range(self.group_size)]
-
-    def logging_tags(self) -> list[str]:
-        return [self.dataset_name]
+    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
+        return 0.0, {"ended": float(reply.stopped)}
 
 
 class PromptOnlyDataset(RLDataset):
     """Prompts, `groups_per_batch` to a batch; the last batch has what is left.
 
     Args:
+        prompts: conversations that end in a user message.
         num_epochs: times that the prompts come round.
         seed: each epoch is shuffled by a seed that follows from this one; None: always in the order given.
     """
 
     def __init__(
         self,
-        prompts: Sequence[tinker.ModelInput],
+        prompts: Sequence[list[Message]],
         renderer: Renderer,
         groups_per_batch: int,
         group_size: int,
@@ -115,7 +95,7 @@ class PromptOnlyDataset(RLDataset):
         num_epochs: int = 1,
         seed: int | None = None,
     ):
-        self._prompts, self._stop = prompts, renderer.get_stop_sequences()
+        self._prompts, self._renderer = prompts, renderer
         self._groups_per_batch, self._group_size, self._name = groups_per_batch, group_size, dataset_name
         self._total, self._seed = len(prompts) * num_epochs, seed
         self._epoch, self._order = None, list(range(len(prompts)))
@@ -124,10 +104,13 @@ class PromptOnlyDataset(RLDataset):
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
         first = index * self._groups_per_batch
-        chosen = [self._prompt(n) for n in range(first, min(first + self._groups_per_batch, self._total))]
-        return [PromptGroupBuilder(prompt, self._stop, self._group_size, self._name) for prompt in chosen]
+        return [self._group(self._prompt(n)) for n in range(first, min(first + self._groups_per_batch, self._total))]
 
-    def _prompt(self, n: int) -> tinker.ModelInput:
+    def _group(self, messages: list[Message]) -> OneTurnGroupBuilder:
+        env = partial(PromptOnlyEnv, messages[-1]["content"], self._renderer, messages[:-1])
+        return OneTurnGroupBuilder(env, self._group_size, self._name, record_kind="prompt")
+
+    def _prompt(self, n: int) -> list[Message]:
         epoch, place = divmod(n, len(self._prompts))
         if self._seed is not None and epoch != self._epoch:
             self._order = list(range(len(self._prompts)))
@@ -174,11 +157,11 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
         )
         return training, PromptOnlyDataset(test, renderer, self.groups_per_batch, 1) if test else None
 
-    def _split(self, renderer: Renderer) -> tuple[list[tinker.ModelInput], list[tinker.ModelInput]]:
+    def _split(self, renderer: Renderer) -> tuple[list[list[Message]], list[list[Message]]]:
         rng = random.Random(self.seed)
-        prompts = self._rendered(renderer, self.dataset_name)
+        prompts = self._fitting(renderer, self.dataset_name)
         if self.test_dataset_name is not None:
-            others = self._rendered(renderer, self.test_dataset_name)
+            others = self._fitting(renderer, self.test_dataset_name)
             return prompts, rng.sample(others, min(self.test_size, len(others)))
         if self.test_size >= len(prompts):
             raise ConfigurationError(
@@ -187,19 +170,18 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
         rng.shuffle(prompts)
         return prompts[self.test_size :], prompts[: self.test_size]
 
-    def _rendered(self, renderer: Renderer, dataset_name: str) -> list[tinker.ModelInput]:
+    def _fitting(self, renderer: Renderer, dataset_name: str) -> list[list[Message]]:
         system: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        found = load_prompts(dataset_name, self.split)
-        prompts = [renderer.build_generation_prompt([*system, *messages]) for messages in found]
+        prompts = [[*system, *messages] for messages in load_prompts(dataset_name, self.split)]
         if self.max_prompt_tokens is None:
             return prompts
-        fitting = [prompt for prompt in prompts if prompt.length <= self.max_prompt_tokens]
-        if not fitting:
-            shortest = min(prompt.length for prompt in prompts)
+        lengths = [renderer.build_generation_prompt(messages).length for messages in prompts]
+        if min(lengths) > self.max_prompt_tokens:
             raise ConfigurationError(
                 f"max_prompt_tokens={self.max_prompt_tokens} leaves no prompt of {dataset_name}: the shortest has "
-                f"{shortest} tokens"
+                f"{min(lengths)} tokens"
             )
+        fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= self.max_prompt_tokens]
         if len(fitting) < len(prompts):
             left_out = len(prompts) - len(fitting)
             logger.warning("%d of %d prompts are longer than max_prompt_tokens: left out", left_out, len(prompts))
@@ -208,10 +190,10 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
 
 @dataclass(frozen=True)
 class GroupOfDataset(EnvGroupBuilder):
-    """A group that knows which dataset of a composite it came from: as a tag, and in each member's info."""
+    """A group that knows which dataset of a composite it came from, and has it as a tag."""
 
     builder: EnvGroupBuilder
-    dataset: int
+    dataset_index: int
 
     async def make_envs(self) -> Sequence[Env]:
         return await self.builder.make_envs()
@@ -235,14 +217,13 @@ class GroupOfDataset(EnvGroupBuilder):
         return self.builder.member_roles(env_group)
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        described = self.builder.describe_members(env_group) or [{} for _ in env_group]
-        return [{**info, DATASET_KEY: self.dataset} for info in described]
+        return self.builder.describe_members(env_group)
 
     async def cleanup(self) -> None:
         await self.builder.cleanup()
 
     def logging_tags(self) -> list[str]:
-        return [*self.builder.logging_tags(), f"dataset_{self.dataset}"]
+        return [*self.builder.logging_tags(), f"dataset_{self.dataset_index}"]
 
 
 class CompositeDataset(RLDataset):

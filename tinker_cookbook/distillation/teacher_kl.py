@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.distillation.datasets import DATASET_KEY
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized
+from tinker_cookbook.rl.kl import compute_target_logprobs, discounted_future_sum_vectorized
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -44,7 +43,7 @@ class TeacherKL:
     `teacher_kl/dataset_<i>` over those of one dataset.
 
     Args:
-        teachers: by index of the dataset, as `GroupOfDataset` notes it.
+        teachers: by index of the dataset, `TrajectoryGroup.dataset_index`.
         coef: weight of the penalty.
         discount: see `teacher_advantages`.
     """
@@ -97,9 +96,9 @@ class TeacherKL:
 
 
 def _dataset(groups: Sequence[TrajectoryGroup], metadata: DatumMetadata) -> int:
-    infos = groups[metadata["group_idx"]].member_info_G
-    if metadata["traj_idx"] >= len(infos) or DATASET_KEY not in infos[metadata["traj_idx"]]:
+    index = groups[metadata["group_idx"]].dataset_index
+    if index is None:
         raise DataValidationError(
             f"group {metadata['group_idx']} does not say which dataset it came from; draw it from a CompositeDataset"
         )
-    return infos[metadata["traj_idx"]][DATASET_KEY]
+    return index

@@ -135,8 +135,9 @@ def check_config(config: Config) -> _Plan:
     return _Plan(mixture, test, end)
 
 
-def _teachers(config: Config) -> list[TeacherConfig]:
-    return [dataset_config.teacher_config for dataset_config in config.dataset_configs]
+def _teachers(config: Config) -> dict[str, TeacherConfig]:
+    configs = enumerate(config.dataset_configs)
+    return {f"dataset_configs[{d}].teacher_config": dataset_config.teacher_config for d, dataset_config in configs}
 
 
 def _context(config: Config, d: int) -> int | None:
@@ -178,7 +179,7 @@ async def main(config: Config) -> None:
     """Run or resume: the whole life of an off-policy distillation run."""
     plan = check_config(config)
     _check_resumed(config, plan.mixture)
-    async with open_session(config) as session:
+    async with open_session(config, _teachers(config)) as session:
         start = session.start_step()
         session.rewind(start, plan.end)
         if session.is_complete(start, plan.end):

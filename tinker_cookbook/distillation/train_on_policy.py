@@ -125,8 +125,9 @@ async def main(config: Config) -> None:
     await train.run(_loop_config(config, builders), penalties=[penalty])
 
 
-def _teachers(config: Config) -> list[TeacherConfig]:
-    return [dataset_config.teacher_config for dataset_config in config.dataset_configs]
+def _teachers(config: Config) -> dict[str, TeacherConfig]:
+    configs = enumerate(config.dataset_configs)
+    return {f"dataset_configs[{d}].teacher_config": dataset_config.teacher_config for d, dataset_config in configs}
 
 
 def _loop_config(config: Config, evaluator_builders: Sequence[SamplingClientEvaluatorBuilder]) -> _LoopConfig:
@@ -180,5 +181,5 @@ class HeldOutTeacherKL(SamplingClientEvaluator):
         zeros_P = [torch.zeros(len(group.trajectories_G)) for group in groups]
         data_D, metadata_D = assemble_training_data(groups, zeros_P, keep_zero=True)
         _, kl = await self._measure(data_D, groups, metadata_D)
-        env = compute_trajectory_metrics(groups, [builder.logging_tags() for builder in self._builders])
+        env = compute_trajectory_metrics(groups)
         return {f"{self._name}/{key}": value for key, value in {**kl, **env}.items()}

@@ -10,28 +10,26 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import chz
 
-from tinker_cookbook.completers import StopCondition, derive_seed
+from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.comparison_policy_evaluator import preprocess_content
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
 from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
-from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
-from tinker_cookbook.rl.records import transition_record
+from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import (
-    Action,
-    ActionExtra,
     Env,
     EnvGroupBuilder,
     Metrics,
     Record,
     RLDataset,
     RLDatasetBuilder,
-    StepResult,
     Trajectory,
     TrajectoryGroup,
 )
@@ -39,30 +37,23 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.misc_utils import gather_all
 
 if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
+    pass
 
 Prompt: TypeAlias = list[Message]
 
 
-class PreferenceEnv(Env):
-    """One prompt, one reply, no reward of its own: the group's comparisons give it. Metric: format, the reply ended itself."""
+class PreferenceEnv(OneTurnEnv):
+    """A prompt without a reward of its own: the group's comparisons give it. Metric: format, the reply ended itself."""
 
     def __init__(self, convo_prefix: Prompt, policy_renderer: Renderer):
-        self.convo_prefix, self.policy_renderer = convo_prefix, policy_renderer
-        self.reply: Message | None = None
-        self.is_valid = False
+        super().__init__(policy_renderer)
+        self.convo_prefix = convo_prefix
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition]:
-        return self.policy_renderer.build_generation_prompt(
-            self.convo_prefix
-        ), self.policy_renderer.get_stop_sequences()
+    def get_messages(self) -> Prompt:
+        return self.convo_prefix
 
-    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        self.reply, termination = self.policy_renderer.parse_response(action)
-        self.is_valid = termination.is_clean
-        text = get_text_content(self.reply)
-        observation, stop = await self.initial_observation()
-        return StepResult(0.0, True, observation, stop, {"format": float(self.is_valid)}, {"reply": text})
+    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
+        return 0.0, {"format": float(reply.is_clean)}
 
 
 class TournamentPattern(StrEnum):
@@ -114,54 +105,43 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
     matchup_group_size: int = 4
     format_coef: float = 1.0
 
-    async def make_envs(self) -> Sequence[PreferenceEnv]:
-        return [PreferenceEnv(self.convo_prefix, self.policy_renderer) for _ in range(self.num_envs)]
+    def _replies(self) -> OneTurnGroupBuilder:
+        env = partial(PreferenceEnv, self.convo_prefix, self.policy_renderer)
+        return OneTurnGroupBuilder(env, self.num_envs, "preference", record_kind="preference")
+
+    async def make_envs(self) -> Sequence[OneTurnEnv]:
+        return await self._replies().make_envs()
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        envs = [env for env in env_group if isinstance(env, PreferenceEnv)]
-        replies = [preprocess_content([env.reply], self.content_preprocessor) if env.reply else [] for env in envs]
-        pairs = get_pairs_chunked(len(replies), self.tournament_pattern, self.matchup_group_size)
+        said = [env.reply for env in env_group if isinstance(env, OneTurnEnv)]
+        shown = [preprocess_content([reply.message], self.content_preprocessor) if reply else [] for reply in said]
+        pairs = get_pairs_chunked(len(shown), self.tournament_pattern, self.matchup_group_size)
         preferences = await gather_all(
-            self.preference_model(Comparison(self.convo_prefix, replies[i], replies[j])) for i, j in pairs
+            self.preference_model(Comparison(self.convo_prefix, shown[i], shown[j])) for i, j in pairs
         )
-        won, matchups = [0.0] * len(replies), [0] * len(replies)
+        won, matchups = [0.0] * len(shown), [0] * len(shown)
         for (i, j), preference in zip(pairs, preferences, strict=True):
             won[i] -= preference
             won[j] += preference
             matchups[i] += 1
             matchups[j] += 1
         rewards: list[tuple[float, Metrics]] = []
-        for env, total, count in zip(envs, won, matchups, strict=True):
+        for reply, total, count in zip(said, won, matchups, strict=True):
             win_minus_loss = total / count
-            reward = win_minus_loss + self.format_coef * (float(env.is_valid) - 1)
+            reward = win_minus_loss + self.format_coef * (float(reply is not None and reply.is_clean) - 1)
             rewards.append((reward, {"win_minus_loss": win_minus_loss}))
         return rewards
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        records = []
-        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
-            transition = trajectory.transitions[-1]
-            content = {
-                "tags": self.logging_tags(),
-                "member": i,
-                "question": self._question(),
-                **transition_record(transition, str(transition.logs.get("reply", ""))),
-                "reward": reward,
-                "metrics": {**transition.metrics, **group.metrics_G[i]},
-            }
-            records.append(Record("preference", content))
-        return records
+        return self._replies().make_records(group, env_group)
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        return [{"question": self._question()[:100]} for _ in env_group]
-
-    def _question(self) -> str:
-        return get_text_content(self.convo_prefix[-1])
+        return self._replies().describe_members(env_group)
 
     def logging_tags(self) -> list[str]:
-        return ["preference"]
+        return self._replies().logging_tags()
 
 
 class PairwisePreferenceDataset(RLDataset):

@@ -90,10 +90,12 @@ def check_config(config: Config) -> tuple[SupervisedDataset, SupervisedDataset |
     The first training batches are rendered, and all test pairs.
 
     Raises:
-        ConfigurationError: backend, model, or nothing to train on.
+        ConfigurationError: backend, model, reference, or nothing to train on.
         DataError, RendererError: a comparison that cannot be used; the message says where it stands.
     """
     backends.check_backend(config.backend, config.model_name, config.base_url)
+    if config.reference is not None:
+        config.reference.check("reference", config.backend, config.base_url)
     dataset, test_dataset = config.dataset_builder()
     total = count_steps(config, dataset)
     order_epoch(config, dataset, epoch=0)
@@ -120,7 +122,7 @@ async def main_async(config: Config) -> None:
     """Run or resume: the whole life of a DPO run."""
     dataset, test_dataset, total = check_config(config)
     check_resumed(config, dataset, total)
-    async with open_session(config) as session:
+    async with open_session(config, {"reference": config.reference}) as session:
         start = session.start_step(len(dataset))
         session.rewind(start, total)
         if session.is_complete(start, total):

@@ -14,13 +14,13 @@ from typing import Literal, Self, TypeAlias, get_args
 
 import chz
 
-from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
-from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
-from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.weights_config import WeightsConfig
 
 Label: TypeAlias = Literal["A", "B", "Tie"]
 LABELS: tuple[Label, ...] = get_args(Label)
@@ -206,7 +206,7 @@ class PreferenceModelBuilderFromChatRenderer(PreferenceModelBuilder):
 
     model_name: str = chz.field(doc="base model: a directory or a hub id")
     renderer_name: str = chz.field(doc="the renderer that it was trained with")
-    model_path: str | None = chz.field(
+    rm_weights_path: str | None = chz.field(
         default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
     )
     scoring: Scoring = chz.field(default="expected", doc="expected: mean over the labels; sampled: the likeliest")
@@ -216,11 +216,12 @@ class PreferenceModelBuilderFromChatRenderer(PreferenceModelBuilder):
     base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
 
     async def __call__(self) -> PreferenceModel:
-        backends.check_backend(self.backend, self.model_name, self.base_url)
-        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
-        service = backends.create_service_client(self.backend, self.base_url)
-        if self.model_path is not None:
-            client = await service.create_sampling_client(model_path=self.model_path)
-        else:
-            client = await service.create_sampling_client(base_model=self.model_name)
-        return PreferenceModelFromChatRenderer(renderer, client, self.scoring)
+        weights = WeightsConfig(
+            base_model=self.model_name,
+            load_checkpoint_path=self.rm_weights_path,
+            renderer_name=self.renderer_name,
+            backend=self.backend,
+            base_url=self.base_url,
+        )
+        policy = await weights.open_policy("preference_model_builder")
+        return PreferenceModelFromChatRenderer(policy.renderer, policy.sampling_client, self.scoring)

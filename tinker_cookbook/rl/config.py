@@ -9,10 +9,11 @@ from tinker_cookbook import backends
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.losses import LOSS_FNS, check_loss
+from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
-from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strategy_from_config
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.reference import KLReferenceConfig
@@ -63,7 +64,9 @@ class RLOptions(RunOptions):
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all", validator=_top_k)
     top_p: float = chz.field(
-        default=1.0, doc="sample from the likeliest tokens that together have this probability; 1: all", validator=_top_p
+        default=1.0,
+        doc="sample from the likeliest tokens that together have this probability; 1: all",
+        validator=_top_p,
     )
     loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
     loss_fn_config: dict[str, float] | None = chz.field(
@@ -102,7 +105,10 @@ class RLOptions(RunOptions):
         default=None, doc="what a failing rollout means: None or False ends the run, True tries again, or a strategy"
     )
     termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="what a rollout that hit a limit is worth; None: what it was graded"
+        default=None, doc="what a rollout that hit a limit is worth; None: what `rollout` says, else what it was graded"
+    )
+    rollout: RolloutConfig | None = chz.field(
+        default=None, doc="how rollouts are run, in training and on the test set; None: as the environments say"
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
@@ -114,6 +120,14 @@ class RLOptions(RunOptions):
         doc="groups per step and per evaluation whose transcripts are written; 0: none",
         validator=chz.validators.ge(0),
     )
+
+    def effective_termination(self) -> TerminationRewardPolicy | None:
+        """`termination`, or that of `rollout`."""
+        return self.termination if self.rollout is None else self.termination or self.rollout.termination
+
+    def effective_rollout_strategy(self) -> RolloutStrategy:
+        """What `rollout_error_tolerance` means."""
+        return rollout_strategy_from_config(self.rollout_error_tolerance)
 
 
 @chz.chz(typecheck=True)
@@ -142,6 +156,8 @@ def check_config(config: Config) -> None:
             config.top_k,
             config.top_p,
         )
+    if config.termination is not None and config.rollout is not None and config.rollout.termination is not None:
+        raise ConfigurationError("termination and rollout.termination are both set; use one of them")
     if config.async_config is not None and config.stream_minibatch_config is not None:
         raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
     if config.stream_minibatch_config is not None:
@@ -157,10 +173,7 @@ def check_config(config: Config) -> None:
     if config.kl_penalty_coef == 0 and (config.kl_reference_config is not None or config.kl_discount_factor > 0):
         raise ConfigurationError("kl_reference_config and kl_discount_factor need kl_penalty_coef > 0")
     if config.kl_reference_config is not None:
-        try:
-            backends.check_backend(config.backend, config.kl_reference_config.base_model, config.base_url)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"kl_reference_config.base_model: {error}") from error
+        config.kl_reference_config.check("kl_reference_config", config.backend, config.base_url)
     if config.off_policy_correction is not None and config.loss_fn == "dro":
         raise ConfigurationError(
             "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "

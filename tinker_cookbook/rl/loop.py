@@ -18,6 +18,7 @@ from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import GroupFailedError, TrainingError
 from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
+from tinker_cookbook.rl.batches import TrainingBatches
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
@@ -25,9 +26,8 @@ from tinker_cookbook.rl.metrics import compute_kl_sample_train, compute_post_kl,
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
 from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import group_records, training_step_record
-from tinker_cookbook.rl.rollout_strategy import describe_group, rollout_strategy_from_config
+from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, do_group_rollout
-from tinker_cookbook.rl.schedule import BatchSchedule
 from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update, train_step
@@ -50,6 +50,11 @@ class WrappedTrajectoryGroup:
     seconds: float
 
 
+def finished_groups(sampled: Sequence[WrappedTrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Those that came through, in order."""
+    return [item.trajectory_group for item in sampled if isinstance(item.trajectory_group, TrajectoryGroup)]
+
+
 class Loop:
     """The state of a run between its steps."""
 
@@ -57,16 +62,16 @@ class Loop:
         self,
         config: Config,
         session: Session,
-        schedule: BatchSchedule,
+        batches: TrainingBatches,
         rounds: EvaluationRounds,
         penalties: Sequence[Penalty],
         sampling_client: SamplingClient,
     ):
-        self.config, self.session, self.schedule = config, session, schedule
+        self.config, self.session, self.batches = config, session, batches
         self.rounds, self.penalties = rounds, penalties
         self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
-        self.start, self.end = session.start_step(), len(schedule)
-        self.strategy = rollout_strategy_from_config(config.rollout_error_tolerance)
+        self.start, self.end = session.start_step(), len(batches)
+        self.strategy = config.effective_rollout_strategy()
         self.errors = RolloutErrorCounter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.steps_done = self.start
@@ -129,7 +134,8 @@ class Loop:
                     builder,
                     policy.fork("group", index),
                     self.strategy,
-                    config.termination,
+                    config.effective_termination(),
+                    config=config.rollout,
                     name=name,
                     with_notes=index < config.num_groups_to_log,
                 )
@@ -137,21 +143,17 @@ class Loop:
                 if not self.strategy.tolerant:
                     raise
                 logger.warning("group %s is left out: %s", name, error)
-                group = FailedGroup(error.errors)
+                group = FailedGroup(error.errors, builder.logging_tags())
             return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started)
 
     def collect(
         self, step: int, sampled: Sequence[WrappedTrajectoryGroup], metrics: LoopMetrics
     ) -> list[TrajectoryGroup]:
         """The groups of a batch that came through, with metrics and records of all."""
-        groups: list[TrajectoryGroup] = []
-        tags: list[list[str]] = []
         for wrapped in sampled:
             self.errors.add(wrapped.trajectory_group)
-            if isinstance(wrapped.trajectory_group, TrajectoryGroup):
-                groups.append(wrapped.trajectory_group)
-                tags.append(wrapped.env_group_builder.logging_tags())
-        metrics |= compute_trajectory_metrics(groups, tags)
+        groups = finished_groups(sampled)
+        metrics |= compute_trajectory_metrics(groups)
         metrics |= self.errors.metrics()
         metrics |= compute_sampling_client_metrics(
             [wrapped.sampling_client_step for wrapped in sampled], [wrapped.seconds for wrapped in sampled]
@@ -271,9 +273,9 @@ class Loop:
         advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
         shown: list[ShownGroup] = []
         for wrapped in sampled[: self.config.num_groups_to_log]:
-            group, tags = wrapped.trajectory_group, wrapped.env_group_builder.logging_tags()
+            group = wrapped.trajectory_group
             advantages_G = next(advantages_P).tolist() if isinstance(group, TrajectoryGroup) else None
-            shown.append(ShownGroup(group, tags, advantages_G, wrapped.sampling_client_step))
+            shown.append(ShownGroup(group, advantages_G, wrapped.sampling_client_step))
         page = iteration_folder(self.session.run.log_path, step) / "train.html"
         write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
 

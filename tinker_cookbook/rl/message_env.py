@@ -18,6 +18,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ParseFailure, Renderer, classify_parse_failure
 from tinker_cookbook.rl.continuation import continue_prompt
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
+from tinker_cookbook.rl.rollout_presets import ToolExecution
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
     STOP_METRIC_PREFIX,
@@ -154,14 +155,21 @@ class EnvFromMessageEnv(Env):
         self.parse_error_policy = policy
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        """For `run_rollout`: hands the limit to the message env. Raises ConfigurationError if it counts no tool calls."""
-        setter = getattr(self.message_env, "set_max_tool_calls", None)
+        """For `run_rollout`: hands the limit to the message env. Raises ConfigurationError if it has no tools."""
+        self._tell_tools("set_max_tool_calls", max_tool_calls)
+
+    def set_tool_execution(self, tool_execution: ToolExecution) -> None:
+        """For `run_rollout`: hands the setting to the message env. Raises ConfigurationError if it has no tools."""
+        self._tell_tools("set_tool_execution", tool_execution)
+
+    def _tell_tools(self, method: str, value: int | str) -> None:
+        setter = getattr(self.message_env, method, None)
         if setter is None:
             raise ConfigurationError(
-                f"max_tool_calls={max_tool_calls}: {type(self.message_env).__name__} counts no tool calls; use ToolUseEnv, "
-                "give it a method set_max_tool_calls, or leave the limit away"
+                f"{method.removeprefix('set_')}={value}: {type(self.message_env).__name__} has no tools; use "
+                f"ToolUseEnv, give it a method {method}, or leave the setting away"
             )
-        setter(max_tool_calls)
+        setter(value)
 
     async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
         self._show(await self.message_env.initial_observation())

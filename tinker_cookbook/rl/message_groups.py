@@ -58,7 +58,6 @@ class MessageGroupBuilder(EnvGroupBuilder):
                 for turn in trajectory.transitions
             ]
             content = {
-                "tags": self.logging_tags(),
                 "member": i,
                 "messages": [self.renderer.to_openai_message(message) for message in env.conversation],
                 "turns": turns,

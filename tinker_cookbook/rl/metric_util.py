@@ -9,6 +9,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout
 from tinker_cookbook.rl.transcripts import ShownGroup, eval_page, write_page
@@ -16,12 +17,17 @@ from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, EnvGroupBuilder, RLData
 
 
 def compute_trajectory_metrics(
-    trajectory_groups_P: Sequence[TrajectoryGroup], tags_P: Sequence[Sequence[str]]
+    trajectory_groups_P: Sequence[TrajectoryGroup], taglist_P: Sequence[Sequence[str]] | None = None
 ) -> dict[str, float]:
-    """Metrics over all groups under env/all/, and over each tag that selects only some of them under env/<tag>/."""
+    """Metrics over all groups under env/all/, and over each tag that selects only some of them under env/<tag>/.
+
+    `taglist_P` takes the place of the groups' own tags.
+    """
+    if taglist_P is None:
+        taglist_P = [group.tags for group in trajectory_groups_P]
     metrics = {f"env/all/{key}": value for key, value in _group_metrics(trajectory_groups_P).items()}
-    for tag in sorted({tag for tags in tags_P for tag in tags}):
-        selected = [group for group, tags in zip(trajectory_groups_P, tags_P, strict=True) if tag in tags]
+    for tag in sorted({tag for tags in taglist_P for tag in tags}):
+        selected = [group for group, tags in zip(trajectory_groups_P, taglist_P, strict=True) if tag in tags]
         if len(selected) < len(trajectory_groups_P):
             metrics |= {f"env/{tag}/{key}": value for key, value in _group_metrics(selected).items()}
     return metrics
@@ -94,7 +100,8 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
     Args:
         temperature, top_k, top_p: those of training, unless others are asked for.
         strategy: what a failing rollout means, as in training; groups that were given up are counted and left out.
-        termination: what a rollout that hit a limit is worth, as in training.
+        termination: what a rollout that hit a limit is worth, as in training; None: what `config` says.
+        config: how each rollout is run, as in training.
         seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
         num_groups_to_log: the first groups, whose transcripts are written where a training run says (`rl.transcripts`).
     """
@@ -109,6 +116,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         strategy: RolloutStrategy | None = None,
         termination: TerminationRewardPolicy | None = None,
         num_groups_to_log: int = 4,
+        config: RolloutConfig | None = None,
         top_k: int = -1,
         top_p: float = 1.0,
     ):
@@ -117,7 +125,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         self._name = name
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self._seed = seed
-        self._strategy, self._termination = strategy, termination
+        self._strategy, self._termination, self._config = strategy, termination, config
         self._num_groups_to_log = num_groups_to_log
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
@@ -131,18 +139,15 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         )
         page = eval_page(self._name)
         num_shown = self._num_groups_to_log if page is not None else 0
-        outcomes = await do_batch_rollout(self._builders, policy, self._strategy, self._termination, num_shown)
+        outcomes = await do_batch_rollout(
+            self._builders, policy, self._strategy, self._termination, num_shown, self._config
+        )
         if page is not None and num_shown:
-            first = zip(self._builders, outcomes[:num_shown], strict=False)
-            shown = [ShownGroup(outcome, builder.logging_tags()) for builder, outcome in first]
+            shown = [ShownGroup(outcome) for outcome in outcomes[:num_shown]]
             write_page(page, f"{self._name}, {page.parent.name}", shown, sampling_client.get_tokenizer())
         errors = RolloutErrorCounter()
-        groups: list[TrajectoryGroup] = []
-        tags: list[list[str]] = []
-        for builder, outcome in zip(self._builders, outcomes, strict=True):
+        for outcome in outcomes:
             errors.add(outcome)
-            if isinstance(outcome, TrajectoryGroup):
-                groups.append(outcome)
-                tags.append(builder.logging_tags())
-        metrics = compute_trajectory_metrics(groups, tags) | errors.metrics()
+        groups = [outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)]
+        metrics = compute_trajectory_metrics(groups) | errors.metrics()
         return {f"{self._name}/{key}": value for key, value in metrics.items()}

@@ -1,4 +1,7 @@
-"""Diagnostics of a policy update: how far the sampler's and the trainer's logprobs are apart, and the policy's entropy."""
+"""Diagnostics of a policy update: how far the sampler's and the trainer's logprobs are apart, and the policy's entropy.
+
+The KL penalty is in `kl`, whose names can be imported from here too.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,16 @@ from collections.abc import Sequence
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.data_processing import replace_inputs
+from tinker_cookbook.rl.kl import compute_target_logprobs, discounted_future_sum_vectorized, incorporate_kl_penalty
 from tinker_cookbook.utils.lazy import np, tinker, torch
+
+__all__ = [
+    "compute_kl_sample_train",
+    "compute_post_kl",
+    "compute_sampling_client_metrics",
+    "discounted_future_sum_vectorized",
+    "incorporate_kl_penalty",
+]
 
 
 def compute_kl_sample_train(
@@ -40,26 +51,6 @@ def compute_kl_sample_train(
     }
 
 
-def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
-    """A datum's tokens with the last target: what `compute_logprobs` needs to score each of its targets."""
-    last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
-    return tinker.ModelInput(chunks=[*datum.model_input.chunks, tinker.EncodedTextChunk(tokens=[last])])
-
-
-async def compute_target_logprobs(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> list[np.ndarray]:
-    """Logprobs of each datum's targets under a snapshot, float32 (N,), at temperature 1. All are asked for at once."""
-    submitted = [sampling_client.compute_logprobs(full_sequence(datum)) for datum in data_D]
-    logprobs_D = []
-    for i, pending in enumerate(submitted):
-        # The first token of a sequence is predicted by nothing: entry 0 is None.
-        values = (await pending)[1:]
-        expected = data_D[i].loss_fn_inputs["target_tokens"].to_numpy().shape
-        if (len(values),) != expected or any(value is None for value in values):
-            raise DataValidationError(f"datum {i}: {len(values)} logprobs came back for targets of shape {expected}")
-        logprobs_D.append(np.array(values, dtype=np.float32))
-    return logprobs_D
-
-
 async def compute_post_kl(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> dict[str, float]:
     """How far an update moved the policy on its own data: KL(before || after) on action tokens, by the v1 and v2 estimators.
 
@@ -75,50 +66,6 @@ async def compute_post_kl(data_D: Sequence[tinker.Datum], sampling_client: Sampl
         "optim/kl_pre_post_v1": float(difference.mean()),
         "optim/kl_pre_post_v2": float(0.5 * (difference**2).mean()),
     }
-
-
-def discounted_future_sum_vectorized(x: np.ndarray, gamma: float) -> np.ndarray:
-    """y[t] = sum over k >= 0 of gamma^k x[t + k], float64, same shape (N,)."""
-    result = np.zeros(len(x), dtype=np.float64)
-    running = 0.0
-    for t in range(len(x) - 1, -1, -1):
-        running = float(x[t]) + gamma * running
-        result[t] = running
-    return result
-
-
-async def incorporate_kl_penalty(
-    data_D: Sequence[tinker.Datum],
-    base_sampling_client: SamplingClient,
-    kl_penalty_coef: float,
-    kl_discount_factor: float = 0.0,
-) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """Datums whose advantages hold a penalty for leaving a reference policy, and the KL to it.
-
-    adv += coef * mask * (mean(diff) - diff), diff = logp_sample - logp_reference, the mean over all action tokens given; with
-    a discount factor the penalty of a token is the discounted sum of its own and those after it.
-
-    Returns:
-        New datums in the same order, and `optim/kl_policy_base`, the mean of diff.
-    """
-    reference_D = await compute_target_logprobs(data_D, base_sampling_client)
-    masks_D = [datum.loss_fn_inputs["mask"].to_numpy().astype(np.float64) for datum in data_D]
-    diffs_D = [
-        (datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - reference) * mask
-        for datum, reference, mask in zip(data_D, reference_D, masks_D, strict=True)
-    ]
-    tokens = sum(float(mask.sum()) for mask in masks_D)
-    if tokens == 0:
-        return list(data_D), {}
-    mean = sum(float(diff.sum()) for diff in diffs_D) / tokens
-    penalized = []
-    for datum, diff, mask in zip(data_D, diffs_D, masks_D, strict=True):
-        change = kl_penalty_coef * mask * (mean - diff)
-        if kl_discount_factor > 0:
-            change = mask * discounted_future_sum_vectorized(change, kl_discount_factor)
-        advantages = datum.loss_fn_inputs["advantages"].to_numpy() + change
-        penalized.append(replace_inputs(datum, advantages=advantages.astype(np.float32)))
-    return penalized, {"optim/kl_policy_base": mean}
 
 
 def compute_sampling_client_metrics(steps_P: Sequence[int], seconds_P: Sequence[float]) -> dict[str, float]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.rl.advantages import (
     AdvantageConfig,
     RoleBaselines,
@@ -15,7 +14,6 @@ from tinker_cookbook.rl.advantages import (
     token_scales,
 )
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages
-from tinker_cookbook.rl.metrics import incorporate_kl_penalty
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import tinker, torch
 
@@ -33,23 +31,6 @@ class Penalty(Protocol):
         groups: Sequence[TrajectoryGroup],
         metadata_D: Sequence[DatumMetadata],
     ) -> tuple[list[tinker.Datum], dict[str, float]]: ...
-
-
-@dataclass(frozen=True)
-class KLPenalty:
-    """Distance to a fixed reference policy (`metrics.incorporate_kl_penalty`)."""
-
-    reference: SamplingClient
-    coef: float
-    discount: float = 0.0
-
-    async def __call__(
-        self,
-        data_D: list[tinker.Datum],
-        groups: Sequence[TrajectoryGroup],
-        metadata_D: Sequence[DatumMetadata],
-    ) -> tuple[list[tinker.Datum], dict[str, float]]:
-        return await incorporate_kl_penalty(data_D, self.reference, self.coef, self.discount)
 
 
 @dataclass

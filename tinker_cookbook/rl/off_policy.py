@@ -14,8 +14,8 @@ import chz
 
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.rl.algorithms import loss_datum
 from tinker_cookbook.rl.data_processing import replace_inputs
-from tinker_cookbook.rl.losses import loss_datum
 from tinker_cookbook.utils.lazy import np, tinker
 
 

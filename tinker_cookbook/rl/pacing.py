@@ -1,7 +1,7 @@
 """Three ways of pacing a run: sample then train, train while sampling, and sample ahead.
 
 They differ in when groups start and when passes are submitted, never in which groups a step trains on: step i trains on
-batch i of the schedule, whatever finished first. So every group is trained, filtered or failed exactly once, a run resumes by
+batch i of the run, whatever finished first. So every group is trained, filtered or failed exactly once, a run resumes by
 its step alone, and sampling ahead by 0 batches is the synchronous loop, bit for bit.
 """
 
@@ -13,10 +13,9 @@ from functools import partial
 
 from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
 from tinker_cookbook.rl.data_processing import DatumMetadata
-from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
+from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup, finished_groups
 from tinker_cookbook.rl.metrics import compute_kl_sample_train
 from tinker_cookbook.rl.minibatch import Minibatch
-from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics
 from tinker_cookbook.utils.misc_utils import dict_mean, gather_all, split_list, timed, with_tasks
 
@@ -27,7 +26,7 @@ async def do_sync_training(loop: Loop) -> None:
         metrics = loop.new_metrics(step)
         with timed("total", metrics):
             await loop.evaluate(step, metrics)
-            builders = loop.schedule.get_batch(step)
+            builders = loop.batches.get_batch(step)
             with timed("sampling", metrics):
                 sampled = await gather_all(loop.sample_group(step, i, builder) for i, builder in enumerate(builders))
             await loop.train(step, loop.collect(step, sampled, metrics), sampled, metrics)
@@ -47,7 +46,7 @@ async def do_async_training(loop: Loop, config: AsyncConfig) -> None:
 async def _train_ahead(loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup) -> None:
     slots: asyncio.Semaphore | None = None
     if config.max_steps_off_policy > 0:
-        slots = asyncio.Semaphore(len(loop.schedule.get_batch(loop.start)))
+        slots = asyncio.Semaphore(len(loop.batches.get_batch(loop.start)))
     running: dict[int, list[asyncio.Task[WrappedTrajectoryGroup]]] = {}
     for step in range(loop.start, loop.end):
         metrics = loop.new_metrics(step)
@@ -57,7 +56,7 @@ async def _train_ahead(loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup
                 if ahead not in running:
                     running[ahead] = [
                         tasks.create_task(loop.sample_group(ahead, i, builder, slots))
-                        for i, builder in enumerate(loop.schedule.get_batch(ahead))
+                        for i, builder in enumerate(loop.batches.get_batch(ahead))
                     ]
             with timed("sampling", metrics):
                 sampled = [await task for task in running.pop(step)]
@@ -83,8 +82,7 @@ async def _stream_batch(
     loop: Loop, config: StreamMinibatchConfig, step: int, metrics: LoopMetrics, tasks: asyncio.TaskGroup
 ) -> None:
     running = [
-        tasks.create_task(loop.sample_group(step, i, builder))
-        for i, builder in enumerate(loop.schedule.get_batch(step))
+        tasks.create_task(loop.sample_group(step, i, builder)) for i, builder in enumerate(loop.batches.get_batch(step))
     ]
     update = loop.new_update()
     sampled: list[WrappedTrajectoryGroup] = []
@@ -94,7 +92,7 @@ async def _stream_batch(
             with timed("sampling", metrics):
                 arrived = [await task for task in minibatch]
             sampled += arrived
-            part = await loop.prepare(_groups(arrived))
+            part = await loop.prepare(finished_groups(arrived))
             parts.append(part)
             if part.data_D:
                 loop.is_between_steps = False
@@ -108,10 +106,6 @@ async def _stream_batch(
         logprobs_D = await update.finish(metrics)
     metrics |= compute_kl_sample_train(batch.data_D, logprobs_D)
     await loop.after_update(step, batch, metrics)
-
-
-def _groups(sampled: Sequence[WrappedTrajectoryGroup]) -> list[TrajectoryGroup]:
-    return [item.trajectory_group for item in sampled if isinstance(item.trajectory_group, TrajectoryGroup)]
 
 
 def _joined(parts: Sequence[Minibatch]) -> Minibatch:

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tinker_cookbook.completers import StopCondition
-from tinker_cookbook.renderers import Message, Renderer, get_text_content
-from tinker_cookbook.rl.records import transition_record
+from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.types import (
-    Action,
-    ActionExtra,
-    Env,
-    EnvGroupBuilder,
     Metrics,
-    Record,
-    StepResult,
-    TrajectoryGroup,
 )
-from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
+    pass
+
+from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
 
 
-class ProblemEnv(Env):
+class ProblemEnv(OneTurnEnv):
     """One question, one answer: reward = format_coef * (format - 1) + correct, each of the two 0 or 1.
 
     Args:
@@ -41,11 +32,10 @@ class ProblemEnv(Env):
         format_coef: float = 0.1,
         require_stop_sequence_for_format: bool = True,
     ):
-        self.renderer = renderer
+        super().__init__(renderer)
         self.convo_prefix = convo_prefix or []
         self.format_coef = format_coef
         self.require_stop_sequence_for_format = require_stop_sequence_for_format
-        self.reply = ""
 
     @abstractmethod
     def get_question(self) -> str: ...
@@ -59,54 +49,17 @@ class ProblemEnv(Env):
     @abstractmethod
     def get_reference_answer(self) -> str: ...
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition]:
-        messages: list[Message] = [*self.convo_prefix, {"role": "user", "content": self.get_question()}]
-        return self.renderer.build_generation_prompt(messages), self.renderer.get_stop_sequences()
+    def get_messages(self) -> list[Message]:
+        return [*self.convo_prefix, {"role": "user", "content": self.get_question()}]
 
-    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        message, termination = self.renderer.parse_response(action)
-        self.reply = get_text_content(message)
-        ended = termination.is_clean or not self.require_stop_sequence_for_format
-        well_formed = ended and self.check_format(self.reply)
-        correct = self.check_answer(self.reply)
-        return StepResult(
-            reward=self.format_coef * (float(well_formed) - 1) + float(correct),
-            episode_done=True,
-            next_observation=tinker.ModelInput.empty(),
-            next_stop_condition=self.renderer.get_stop_sequences(),
-            metrics={"format": float(well_formed), "correct": float(correct)},
-            logs={"question": self.get_question(), "reply": self.reply, "reference": self.get_reference_answer()},
-        )
+    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
+        ended = reply.is_clean or not self.require_stop_sequence_for_format
+        well_formed = ended and self.check_format(reply.text)
+        correct = self.check_answer(reply.text)
+        reward = self.format_coef * (float(well_formed) - 1) + float(correct)
+        return reward, {"format": float(well_formed), "correct": float(correct)}
 
 
 @dataclass(frozen=True)
-class ProblemGroupBuilder(EnvGroupBuilder):
-    """`num_envs` attempts at the problem that `env_thunk` makes. Pickles when the thunk does (functools.partial)."""
-
-    env_thunk: Callable[[], ProblemEnv]
-    num_envs: int
-    dataset_name: str = "problems"
-
-    async def make_envs(self) -> Sequence[ProblemEnv]:
-        return [self.env_thunk() for _ in range(self.num_envs)]
-
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        records = []
-        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
-            transition = trajectory.transitions[-1]
-            metrics: Metrics = transition.metrics
-            reply = str(transition.logs.get("reply", ""))
-            content = {
-                "tags": self.logging_tags(),
-                "member": i,
-                "question": transition.logs.get("question"),
-                "ground_truth": transition.logs.get("reference"),
-                **transition_record(transition, reply),
-                "reward": reward,
-                "metrics": metrics,
-            }
-            records.append(Record("baseline", content))
-        return records
-
-    def logging_tags(self) -> list[str]:
-        return [self.dataset_name]
+class ProblemGroupBuilder(OneTurnGroupBuilder):
+    """`num_envs` attempts at the ProblemEnv that `env_thunk` makes."""

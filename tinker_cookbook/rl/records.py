@@ -21,7 +21,7 @@ def group_records(
     """
     for group_idx, group in enumerate(groups):
         for i, record in enumerate(group.records):
-            where = {"timestamp": time.time(), "model": model, "step": step, "group_id": group_idx}
+            where = {"timestamp": time.time(), "model": model, "step": step, "group_id": group_idx, "tags": group.tags}
             content = where | record.content | {"config": {**config, **record.content.get("config", {})}}
             yield f"{record.kind}_{step:06d}_g{group_idx:03d}_{i:02d}", content
 
@@ -83,6 +83,7 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
         "sampling_logprobs": logprobs,
         "source": {
             **meta,
+            "tags": group.tags,
             **member_info,
             "reward": reward,
             "centered_reward": reward - mean,

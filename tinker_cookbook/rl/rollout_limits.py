@@ -97,7 +97,7 @@ class TerminationRewardPolicy:
     skip_grading_on_timeout: bool = chz.field(
         default=False, doc="do not grade a group all of whose members timed out (needs zero_reward_on_limit)"
     )
-    grader_timeout_seconds: float | None = _limit("seconds that grading a group, or an episode in its env, may take")
+    grader_timeout_seconds: float | None = _limit("seconds that grading a group may take")
 
     @chz.validate
     def _check(self) -> None:

@@ -1,16 +1,19 @@
 """Rollout settings as one value, and two sets of them that most runs start from."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import chz
 
+from tinker_cookbook.rl.rollout_hooks import RolloutHooks
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, TerminationRewardPolicy
+
+ToolExecution: TypeAlias = Literal["parallel", "sequential"]
 
 
 @chz.chz(typecheck=True)
 class RolloutConfig:
-    """How rollouts are run. `run_rollout` takes `limits` and `parse_errors`, `do_group_rollout` takes `termination`, envs
-    with tools take `tool_execution`."""
+    """How rollouts are run: those of a training run and its test set (`rl.train.Config.rollout`), or of one group."""
 
     limits: RolloutLimits | None = chz.field(default=None, doc="bounds of a rollout; None: those of the env, if any")
     parse_errors: ParseErrorPolicy | None = chz.field(
@@ -19,8 +22,12 @@ class RolloutConfig:
     termination: TerminationRewardPolicy | None = chz.field(
         default=None, doc="what a rollout that hit a limit is worth; None: what it was graded"
     )
-    tool_execution: Literal["parallel", "sequential"] = chz.field(
-        default="parallel", doc="whether the tool calls of one reply run at once or one after the other"
+    tool_execution: ToolExecution = chz.field(
+        default="parallel",
+        doc="sequential: the tool calls of one reply run one after the other; parallel: at once, unless the env says otherwise",
+    )
+    hooks: Callable[[], RolloutHooks] | None = chz.field(
+        default=None, doc="makes the callbacks of a rollout, anew for each: a subclass of RolloutHooks; None: none"
     )
 
 

@@ -16,14 +16,13 @@ one: it leaves no turn to keep, and a strategy (`rollout_strategy`) may try agai
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, RolloutTimeoutError
-from tinker_cookbook.renderers import Message
+from tinker_cookbook.rl.rollout_hooks import RolloutHooks, RolloutState
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
-from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.rollout_presets import RolloutConfig, simple
 from tinker_cookbook.rl.types import (
     STOP_METRIC_PREFIX,
     ActionExtra,
@@ -50,58 +49,15 @@ class SamplingTurnTimeoutError(RolloutTimeoutError):
 
 
 class SupportsToolCallLimit(Protocol):
-    """An env that counts tool calls; asked once, before the first observation, when there is a limit."""
+    """The type of an env that counts tool calls; it is told once, before the first observation, when there is a limit."""
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None: ...
 
 
 class SupportsParseErrorPolicy(Protocol):
-    """An env that parses replies; told once, before the first observation, when there is a policy."""
+    """The type of an env that parses replies; it is told once, before the first observation, when there is a policy."""
 
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None: ...
-
-
-class SupportsMessageInjection(Protocol):
-    """An env to whose conversation a hook may add messages: returns the prompt with them, and what stops a reply."""
-
-    async def add_messages(self, messages: list[Message]) -> tuple[Observation, StopCondition]: ...
-
-
-@dataclass(frozen=True)
-class RolloutState:
-    """How far a rollout has come. `transitions` is the live list: look, do not touch."""
-
-    turn_index: int
-    """turns recorded so far"""
-    observation_tokens: int
-    """length of the prompt that would be next"""
-    sampled_tokens: int
-    num_length_truncations: int
-    """replies that were cut off, after which the rollout went on"""
-    elapsed_seconds: float
-    transitions: list[Transition]
-
-
-class RolloutHooks:
-    """Callbacks into a rollout, each of which does nothing unless overridden."""
-
-    async def on_turn_begin(self, state: RolloutState) -> list[Message] | None:
-        """Messages to put into the conversation before this turn; the env must have `add_messages`."""
-        return None
-
-    async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
-        """The reason to record, or None to go on.
-
-        Asked when the env ends the episode and when `max_turns` or a budget of tokens does; going on then means one turn
-        without that limit. Not asked about a timeout or a first prompt that is too long: these cannot be undone.
-        """
-        return reason
-
-    async def on_grade(self, state: RolloutState) -> None:
-        """After the env ended the episode, and so graded it. Not called when a limit ended the rollout."""
-
-    async def on_artifacts(self, state: RolloutState) -> None:
-        """Last thing before the trajectory is returned, however the rollout ended. Not called when it fails."""
 
 
 def stop_reason_from_metrics(metrics: Metrics) -> str | None:
@@ -123,19 +79,24 @@ async def run_rollout(
 
     Args:
         limits: None takes those of `config`, and without these what the env offers as `env.rollout_limits`.
+        hooks: None takes those of `config`.
         parse_errors: None takes that of `config`, and without one leaves the env as it is.
+        config: settings of a run's rollouts. Its `termination` is the group's matter (`rollouts.do_group_rollout`).
 
     Returns:
         A trajectory of at least one transition. One that ended before its first turn (prompt too long, no budget, no time)
         has a single empty one: it counts in its group's baseline and gives no data.
 
     Raises:
-        ConfigurationError: `max_tool_calls`, `parse_errors` or a hook's messages, and an env that cannot take them.
+        ConfigurationError: `max_tool_calls`, `parse_errors`, sequential tool calls or a hook's messages, and an env that
+            cannot take them.
         SamplingTurnTimeoutError: a sampling call took longer than its limit.
     """
-    if config is not None:
-        limits = limits if limits is not None else config.limits
-        parse_errors = parse_errors if parse_errors is not None else config.parse_errors
+    config = config or simple()
+    limits = limits if limits is not None else config.limits
+    parse_errors = parse_errors if parse_errors is not None else config.parse_errors
+    if hooks is None:
+        hooks = config.hooks() if config.hooks is not None else RolloutHooks()
     if limits is None:
         offered: RolloutLimits | None = getattr(env, "rollout_limits", None)
         limits = offered if offered is not None else RolloutLimits()
@@ -143,7 +104,9 @@ async def run_rollout(
         _seam(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
     if parse_errors is not None:
         _seam(env, "set_parse_error_policy", "parse_errors")(parse_errors)
-    return await _Rollout(policy, env, limits, hooks or RolloutHooks()).run()
+    if config.tool_execution == "sequential":
+        _seam(env, "set_tool_execution", "tool_execution=sequential")("sequential")
+    return await _Rollout(policy, env, limits, hooks).run()
 
 
 def _seam(env: Env, method: str, wanted_by: str) -> Any:

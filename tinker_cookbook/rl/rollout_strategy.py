@@ -18,6 +18,7 @@ import chz
 
 from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, GroupFailedError, RolloutTimeoutError
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -52,7 +53,10 @@ class RolloutStrategy(ABC):
     """whether a group that failed is counted and left out (GroupFailedError); otherwise its error ends the run"""
 
     @abstractmethod
-    async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult: ...
+    async def execute(
+        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
+    ) -> RolloutResult:
+        """The group's rollouts. `config` is for `run_rollout`; it is only passed when there is one."""
 
 
 @chz.chz(typecheck=True)
@@ -61,11 +65,13 @@ class FailFast(RolloutStrategy):
 
     tolerant = False
 
-    async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
+    async def execute(
+        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
+    ) -> RolloutResult:
         async with AsyncExitStack() as cleanups:
             cleanups.push_async_callback(env_group_builder.cleanup)
             envs = await env_group_builder.make_envs()
-            trajectories = await gather_all(_play(env, i, policy, None) for i, env in enumerate(envs))
+            trajectories = await gather_all(_play(env, i, policy, config) for i, env in enumerate(envs))
             return RolloutResult(trajectories, envs, cleanups=cleanups.pop_all())
 
 
@@ -78,8 +84,10 @@ class RetryOnFailure(RolloutStrategy):
         default=0, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=_not_negative
     )
 
-    async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
-        return await _Rounds(env_group_builder, policy, self.max_retries, self.per_rollout_timeout).run(None)
+    async def execute(
+        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
+    ) -> RolloutResult:
+        return await _Rounds(env_group_builder, policy, config, self.max_retries, self.per_rollout_timeout).run(None)
 
 
 @chz.chz(typecheck=True)
@@ -100,8 +108,11 @@ class MinViableGroup(RolloutStrategy):
         if self.min_successful is not None and self.min_successful < 1:
             raise ConfigurationError(f"min_successful={self.min_successful}: must be at least 1, or None")
 
-    async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
-        return await _Rounds(env_group_builder, policy, self.max_retries, self.per_rollout_timeout).run(self._needed)
+    async def execute(
+        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
+    ) -> RolloutResult:
+        rounds = _Rounds(env_group_builder, policy, config, self.max_retries, self.per_rollout_timeout)
+        return await rounds.run(self._needed)
 
     def _needed(self, group_size: int) -> int:
         if self.min_successful is None:
@@ -129,7 +140,14 @@ def rollout_error(error: Exception) -> RolloutError:
     return RolloutError(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", [])]))
 
 
-async def _play(env: Env, member: int, policy: TokenCompleter, timeout: float | None, attempt: int = 0) -> Trajectory:
+async def _play(
+    env: Env,
+    member: int,
+    policy: TokenCompleter,
+    config: RolloutConfig | None,
+    timeout: float | None = None,
+    attempt: int = 0,
+) -> Trajectory:
     """One member's rollout. An error gets a note that names member and env.
 
     A first attempt draws what it would draw without any retry, whatever happens to others; later ones draw anew.
@@ -140,7 +158,7 @@ async def _play(env: Env, member: int, policy: TokenCompleter, timeout: float | 
     try:
         try:
             async with timer:
-                return await run_rollout(policy.fork(*key), env)
+                return await run_rollout(policy.fork(*key), env, config=config)
         except TimeoutError as error:
             if not timer.expired():
                 raise
@@ -153,8 +171,15 @@ async def _play(env: Env, member: int, policy: TokenCompleter, timeout: float | 
 class _Rounds:
     """The rollouts of one group, in rounds: each runs what is still missing, in envs of its own."""
 
-    def __init__(self, builder: EnvGroupBuilder, policy: TokenCompleter, max_retries: int, timeout: float | None):
-        self.builder, self.policy, self.timeout = builder, policy, timeout
+    def __init__(
+        self,
+        builder: EnvGroupBuilder,
+        policy: TokenCompleter,
+        config: RolloutConfig | None,
+        max_retries: int,
+        timeout: float | None,
+    ):
+        self.builder, self.policy, self.config, self.timeout = builder, policy, config, timeout
         self.builders = [builder, *(copy.copy(builder) for _ in range(max_retries))]
         self.done: dict[int, tuple[Trajectory, Env]] = {}
         self.size: int | None = None
@@ -228,7 +253,7 @@ class _Rounds:
         return envs
 
     async def _member(self, env: Env, member: int, attempt: int) -> Trajectory:
-        return await _play(env, member, self.policy, self.timeout, attempt)
+        return await _play(env, member, self.policy, self.config, self.timeout, attempt)
 
     async def _outcome(self, env: Env, member: int, attempt: int) -> Trajectory | Exception:
         try:

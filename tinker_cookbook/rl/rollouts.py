@@ -19,6 +19,7 @@ from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, RolloutTimeoutError
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, run_in_executor, set_rollout_executor
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.rollout_strategy import FailFast, RolloutResult, RolloutStrategy, describe_group, rollout_error
 from tinker_cookbook.rl.types import (
@@ -56,6 +57,7 @@ class FailedGroup:
     """In place of a group that its strategy gave up."""
 
     errors: list[RolloutError]
+    tags: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -90,11 +92,12 @@ async def do_single_rollout(policy: TokenCompleter, env: Env) -> Trajectory:
 
 
 async def do_group_rollout(
-    builder: EnvGroupBuilder,
+    env_group_builder: EnvGroupBuilder,
     policy: TokenCompleter,
     strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
     *,
+    config: RolloutConfig | None = None,
     name: str | None = None,
     with_notes: bool = False,
 ) -> TrajectoryGroup:
@@ -102,7 +105,8 @@ async def do_group_rollout(
 
     Args:
         strategy: what to do when a rollout fails; None: FailFast, as opponents may be waiting for each other.
-        termination: what a rollout that hit a limit is worth; None: what it was graded.
+        termination: what a rollout that hit a limit is worth; None: what `config` says, else what it was graded.
+        config: how each rollout is run; None: as its env says.
         name: what errors call the group; None: its builder's class and tags.
         with_notes: keep what envs and rewards write with `logtree`, in the `notes` of the group and of its turns.
 
@@ -110,11 +114,13 @@ async def do_group_rollout(
         GroupFailedError: a tolerant strategy gave the group up, or its rewards failed under one. Count it and go on.
         Exception: under FailFast, whatever a rollout or the rewards raised, with notes that say where.
     """
-    settings = (strategy or FailFast(), termination, name or describe_group(builder), with_notes)
+    if termination is None and config is not None:
+        termination = config.termination
+    settings = (strategy or FailFast(), termination, config, name or describe_group(env_group_builder), with_notes)
     executor = get_rollout_executor()
     if executor is None:
-        return await _group_rollout(builder, policy, *settings)
-    return await run_in_executor(executor, _group_rollout, builder, policy, *settings)
+        return await _group_rollout(env_group_builder, policy, *settings)
+    return await run_in_executor(executor, _group_rollout, env_group_builder, policy, *settings)
 
 
 async def _group_rollout(
@@ -122,13 +128,15 @@ async def _group_rollout(
     policy: TokenCompleter,
     strategy: RolloutStrategy,
     termination: TerminationRewardPolicy | None,
+    config: RolloutConfig | None,
     name: str,
     with_notes: bool,
 ) -> TrajectoryGroup:
     result: RolloutResult | None = None
     try:
         with logtree.init_trace(name) if with_notes else nullcontext() as trace:
-            result = await strategy.execute(builder, policy)
+            # A strategy need not know the config as long as there is none.
+            result = await strategy.execute(builder, policy, **({} if config is None else {"config": config}))
             async with result.cleanups or _cleanup_of(builder):
                 group = await _grade(builder, result, termination)
         group.notes = trace.take() if trace is not None else []
@@ -157,6 +165,8 @@ async def _grade(
         final_rewards_G=[reward for reward, _ in rewards],
         metrics_G=[metrics for _, metrics in rewards],
         rollout_errors=result.errors,
+        tags=builder.logging_tags(),
+        dataset_index=builder.dataset_index,
     )
     if termination is not None:
         _clamp(group, termination)
@@ -205,6 +215,7 @@ async def do_batch_rollout(
     strategy: None = None,
     termination: TerminationRewardPolicy | None = None,
     num_groups_with_notes: int = 0,
+    config: RolloutConfig | None = None,
 ) -> list[TrajectoryGroup]: ...
 
 
@@ -215,6 +226,7 @@ async def do_batch_rollout(
     strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
     num_groups_with_notes: int = 0,
+    config: RolloutConfig | None = None,
 ) -> list[TrajectoryGroup | FailedGroup]: ...
 
 
@@ -224,6 +236,7 @@ async def do_batch_rollout(
     strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
     num_groups_with_notes: int = 0,
+    config: RolloutConfig | None = None,
 ) -> list[TrajectoryGroup] | list[TrajectoryGroup | FailedGroup]:
     """All groups of a batch at once, in order. The policy is forked per group, so seeds do not depend on timing.
 
@@ -243,19 +256,20 @@ async def do_batch_rollout(
                 policy.fork("group", index),
                 strategy,
                 termination,
+                config=config,
                 name=name,
                 with_notes=index < num_groups_with_notes,
             )
         except GroupFailedError as error:
             logger.warning("group %s is left out: %s", name, error)
-            return FailedGroup(error.errors)
+            return FailedGroup(error.errors, builder.logging_tags())
 
     return await gather_all(one(index, builder) for index, builder in enumerate(builders))
 
 
 async def do_group_rollout_and_filter_constant_reward(
     sampling_client: SamplingClient,
-    builder: EnvGroupBuilder,
+    env_group_builder: EnvGroupBuilder,
     max_tokens: int,
     temperature: float,
     do_remove_constant_reward_groups: bool,
@@ -275,9 +289,9 @@ async def do_group_rollout_and_filter_constant_reward(
         GroupFailedError: a tolerant strategy gave the group up. It failed, and was not filtered.
     """
     policy = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
-    group = await do_group_rollout(builder, policy, strategy, termination)
+    group = await do_group_rollout(env_group_builder, policy, strategy, termination)
     if not do_remove_constant_reward_groups or len(set(group.trained_rewards())) > 1:
         return group
     if enable_logging:
-        logger.info("group %s removed: all of its rewards are the same", describe_group(builder))
+        logger.info("group %s removed: all of its rewards are the same", describe_group(env_group_builder))
     return None

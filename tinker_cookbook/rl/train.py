@@ -20,20 +20,20 @@ from functools import partial
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds
-from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, ZeroAdvantages, check_config
+from tinker_cookbook.rl.algorithms import LOSS_FNS
+from tinker_cookbook.rl.batches import TrainingBatches
+from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.data_processing import AdvantageConfig
+from tinker_cookbook.rl.kl import KLPenalty
 from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
-from tinker_cookbook.rl.losses import LOSS_FNS, PRESETS
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.minibatch import KLPenalty, Penalty, prepare_minibatch
+from tinker_cookbook.rl.minibatch import Penalty, prepare_minibatch
 from tinker_cookbook.rl.pacing import (
     do_async_training,
     do_sync_training,
     do_sync_training_with_stream_minibatch,
 )
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
-from tinker_cookbook.rl.rollout_strategy import rollout_strategy_from_config
-from tinker_cookbook.rl.schedule import BatchSchedule
 from tinker_cookbook.rl.types import RLDataset
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
@@ -41,7 +41,6 @@ from tinker_cookbook.runs.session import Session, open_session
 
 __all__ = [
     "LOSS_FNS",
-    "PRESETS",
     "AdvantageConfig",
     "AsyncConfig",
     "Config",
@@ -49,7 +48,6 @@ __all__ = [
     "Penalty",
     "StreamMinibatchConfig",
     "WrappedTrajectoryGroup",
-    "ZeroAdvantages",
     "check_config",
     "do_async_training",
     "do_sync_training",
@@ -92,13 +90,13 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     rounds = EvaluationRounds.build(
         builders, config.eval_every, config.infrequent_evaluator_builders, config.infrequent_eval_every
     )
-    schedule = BatchSchedule(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
-    async with open_session(config) as session:
-        start, end = session.start_step(), len(schedule)
+    batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
+    async with open_session(config, {"kl_reference_config": config.kl_reference_config}) as session:
+        start, end = session.start_step(), len(batches)
         session.rewind(start, end)
         all_penalties = [*await _kl_penalty(config, session), *penalties]
         sampling_client = await session.training_client.save_weights_and_get_sampling_client()
-        loop = Loop(config, session, schedule, rounds, all_penalties, sampling_client)
+        loop = Loop(config, session, batches, rounds, all_penalties, sampling_client)
         try:
             if config.async_config is not None:
                 await do_async_training(loop, config.async_config)
@@ -119,9 +117,10 @@ def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluat
         "test",
         config.temperature,
         derive_seed(config.seed, "test"),
-        rollout_strategy_from_config(config.rollout_error_tolerance),
-        config.termination,
+        config.effective_rollout_strategy(),
+        config.effective_termination(),
         config.num_groups_to_log,
+        config.rollout,
         config.top_k,
         config.top_p,
     )

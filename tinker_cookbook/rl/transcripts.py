@@ -34,7 +34,6 @@ class ShownGroup:
     """A group with what its page says of it besides its rollouts."""
 
     group: TrajectoryGroup | FailedGroup
-    tags: Sequence[str]
     advantages_G: Sequence[float] | None = None
     """before a share of a batch's tokens or a penalty changes them; None: it was not sampled for training"""
     sampling_client_step: int | None = None
@@ -69,7 +68,7 @@ def write_page(path: Path, title: str, groups: Sequence[ShownGroup], tokenizer: 
     """Write a page of groups, and its JSON."""
     page = logtree.Node("section", title)
     for index, shown in enumerate(groups):
-        tags = f" [{', '.join(shown.tags)}]" if shown.tags else ""
+        tags = f" [{', '.join(shown.group.tags)}]" if shown.group.tags else ""
         version = shown.sampling_client_step
         weights = f", sampled after {version} updates" if version is not None else ""
         _add_group(page.section(f"Group {index}{tags}{weights}"), shown, tokenizer)

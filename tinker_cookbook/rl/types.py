@@ -138,9 +138,13 @@ class TrajectoryGroup:
     metrics_G: list[Metrics]
     rollout_errors: list[RolloutError] = field(default_factory=list)
     trained_G: list[bool] | None = None
+    tags: list[str] = field(default_factory=list)
+    """its builder's: the task that all of its members belong to, say"""
+    dataset_index: int | None = None
+    """which of several datasets it came from, and so whose teacher scores it; None: there is one"""
     records: list[Record] = field(default_factory=list)
     member_info_G: list[dict[str, Any]] = field(default_factory=list)
-    """what the training record says of each member: its question, seat, verdict, ..."""
+    """for people, in the training record and the transcripts: each member's question, seat, verdict, ..."""
     roles_G: list[str] | None = None
     """the role that each member plays, for baselines per role; None: they are all alike"""
     notes: list[logtree.Node] = field(default_factory=list)
@@ -176,6 +180,9 @@ class Env(ABC):
 
 class EnvGroupBuilder(ABC):
     """Makes the envs of one group. Must be picklable: it may travel to another process."""
+
+    dataset_index: int | None = None
+    """which of several datasets the group comes from; None: there is one"""
 
     @abstractmethod
     async def make_envs(self) -> Sequence[Env]:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Literal
 
 from tinker_cookbook.clients import TrainingClient
-from tinker_cookbook.rl.losses import loss_datum
+from tinker_cookbook.rl.algorithms import loss_datum
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import split_list
 

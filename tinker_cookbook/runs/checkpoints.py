@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tinker_cookbook.exceptions import CheckpointError
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.utils.files import append_jsonl, read_jsonl
 
 CHECKPOINTS_BASE_NAME = "checkpoints.jsonl"
@@ -118,6 +118,19 @@ def get_last_checkpoint(log_dir: str | Path, required_key: str = "state_path") -
         if record.has(required_key):
             return record
     return None
+
+
+def last_sampler_path(log_path: str | Path) -> str:
+    """The newest weights of a run that can be sampled from. Raises ConfigurationError when there are none."""
+    if not Path(log_path).expanduser().is_dir():
+        raise ConfigurationError(f"log_path={str(log_path)!r}: no such folder")
+    record = get_last_checkpoint(log_path, required_key="sampler_path")
+    if record is None or record.sampler_path is None:
+        raise ConfigurationError(
+            f"log_path={str(log_path)!r}: the run has no checkpoint to sample from; runs save one at the end, and "
+            "every save_every steps"
+        )
+    return record.sampler_path
 
 
 def append_checkpoint(log_dir: str | Path, record: CheckpointRecord) -> None:

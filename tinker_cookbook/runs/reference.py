@@ -8,6 +8,7 @@ import chz
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.weights_config import ScorerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -16,22 +17,8 @@ REFERENCE_NAME = "reference"
 
 
 @chz.chz(typecheck=True)
-class KLReferenceConfig:
+class KLReferenceConfig(ScorerConfig):
     """A named reference policy."""
-
-    base_model: str = chz.field(doc="base model of the reference: a directory or a hub id")
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
-    )
-
-    @chz.validate
-    def _check(self) -> None:
-        path = self.load_checkpoint_path
-        if path is not None and "/sampler_weights/" not in path:
-            raise ConfigurationError(
-                f"load_checkpoint_path={path!r} of the reference is no path of sampler weights; use a checkpoint's "
-                "sampler_path (tinker://<run>/sampler_weights/<name>)"
-            )
 
 
 async def open_reference(session: Session, named: KLReferenceConfig | None = None) -> SamplingClient:
@@ -41,18 +28,18 @@ async def open_reference(session: Session, named: KLReferenceConfig | None = Non
     that were loaded, saved once and kept. Which it is goes into every checkpoint's record.
 
     Raises:
-        ConfigurationError: a resumed run is given another reference than it started with, or cannot know its own.
+        ConfigurationError: a resumed run is given another reference than it started with, or cannot know its own; as
+            `WeightsConfig.open`.
     """
     asked = None if named is None else {"base_model": named.base_model, "path": named.load_checkpoint_path}
     reference = _recorded(session, asked)
     if reference is None:
         reference = asked or await _starting_policy(session)
     session.checkpoints.loop_state[REFERENCE_KEY] = reference
-    path = reference["path"]
-    logger.info("reference policy: %s", path or reference["base_model"])
-    if path is not None:
-        return await session.service.create_sampling_client(model_path=path)
-    return await session.service.create_sampling_client(base_model=reference["base_model"])
+    base_model, path = reference["base_model"], reference["path"]
+    logger.info("reference policy: %s", path or base_model)
+    weights = named or KLReferenceConfig(base_model=base_model, load_checkpoint_path=path)
+    return await weights.open(REFERENCE_NAME, session.service)
 
 
 def _recorded(session: Session, asked: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient, TrainingClient
-from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.exceptions import CheckpointError
+from tinker_cookbook.renderer_metadata import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.runs.bootstrap import Run
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
-from tinker_cookbook.runs.renderer_metadata import RENDERER_NAME_METADATA_KEY
+from tinker_cookbook.weights_config import find_origin
 
 logger = logging.getLogger(__name__)
 
@@ -41,47 +41,14 @@ async def open_training_client(
             return resumed
         logger.warning("%s holds no checkpoint to go on from: starting at the first batch", run.log_path)
     if load_checkpoint_path is not None:
-        await _check_source(service, load_checkpoint_path, model_name, (metadata or {}).get(RENDERER_NAME_METADATA_KEY))
+        renderer_name = (metadata or {}).get(RENDERER_NAME_METADATA_KEY)
+        await find_origin(service, load_checkpoint_path, model_name, renderer_name, "load_checkpoint_path")
         client = await service.create_training_client_from_state(load_checkpoint_path, user_metadata=metadata)
     else:
         client = await service.create_lora_training_client(
             model_name, rank=lora_rank, seed=seed, user_metadata=metadata
         )
     return client, None
-
-
-async def _check_source(service: ServiceClient, path: str, model_name: str, renderer_name: str | None) -> None:
-    """The weights to start from are an adapter of this base model; another renderer than theirs is said.
-
-    Raises ConfigurationError for another base model, whose name data and renderer were made for.
-    """
-    try:
-        source = await service.create_rest_client().get_training_run_by_tinker_path_async(path)
-    except Exception as error:
-        if not backends.is_engine_error(error):
-            raise
-        # Weights that somebody else has published: they can be loaded, their run cannot be looked at.
-        logger.warning("cannot see which base model %s belongs to (%s)", path, error)
-        return
-    if not _same_model(source.base_model, model_name):
-        raise ConfigurationError(
-            f"load_checkpoint_path={path!r} is an adapter of {source.base_model}, and model_name={model_name!r} is another "
-            "model; set model_name to that one"
-        )
-    recorded = (source.user_metadata or {}).get(RENDERER_NAME_METADATA_KEY)
-    if renderer_name is not None and recorded not in (None, renderer_name):
-        logger.warning(
-            "%s was trained with the renderer %s and goes on with %s; set renderer_name=%s if that is not meant",
-            path,
-            recorded,
-            renderer_name,
-            recorded,
-        )
-
-
-def _same_model(one: str, other: str) -> bool:
-    """Hub ids are compared as they are, folders by where they are."""
-    return one == other or Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
 async def _from_last_checkpoint(

@@ -6,19 +6,20 @@ The loop checks its own config and makes its data first, so that nothing is load
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderer_metadata import add_renderer_name_to_user_metadata
 from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.checkpoints import CheckpointRecord
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
-from tinker_cookbook.runs.renderer_metadata import add_renderer_name_to_user_metadata
 from tinker_cookbook.runs.resume import open_training_client
+from tinker_cookbook.weights_config import WeightsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +73,26 @@ def _check_ttl(config: RunConfig) -> None:
 
 
 @asynccontextmanager
-async def open_session(config: RunConfig) -> AsyncIterator[Session]:
+async def open_session(
+    config: RunConfig, others: Mapping[str, WeightsConfig | None] | None = None
+) -> AsyncIterator[Session]:
     """Open the run of a config; on leaving, outstanding saves are finished and the loggers closed.
+
+    Args:
+        others: by field, weights that the loop opens besides those it trains; None: there are none. They are checked before
+            anything is loaded.
 
     Raises:
         ConfigurationError: the folder cannot be used, a logger's package is missing, or a checkpoint's life is one that the
-            hosted service does not give.
+            hosted service does not give, or a checkpoint belongs to another base model than it is named with.
         CheckpointError: none of the run's checkpoints can be loaded.
     """
     _check_ttl(config)
     with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config) as run:
         service = backends.create_service_client(config.backend, config.base_url)
+        for name, weights in (others or {}).items():
+            if weights is not None:
+                await weights.origin(name, service)
         client, record = await open_training_client(
             run,
             service,

@@ -2,41 +2,25 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import Literal
 
 import chz
 
-from tinker_cookbook.completers import StopCondition, derive_seed
+from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Renderer, get_renderer
-from tinker_cookbook.renderers.replies import decode_reply, reply_text
+from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.records import transition_record
-from tinker_cookbook.rl.types import (
-    Action,
-    ActionExtra,
-    Env,
-    EnvGroupBuilder,
-    InitialObservationOverflow,
-    Record,
-    RLDataset,
-    RLDatasetBuilder,
-    StepResult,
-    Trajectory,
-    TrajectoryGroup,
-)
+from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
 
-
-class SingleTurnEnv(Env):
-    """Asks one item and scores the reply."""
+class SingleTurnEnv(OneTurnEnv):
+    """One item of a task, scored by the task."""
 
     def __init__(
         self,
@@ -46,88 +30,34 @@ class SingleTurnEnv(Env):
         extra_request: str = "",
         max_prompt_tokens: int | None = None,
     ):
-        self.task, self.item, self.renderer = task, item, renderer
-        self._extra_request = extra_request
-        self._max_prompt_tokens = max_prompt_tokens
-        self.raw_reply = ""
+        super().__init__(renderer)
+        self.task, self.item, self._extra_request = task, item, extra_request
+        self.max_prompt_tokens, self.instance_id = max_prompt_tokens, item.id
 
-    async def initial_observation(self) -> tuple["Observation", StopCondition] | InitialObservationOverflow:
-        prompt = self._prompt()
-        if self._max_prompt_tokens is not None and prompt.length > self._max_prompt_tokens:
-            return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
-        return prompt, self.renderer.get_stop_sequences()
+    def get_messages(self) -> list[Message]:
+        return self.task.messages(self.item, self._extra_request)
 
-    def _prompt(self) -> "Observation":
-        return self.renderer.build_generation_prompt(self.task.messages(self.item, self._extra_request))
+    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
+        score = self.task.score(self.item, reply.text)
+        return score.reward, {**score.metrics, "stopped": float(reply.stopped), "context_overflow": 0.0}
 
-    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        self.raw_reply = decode_reply(self.renderer, action)
-        score = self.task.score(self.item, reply_text(self.renderer, action))
-        stopped = float((extra or {}).get("stop_reason") == "stop")
-        metrics = {**score.metrics, "stopped": stopped, "context_overflow": 0.0}
-        return StepResult(score.reward, True, self._prompt(), self.renderer.get_stop_sequences(), metrics)
+    def get_reference_answer(self) -> str:
+        return self.item.reference
 
 
-@dataclass(frozen=True)
-class SingleTurnGroupBuilder(EnvGroupBuilder):
-    """`group_size` attempts at one item.
-
-    With `accept_min_reward` or `accept_require_parse` only replies that pass survive into training (rejection sampling).
-    """
-
-    task: Task
-    item: TaskItem
-    renderer: Renderer
-    group_size: int
-    extra_request: str = ""
-    accept_min_reward: float | None = None
-    accept_require_parse: bool = False
-    max_prompt_tokens: int | None = None
-    """a longer prompt is not asked: its members count with reward 0 and metric context_overflow, and train nothing"""
-
-    async def make_envs(self) -> Sequence[SingleTurnEnv]:
-        return [
-            SingleTurnEnv(self.task, self.item, self.renderer, self.extra_request, self.max_prompt_tokens)
-            for _ in range(self.group_size)
-        ]
-
-    def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
-        if self.accept_min_reward is None and not self.accept_require_parse:
-            return None
-        return [self._accepted(trajectory) for trajectory in trajectory_group]
-
-    def _accepted(self, trajectory: Trajectory) -> bool:
-        transition = trajectory.transitions[-1]
-        if self.accept_require_parse and not transition.metrics.get("parsed"):
-            return False
-        return self.accept_min_reward is None or transition.reward >= self.accept_min_reward
-
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        records = []
-        for i, (trajectory, env, reward) in enumerate(
-            zip(group.trajectories_G, env_group, group.get_total_rewards(), strict=True)
-        ):
-            assert isinstance(env, SingleTurnEnv)
-            transition = trajectory.transitions[-1]
-            content = {
-                "tags": self.logging_tags(),
-                "instance_id": self.item.id,
-                "member": i,
-                "question": self.item.question,
-                "ground_truth": self.item.reference,
-                **transition_record(transition, env.raw_reply),
-                "reward": reward,
-                "accepted": group.is_trained()[i],
-                "metrics": transition.metrics,
-            }
-            records.append(Record(self.task.record_kind, content))
-        return records
-
-    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        return [{"question": self.item.question[:100], "instance_id": self.item.id} for _ in env_group]
-
-    def logging_tags(self) -> list[str]:
-        return [self.task.name]
+def single_turn_group(
+    task: Task,
+    item: TaskItem,
+    renderer: Renderer,
+    group_size: int,
+    extra_request: str = "",
+    max_prompt_tokens: int | None = None,
+    accept_min_reward: float | None = None,
+    accept_require_parse: bool = False,
+) -> OneTurnGroupBuilder:
+    """`group_size` attempts at one item."""
+    env = partial(SingleTurnEnv, task, item, renderer, extra_request, max_prompt_tokens)
+    return OneTurnGroupBuilder(env, group_size, task.name, task.record_kind, accept_min_reward, accept_require_parse)
 
 
 class TaskDataset(RLDataset):
@@ -229,16 +159,16 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
     def _builder(self, task: Task, group_size: int):
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
 
-        def build(item: TaskItem, key: tuple[int, int]) -> SingleTurnGroupBuilder:
-            return SingleTurnGroupBuilder(
+        def build(item: TaskItem, key: tuple[int, int]) -> OneTurnGroupBuilder:
+            return single_turn_group(
                 task,
                 item,
                 renderer,
                 group_size,
                 self.extra_request,
+                self.max_prompt_tokens,
                 self.accept_min_reward,
                 self.accept_require_parse,
-                self.max_prompt_tokens,
             )
 
         return build
@@ -277,10 +207,8 @@ class TaskEvaluatorBuilder:
             items = random.Random(derive_seed(self.seed, self.name)).sample(items, self.max_items)
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
 
-        def build(item: TaskItem, key: tuple[int, int]) -> SingleTurnGroupBuilder:
-            return SingleTurnGroupBuilder(
-                task, item, renderer, 1, self.extra_request, max_prompt_tokens=self.max_prompt_tokens
-            )
+        def build(item: TaskItem, key: tuple[int, int]) -> OneTurnGroupBuilder:
+            return single_turn_group(task, item, renderer, 1, self.extra_request, self.max_prompt_tokens)
 
         dataset = evaluation_set(items, build)
         if dataset is None:

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
+from tinker_cookbook.rl.rollout_presets import ToolExecution
 from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, Metrics, StopReason
-from tinker_cookbook.tool_use.tools import ToolExecution, ToolRegistry
+from tinker_cookbook.tool_use.tools import ToolRegistry
 
 Grader = Callable[[list[Message]], Awaitable[tuple[float, Metrics]]]
 """Reward and metrics of a whole conversation, which ends with the policy's answer."""
@@ -56,6 +57,9 @@ class ToolUseEnv(MessageEnv):
         if max_tool_calls < 1:
             raise ConfigurationError(f"max_tool_calls={max_tool_calls}: must be at least 1, or None for no limit")
         self.max_tool_calls = max_tool_calls
+
+    def set_tool_execution(self, tool_execution: ToolExecution) -> None:
+        self.tool_execution = tool_execution
 
     async def initial_observation(self) -> list[Message]:
         return list(self.messages)

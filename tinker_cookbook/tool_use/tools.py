@@ -15,15 +15,15 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ToolCall, ToolSpec
+from tinker_cookbook.rl.rollout_presets import ToolExecution
 
 ERROR_PREFIX = "Error: "
-ToolExecution = Literal["parallel", "sequential"]
 
 
 class ToolError(Exception):

@@ -21,7 +21,7 @@ from tinker_local_backend.engine.attention import DecodePlan, PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter, Spans, group_rows
 from tinker_local_backend.engine.memory import most_tokens, out_of_memory
-from tinker_local_backend.engine.noise import derive_seed
+from tinker_local_backend.engine.noise import mix_seed
 from tinker_local_backend.engine.packing import Packed, pack, prefix_groups
 from tinker_local_backend.engine.prefix_cache import PrefixCache
 from tinker_local_backend.engine.prompt_scores import score_prompt
@@ -335,7 +335,7 @@ class Generator:
         first = len(ticket.sequences)
         ticket.sequences.extend(SampledSequence() for _ in range(count))
         return [
-            _Running(ticket, ticket.sequences[i], derive_seed(ticket.seed, i), len(ticket.request.prompt))
+            _Running(ticket, ticket.sequences[i], mix_seed(ticket.seed, i), len(ticket.request.prompt))
             for i in range(first, first + count)
         ]
 

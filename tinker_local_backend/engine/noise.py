@@ -27,7 +27,7 @@ def uniforms(seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
-def derive_seed(*parts: int) -> int:
+def mix_seed(*parts: int) -> int:
     """A 64-bit seed from any number of integers; order matters. Used for sample i of a request with a given seed."""
     state = np.zeros(1, dtype=np.uint64)
     with np.errstate(over="ignore"):

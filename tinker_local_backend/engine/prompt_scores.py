@@ -7,7 +7,7 @@ import torch
 
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.noise import derive_seed
+from tinker_local_backend.engine.noise import mix_seed
 from tinker_local_backend.engine.requests import PromptScoring
 from tinker_local_backend.engine.sampler import draw
 from tinker_local_backend.engine.scoring import chunk_rows
@@ -63,7 +63,7 @@ def score_prompt(
             scores.targets[start:end] = values.cpu().numpy()
         if scores.alternatives is not None:
             for column in range(scoring.alternatives):
-                stream = derive_seed(seed, ALTERNATIVES_STREAM, column)
+                stream = mix_seed(seed, ALTERNATIVES_STREAM, column)
                 positions = np.arange(start, end, dtype=np.uint64)
                 seeds = np.full(end - start, stream, dtype=np.uint64)
                 ids, values = draw(logits, temperature, seeds, positions)

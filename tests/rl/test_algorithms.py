@@ -6,7 +6,7 @@ import pytest
 
 from tests.rl.handmade import DATA
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.rl.losses import LOSS_FNS, PRESETS, check_loss, get_preset, loss_datum
+from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, check_loss, get_preset, loss_datum
 
 
 class TestLosses:

@@ -6,7 +6,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 
 
-class BatchSchedule:
+class TrainingBatches:
     """Batches by step. No group is left out and none comes twice; with `groups_per_batch` the last batch holds what is left.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which policy-gradient losses there are, what each takes, and the named recipes (presets) made of them.
+"""Algorithms: which policy-gradient losses there are, what each takes, and published algorithms as presets of settings.
 
 The engine computes the losses; here is only what a config may say of them.
 """

@@ -1,0 +1,202 @@
+"""Which weights: a base model or a checkpoint of one, named, checked and opened in one place.
+
+Every model that a run uses without training it comes from here: the reference of a KL penalty or of DPO, a teacher, a judge,
+a preference model, the answerer of a game, the policy of a chat or a benchmark. A checkpoint that belongs to another base
+model than the one it is named with is refused before any weights load.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import chz
+
+from tinker_cookbook import backends, model_info
+from tinker_cookbook.clients import SamplingClient, ServiceClient
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderer_metadata import RENDERER_NAME_METADATA_KEY
+from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Weights that can be sampled from, and what is needed to talk to them."""
+
+    name: str
+    """the checkpoint's path, or the base model"""
+    sampling_client: SamplingClient
+    renderer: Renderer
+    renderer_name: str
+    base_model: str
+    context_length: int | None
+    """in tokens; None: unknown"""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What weights are made of."""
+
+    base_model: str
+    renderer_name: str | None
+    """the renderer that a checkpoint was trained with; None: a base model, or its run did not say"""
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names mean one base model. Hub ids are compared as they are, folders by where they are."""
+    if one == other:
+        return True
+    folders = [Path(name).expanduser() for name in (one, other)]
+    return all(folder.is_dir() for folder in folders) and folders[0].resolve() == folders[1].resolve()
+
+
+async def find_origin(
+    service: ServiceClient, path: str, base_model: str | None, renderer_name: str | None, name: str
+) -> Origin:
+    """Look up what a checkpoint is made of; nothing is loaded. Another renderer than the checkpoint's own is logged.
+
+    Args:
+        path: the checkpoint (tinker://...).
+        base_model: the base model that it must belong to; None: whichever it is.
+        renderer_name: the renderer that it is going to be used with, if any.
+        name: what the user calls these weights, to begin an error with.
+
+    Raises:
+        ConfigurationError: the checkpoint belongs to another base model.
+    """
+    try:
+        run = await service.create_rest_client().get_training_run_by_tinker_path_async(path)
+    except Exception as error:
+        if base_model is None or not backends.is_engine_error(error):
+            raise
+        # Weights that somebody else has published can be loaded, but their run cannot be looked up.
+        logger.warning("%s: cannot see which base model %s belongs to (%s)", name, path, error)
+        return Origin(base_model, None)
+    if base_model is not None and not same_model(run.base_model, base_model):
+        raise ConfigurationError(
+            f"{name}: {path!r} is a checkpoint of {run.base_model!r}, not of {base_model!r}; "
+            f"set the base model to {run.base_model!r}, or give a checkpoint of {base_model!r}"
+        )
+    recorded = (run.user_metadata or {}).get(RENDERER_NAME_METADATA_KEY)
+    if renderer_name is not None and recorded not in (None, renderer_name):
+        logger.warning(
+            "%s: %s was trained with the renderer %s and is used with %s; set renderer_name=%s if that is not meant",
+            name,
+            path,
+            recorded,
+            renderer_name,
+            recorded,
+        )
+    return Origin(base_model or run.base_model, recorded)
+
+
+@chz.chz(typecheck=True)
+class WeightsConfig:
+    """Which weights, where they run, and how messages become their tokens.
+
+    The methods take the name that the user knows these weights by, such as `judge.weights`; errors begin with it.
+    """
+
+    base_model: str | None = chz.field(
+        default=None, doc="base model: a directory or a hub id; None: the checkpoint's own"
+    )
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
+    )
+    renderer_name: str | None = chz.field(
+        default=None, doc="how messages become tokens; None: as the checkpoint was trained, else the model's own"
+    )
+    backend: str | None = chz.field(
+        default=None, doc="local, or tinker (hosted); None: as the run that opens them, else TINKER_BACKEND, else local"
+    )
+    base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
+
+    def check(self, name: str, backend: str | None = None, base_url: str | None = None) -> None:
+        """Everything that can be wrong without asking a service.
+
+        Args:
+            backend, base_url: where the run is; they count unless this config has a place of its own.
+
+        Raises:
+            ConfigurationError: no weights are named, the checkpoint cannot be sampled from, no such model or backend.
+        """
+        self._check_named(name)
+        if self._has_own_place:
+            backend, base_url = self.backend, self.base_url
+        backends.check_backend(backend, self.base_model, base_url, field=name)
+
+    async def origin(self, name: str, service: ServiceClient | None = None) -> Origin:
+        """What the weights are made of, looked up without loading them. Raises as `check` and `find_origin`."""
+        return await self._origin(name, self._service(name, service))
+
+    async def open(self, name: str, service: ServiceClient | None = None) -> SamplingClient:
+        """Check the weights and load them.
+
+        Args:
+            service: that of the run, used unless this config has a place of its own; None: a new one.
+
+        Raises:
+            ConfigurationError: as `check` and `find_origin`, before anything is loaded.
+        """
+        service = self._service(name, service)
+        await self._origin(name, service)
+        return await self._load(service)
+
+    async def open_policy(self, name: str, service: ServiceClient | None = None) -> Policy:
+        """As `open`, with the renderer: the one asked for, else the checkpoint's, else the base model's recommended one."""
+        service = self._service(name, service)
+        origin = await self._origin(name, service)
+        model = origin.base_model
+        renderer_name = self.renderer_name or origin.renderer_name or model_info.get_recommended_renderer_name(model)
+        renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
+        client = await self._load(service)
+        context = model_info.get_context_length(model)
+        return Policy(self.load_checkpoint_path or model, client, renderer, renderer_name, model, context)
+
+    @property
+    def _has_own_place(self) -> bool:
+        return self.backend is not None or self.base_url is not None
+
+    def _check_named(self, name: str) -> None:
+        path = self.load_checkpoint_path
+        if path is None and self.base_model is None:
+            raise ConfigurationError(f"{name}: no weights are named; give a base model, a checkpoint, or both")
+        if path is not None and not (path.startswith("tinker://") and "/sampler_weights/" in path):
+            raise ConfigurationError(
+                f"{name}: {path!r} is no path of sampler weights; give a checkpoint's sampler_path "
+                "(tinker://<run>/sampler_weights/<name>), which checkpoints.jsonl lists"
+            )
+
+    def _service(self, name: str, service: ServiceClient | None) -> ServiceClient:
+        if service is None or self._has_own_place:
+            self.check(name)
+            return backends.create_service_client(self.backend, self.base_url)
+        self._check_named(name)
+        return service
+
+    async def _origin(self, name: str, service: ServiceClient) -> Origin:
+        if self.load_checkpoint_path is None:
+            return Origin(str(self.base_model), None)
+        return await find_origin(service, self.load_checkpoint_path, self.base_model, self.renderer_name, name)
+
+    async def _load(self, service: ServiceClient) -> SamplingClient:
+        if self.load_checkpoint_path is not None:
+            return await service.create_sampling_client(model_path=self.load_checkpoint_path)
+        return await service.create_sampling_client(base_model=self.base_model)
+
+
+@chz.chz(typecheck=True)
+class ScorerConfig(WeightsConfig):
+    """Weights that give the probabilities of token ids which are already there, so that they need no renderer."""
+
+    base_model: str = chz.field(doc="base model: a directory or a hub id")
+
+    @chz.validate
+    def _needs_no_renderer(self) -> None:
+        if self.renderer_name is not None:
+            raise ConfigurationError(
+                f"renderer_name={self.renderer_name!r} of a {type(self).__name__}: it scores token ids and renders nothing; "
+                "leave renderer_name out"
+            )
