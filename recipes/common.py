@@ -32,7 +32,7 @@ RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 def _positive(owner: Any, attribute: str) -> None:
     value = getattr(owner, attribute)
     if value is not None and not 0 < value < float("inf"):
-        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value:g}: must be greater than 0")
+        raise ConfigurationError(f"{attribute.removeprefix('X_')}: must be greater than 0, got {value:g}")
 
 
 def by_model(doc: str, tiny: float, usual: float) -> Any:

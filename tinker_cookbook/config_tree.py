@@ -176,5 +176,6 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
         if not start.endswith("  "):
             lines.append(start)
             start = " " * column
-        lines += textwrap.wrap(doc, width, initial_indent=start, subsequent_indent=" " * column) or [start.rstrip()]
+        indents = {"initial_indent": start, "subsequent_indent": " " * column}
+        lines += textwrap.wrap(doc, width, **indents, break_long_words=False, break_on_hyphens=False) or [start.rstrip()]
     return "\n".join(lines)
