@@ -176,6 +176,6 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
         if not start.endswith("  "):
             lines.append(start)
             start = " " * column
-        indents = {"initial_indent": start, "subsequent_indent": " " * column}
-        lines += textwrap.wrap(doc, width, **indents, break_long_words=False, break_on_hyphens=False) or [start.rstrip()]
+        wrapper = textwrap.TextWrapper(width, start, " " * column, break_long_words=False, break_on_hyphens=False)
+        lines += wrapper.wrap(doc) or [start.rstrip()]
     return "\n".join(lines)

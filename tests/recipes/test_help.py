@@ -45,7 +45,7 @@ def config_class(name: str) -> type:
 def shown_keys(name: str) -> dict[str, str]:
     """Key -> default as text, in the order of the help."""
     lines = config_tree.help_text(config_class(name)).splitlines()
-    rows = [found.groups() for line in lines if (found := re.match(r"  ([\w.]+)=(\(.*?\)|\[.*?\]|\S*)", line))]
+    rows = [(found[1], found[2]) for line in lines if (found := re.match(r"  ([\w.]+)=(\(.*?\)|\[.*?\]|\S*)", line))]
     assert len({key for key, _ in rows}) == len(rows)
     return dict(rows)
 
