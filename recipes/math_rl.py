@@ -19,11 +19,12 @@ from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.math import AnswerStyle, Grading, MathTask, generate_sums
-from tinker_cookbook.tasks.single_turn import TaskDataset, single_turn_group
+from tinker_cookbook.tasks.single_turn import single_turn_group
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -72,7 +73,7 @@ class MathDatasetBuilder(RLDatasetBuilder):
         items = generate_sums(self.num_test + wanted, self.operations, self.largest, rng, self.operators)
         return items[self.num_test :], items[: self.num_test]
 
-    async def __call__(self) -> tuple[TaskDataset, TaskDataset | None]:
+    async def __call__(self) -> tuple[ItemDataset[OneTurnGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
         task, train, test = self.load()
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
 
@@ -82,8 +83,9 @@ class MathDatasetBuilder(RLDatasetBuilder):
 
             return make
 
-        training = TaskDataset(train, self.groups_per_batch, self.num_batches, groups(self.group_size), self.seed)
-        return training, TaskDataset(test, len(test), 1, groups(1), None) if test else None
+        per_batch, make = self.groups_per_batch, groups(self.group_size)
+        training = ItemDataset(train, make, per_batch, per_batch * self.num_batches, self.seed)
+        return training, evaluation_set(test, groups(1))
 
 
 @chz.chz(typecheck=True)

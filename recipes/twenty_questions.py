@@ -28,13 +28,14 @@ from recipes.common import prompt_room, resolve_model, settle
 from recipes.warm_up import GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
+from tinker_cookbook.data.jsonl import read_rows
+from tinker_cookbook.data.rows import Row
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.utils.files import read_jsonl
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "twenty_questions"
@@ -50,6 +51,13 @@ Answerer = Callable[[str, str], Awaitable[bool | None]]
 """Object and question to yes, no, or None for a question that it cannot answer."""
 
 
+def _thing(row: Row) -> tuple[str, frozenset[str]]:
+    name, attributes = row.content.get("object"), row.content.get("attributes")
+    if not isinstance(name, str) or not isinstance(attributes, list):
+        raise DataFormatError(f"it has {sorted(row.content)}")
+    return name, frozenset(attributes)
+
+
 @dataclass(frozen=True)
 class Things:
     """Objects by name, each with the attributes that are true of it."""
@@ -58,12 +66,7 @@ class Things:
 
     @classmethod
     def read(cls, path: Path = OBJECTS) -> "Things":
-        attributes = {}
-        for number, row in enumerate(read_jsonl(path), start=1):
-            if not isinstance(row.get("object"), str) or not isinstance(row.get("attributes"), list):
-                raise DataFormatError(f'{path}:{number}: expected {{"object": "...", "attributes": ["...", ...]}}')
-            attributes[row["object"]] = frozenset(row["attributes"])
-        return cls(attributes)
+        return cls(dict(read_rows(path, _thing, '{"object": "...", "attributes": ["...", ...]}')))
 
     @property
     def names(self) -> list[str]:

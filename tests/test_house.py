@@ -5,6 +5,7 @@ It holds nothing of its own, and nothing here imports it.
 """
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def test_no_function_is_too_long() -> None:
         for node in functions(ast.parse(path.read_text()))
     }
     assert {name: n for name, n in found.items() if n > MAX_FUNCTION_LINES} == {}
+
+
+def test_the_mutation_tool_is_told_of_files_that_exist() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
+    named = [*config["only_mutate"], *config["pytest_add_cli_args_test_selection"], *config["also_copy"]]
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def module_name(path: Path) -> str:

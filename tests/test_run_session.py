@@ -218,6 +218,10 @@ class TestReference:
         named = KLReferenceConfig(base_model=TINY, load_checkpoint_path="tinker://other/sampler_weights/x")
         config = make_config(tmp_path, save_every=2)
         assert self.reference(config, named)[0] == 9
+        link = tmp_path / "link"
+        link.symlink_to(TINY)
+        same = KLReferenceConfig(base_model=str(link), load_checkpoint_path="tinker://other/sampler_weights/x")
+        assert self.reference(config, same)[0] == 9
         with pytest.raises(ConfigurationError, match="leave the reference as it was"):
             self.reference(config, KLReferenceConfig(base_model=TINY))
 

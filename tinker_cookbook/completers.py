@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Self
@@ -12,6 +11,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.seeds import derive_seed
 
 StopCondition = list[str] | list[int]
 
@@ -50,12 +50,6 @@ class MessageCompleter(ABC):
 
     @abstractmethod
     async def __call__(self, messages: list[Message]) -> Message: ...
-
-
-def derive_seed(*key: int | str) -> int:
-    """A seed in [0, 2**31) from any key: equal keys give equal seeds on every machine, different ones are unrelated."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
 
 
 @dataclass

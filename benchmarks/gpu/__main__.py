@@ -120,7 +120,8 @@ def run_section(
     with tempfile.TemporaryDirectory(prefix="tinker-gpu-") as folder:
         path = Path(folder) / "findings.json"
         Findings(section.name, path, limit).save()
-        process = multiprocessing.get_context(_start_method()).Process(
+        context: Any = multiprocessing.get_context(_start_method())
+        process = context.Process(
             target=_in_child, args=(section, config, device, scale, rates, limit * SHARE_BEFORE_KILL, path)
         )
         process.start()

@@ -3,11 +3,13 @@
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from tests.debate.arena import make_renderer, reply_ids
+from tests.debate.arena import TINY, decode, make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
+from tinker_cookbook import backends
 from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, derive_seed
 from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.judges import (
@@ -146,7 +148,7 @@ class TestVerdictText:
 
 class TestLanguageModel:
     def test_over_messages(self) -> None:
-        completer = Says("<VERDICT>B</VERDICT><REASONING> because\nB </REASONING>")
+        completer = Says("<VERDICT>B</VERDICT><REASONING> because\nB </REASONING> or <REASONING>not</REASONING>")
         verdict = judge(LMJudge(completer))
         assert (verdict.winner, verdict.reasoning, verdict.retries) == (Winner.B, "because\nB", 0)
         assert verdict.raw_response == completer.replies[0]
@@ -264,6 +266,29 @@ class TestConfig:
     def test_unknown_names_are_refused_with_the_known_ones(self, name: str) -> None:
         with pytest.raises(ConfigurationError, match="is unknown; use mock, confidence, lm, scripted:A"):
             check_judge(JudgeConfig(name=name))
+
+    def test_a_language_model_is_asked_as_configured_while_debate_and_verdict_fit(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def reply(call: SampleCall) -> list[int]:
+            return reply_ids(make_renderer("qwen3_instruct"), f"<VERDICT>{'AB'[call.weights]}</VERDICT>")
+
+        service = FakeServiceClient(reply, saved={"tinker://run/sampler_weights/x": 1})
+        monkeypatch.setattr(backends, "create_service_client", lambda *_: service)
+
+        def verdict(**changes: Any) -> Verdict:
+            config = JudgeConfig(name="lm", model_name=TINY, renderer_name="qwen3_instruct", **changes)
+            return judge(asyncio.run(make_judge(config)))
+
+        assert verdict(max_tokens=20, temperature=0.25, seed=3, system_prompt="Decide.").winner is Winner.A
+        assert verdict(model_path="tinker://run/sampler_weights/x").winner is Winner.B
+        call, default = service.sampled
+        assert (call.params.max_tokens, call.params.temperature) == (20, 0.25)
+        assert call.params.seed == derive_seed(derive_seed(3, "judge", *VIEW.key, 0), 0)
+        assert "Decide." in decode(make_renderer("qwen3_instruct"), call.prompt)
+        longest = len(default.prompt) + 20
+        assert verdict(max_tokens=20, context_window=longest).winner is Winner.A
+        assert verdict(max_tokens=20, context_window=longest - 1).winner is Winner.INVALID
 
     def test_retries_cannot_be_negative(self) -> None:
         with pytest.raises(ValueError, match="max_retries"):

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.engine import helpers
+from tests.engine import helpers, selection
 from tests.engine.devices import Place, PlaceError, here, place_from
 from tests.engine.helpers import assert_close, assert_near, assert_repeats, assert_same_tokens, near, tolerance
 from tinker_local_backend.engine.base_model import default_device, default_dtype
@@ -65,10 +66,12 @@ def test_a_promise_of_the_cpu_runs_there_only(place: Place, runs: bool) -> None:
 
 CONFTEST = """
 import torch
-from tests.engine import conftest as engine
+from tests.engine import selection
 from tests.engine.devices import Place
-engine.here = lambda: Place(torch.device("cuda"), torch.float32)
-from tests.engine.conftest import pytest_collection_modifyitems, pytest_report_collectionfinish
+from tests.engine.selection import pytest_collection_modifyitems, pytest_configure, pytest_report_collectionfinish
+
+if {pretend}:
+    selection.here = lambda: Place(torch.device("cuda"), torch.float32)
 """
 
 DUMMIES = """
@@ -81,25 +84,34 @@ def test_bits(): assert False
 """
 
 
-def run_pytest(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_dummies(folder: Path, pretend: bool, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(CONFTEST.format(pretend=pretend))
+    (folder / "test_dummies.py").write_text(DUMMIES)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     return subprocess.run([*command, str(folder)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=55)
 
 
 def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_dummies.py").write_text(DUMMIES)
-    done = run_pytest(tmp_path)
+    done = run_dummies(tmp_path, pretend=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "engine tests on cuda in float32; 1 deselected as promises of the CPU (cpu_promise)" in done.stdout
     assert "1 passed, 1 deselected" in done.stdout
 
 
-def test_a_run_on_a_device_that_is_not_there_ends_with_the_fix() -> None:
-    done = run_pytest(ROOT / "tests" / "engine" / "test_devices.py", TINKER_TEST_DEVICE="meta")
+def test_a_run_on_a_device_that_is_not_there_ends_with_the_fix(tmp_path: Path) -> None:
+    done = run_dummies(tmp_path, pretend=False, TINKER_TEST_DEVICE="meta")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: TINKER_TEST_DEVICE='meta'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_under_xdist_the_workers_tell_the_main_process() -> None:
+    """Only they collect."""
+    worker, main = (SimpleNamespace(stash=pytest.Stash(), workeroutput={}) for _ in range(2))
+    worker.stash[selection.DESELECTED] = 7
+    selection.pytest_sessionfinish(SimpleNamespace(config=worker))  # pyright: ignore[reportArgumentType]
+    selection.pytest_testnodedown(SimpleNamespace(config=main, workeroutput=worker.workeroutput))
+    assert "7 deselected" in selection.summary(main)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture

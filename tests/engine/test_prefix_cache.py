@@ -21,7 +21,7 @@ def mark(adapter: Adapter | None, tokens: tuple[int, ...], start: int, layer: in
     which = float(ADAPTERS.index(adapter) + 1)
     keys = torch.tensor([[token, start + i] for i, token in enumerate(tokens)], dtype=torch.float32)
     values = torch.tensor([[which, layer + 1.0]] * len(tokens), dtype=torch.float32)
-    return keys.reshape(1, -1, 2).to(here().device), values.reshape(1, -1, 2).to(here().device)
+    return keys.reshape(1, -1, 2), values.reshape(1, -1, 2)
 
 
 class Rows:
@@ -66,7 +66,8 @@ class Rows:
 
     def write(self, row: int, adapter: Adapter | None, tokens: tuple[int, ...], start: int) -> None:
         for layer in range(LAYERS):
-            self.cache.write(layer, row, start, *mark(adapter, tokens[start:], start, layer))
+            keys, values = mark(adapter, tokens[start:], start, layer)
+            self.cache.write(layer, row, start, keys.to(here().device), values.to(here().device))
 
     def extend(self, row: int, token: int) -> None:
         adapter, tokens, limit = self.running[row]
@@ -89,8 +90,7 @@ class Rows:
         for layer in range(LAYERS):
             keys, values = self.cache.read(layer, row, len(tokens))
             expected_keys, expected_values = mark(adapter, tokens, 0, layer)
-            torch.testing.assert_close(keys[0], expected_keys, rtol=0, atol=0)
-            torch.testing.assert_close(values[0], expected_values, rtol=0, atol=0)
+            assert torch.equal(keys[0].cpu(), expected_keys) and torch.equal(values[0].cpu(), expected_values)
 
     def check_all(self) -> None:
         for row, (adapter, tokens, _) in enumerate(self.running):

@@ -148,10 +148,7 @@ def test_first_tokens_are_distributed_like_the_softmax(
 
 def test_uniforms_are_uniform_and_independent_across_seeds_and_positions() -> None:
     grid = np.stack(
-        [
-            uniforms(np.full(200, mix_seed(7, i), dtype=np.uint64), np.arange(200, dtype=np.uint64))
-            for i in range(200)
-        ]
+        [uniforms(np.full(200, mix_seed(7, i), dtype=np.uint64), np.arange(200, dtype=np.uint64)) for i in range(200)]
     ).astype(np.float64)
     assert grid.min() >= 0 and grid.max() < 1
     counts, _ = np.histogram(grid, bins=50, range=(0, 1))

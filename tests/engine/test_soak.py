@@ -87,7 +87,7 @@ class Samples:
     """What came back of a request, as arrays per sequence."""
 
     stop_reasons: str
-    tokens: list[np.ndarray]
+    tokens: list[list[int]]
     logprobs: list[np.ndarray]
     top_ids: list[np.ndarray]
     top_logprobs: list[np.ndarray]
@@ -122,7 +122,7 @@ def sampled(response: tinker.types.SampleResponse) -> Answer:
     tops = [s.topk_logprobs_np for s in response.sequences if s.topk_logprobs_np is not None]
     samples = Samples(
         repr([s.stop_reason for s in response.sequences]),
-        [np.array(s.tokens) for s in response.sequences],
+        [s.tokens for s in response.sequences],
         [np.array(s.logprobs) for s in response.sequences],
         [t.token_ids for t in tops],
         [t.logprobs for t in tops],

@@ -93,20 +93,17 @@ class TestJsonl:
     @pytest.mark.parametrize(
         ("bad", "message"),
         [
-            ("{", r":2: Expecting property name"),
-            ('["A"]', r":2: the line is a list and not an object"),
-            ({"comparison": {}}, r":2: the line lacks \['label'\]"),
-            ({**line(), "weight": 1}, r":2: the line has unknown keys \['weight'\]"),
-            ({**line(), "label": "C"}, r":2: label 'C' must be one of A, B, Tie"),
-            ({**line(), "comparison": "?"}, r":2: 'comparison' is a str and not an object"),
-            ({"comparison": {"prompt_conversation": []}, "label": "A"}, r"lacks \['completion_A', 'completion_B'\]"),
+            ({"comparison": line()["comparison"]}, r":2: label=None: must be one of A, B, Tie"),
+            ({**line(), "label": "C"}, r":2: label='C': must be one of A, B, Tie"),
+            ({**line(), "comparison": "?"}, r":2: 'comparison' is '\?' and not an object"),
+            ({"comparison": {"completion_B": []}, "label": "A"}, r":2: there is no 'prompt_conversation'"),
             (
                 {"comparison": {**line()["comparison"], "completion_B": []}, "label": "A"},
-                r":2: completion_B: 'messages' must be a list with at least one",
+                r":2: 'completion_B' must be a list with at least one",
             ),
             (
                 {"comparison": {**line()["comparison"], "completion_A": [{"role": "assistant"}]}, "label": "A"},
-                r":2: completion_A: messages\[0\]: the key 'content' is missing",
+                r":2: completion_A\[0\]: the key 'content' is missing",
             ),
         ],
     )
@@ -116,15 +113,9 @@ class TestJsonl:
             read_comparisons(path)
         assert str(raised.value).startswith(f"{path}:2: ") and "expected {" in str(raised.value)
 
-    def test_a_file_without_comparisons_and_one_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(DataFormatError, match="holds no comparison"):
-            read_comparisons(write(tmp_path / "empty.jsonl", ""))
-        with pytest.raises(ConfigurationError, match=r"train_path='/no/such\.jsonl': there is no such file"):
-            ComparisonBuilderFromJsonl(train_path="/no/such.jsonl").get_rows()
-
     def test_splits_that_cannot_be(self, tmp_path: Path) -> None:
         path = write(tmp_path / "pairs.jsonl", line(), line())
-        with pytest.raises(ConfigurationError, match="test_size=2 leaves nothing to train on: there are 2"):
+        with pytest.raises(ConfigurationError, match=r"test_size=2 leaves nothing to train on: .* has 2 rows"):
             ComparisonBuilderFromJsonl(train_path=path, test_size=2).get_rows()
         with pytest.raises(ConfigurationError, match="test set of their own; set test_size=0"):
             ComparisonBuilderFromJsonl(train_path=path, test_path=path, test_size=1).get_rows()
@@ -178,7 +169,7 @@ class TestHuggingFace:
 
     def test_a_split_that_is_not_there(self, tmp_path: Path) -> None:
         source = self.source(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b"}], test_split="test")
-        with pytest.raises(ConfigurationError, match="has no split 'test'; it has train"):
+        with pytest.raises(ConfigurationError, match=r"\[test\]: there is no such split; use one of train"):
             source.get_rows()
 
 

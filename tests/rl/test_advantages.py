@@ -120,6 +120,12 @@ class TestRoleBaselines:
         )
         assert found[0].tolist() == pytest.approx([2.0 - 0.2, 0.0]) and baselines.means == {"all": pytest.approx(0.2)}
 
+    def test_the_decay_is_a_share_below_one(self) -> None:
+        assert AdvantageConfig(role_decay=0.0).role_decay == 0.0
+        for decay in (-0.1, 1.0):
+            with pytest.raises(ConfigurationError, match=f"role_decay={decay}: must be at least 0 and below 1"):
+                AdvantageConfig(role_decay=decay)
+
     def test_without_its_means_it_is_refused(self) -> None:
         with pytest.raises(
             ConfigurationError, match=r"^baseline=role needs role_baselines, the running means of the run$"

@@ -18,7 +18,7 @@ from tinker_cookbook.rl.data_processing import (
     scale_advantages,
     trajectory_to_data,
 )
-from tinker_cookbook.rl.types import TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, TrajectoryGroup, Transition
 
 Turn = tuple[list[int], TokensWithLogprobs]
 tokens = st.lists(st.integers(0, 5), min_size=1, max_size=4)
@@ -108,6 +108,27 @@ class TestTrajectoryToData:
     def test_an_overflow_contributes_nothing(self) -> None:
         overflow = Transition(EMPTY, TokensWithLogprobs([], [], "length"), -1.0, True)
         assert trajectory_to_data(trajectory(overflow), 1.0) == []
+
+    def test_a_reply_of_no_tokens_is_left_out_and_those_after_it_stay(self) -> None:
+        silent, last = TokensWithLogprobs([], []), said([5])
+        (datum,) = trajectory_to_data(
+            trajectory(turn([1], said([2])), turn([1, 2, 3], silent), turn([1, 2, 3, 4], last)), 1.0
+        )
+        assert datum.model_input.to_ints() == [1, 2, 3, 4]
+        assert datum.loss_fn_inputs["mask"].tolist() == [1.0, 0.0, 0.0, 1.0]
+
+    def test_a_reply_that_could_not_be_parsed_keeps_its_logprobs_and_does_not_train(self) -> None:
+        good, bad = turn([1], said([2])), turn([1, 2, 3], said([4, 5]))
+        bad.metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1
+        (datum,) = trajectory_to_data(trajectory(good, bad, turn([1, 2, 3, 4, 5], said([6]))), -2.0)
+        inputs = {key: value.tolist() for key, value in datum.loss_fn_inputs.items()}
+        assert inputs == {
+            "target_tokens": [2, 3, 4, 5, 6],
+            "logprobs": [*said([2]).logprobs, 0.0, *said([4, 5, 6]).logprobs],
+            "advantages": [-2.0, 0.0, 0.0, 0.0, -2.0],
+            "mask": [1.0, 0.0, 0.0, 0.0, 1.0],
+        }
+        assert trajectory_to_data(trajectory(bad), -2.0) == []
 
     def test_tokens_and_logprobs_must_match(self) -> None:
         with pytest.raises(DataValidationError, match="2 sampled tokens but 1 logprobs"):

@@ -82,5 +82,7 @@ class TestOffPolicyCorrection:
         }
 
     def test_a_cap_below_one_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match="cap"):
-            OffPolicyCorrection(cap=0.5)
+        assert OffPolicyCorrection(cap=1.0).cap == 1.0
+        for cap in (0.5, math.nan):
+            with pytest.raises(ConfigurationError, match=f"cap={cap}: must be at least 1"):
+                OffPolicyCorrection(cap=cap)

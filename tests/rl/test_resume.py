@@ -109,9 +109,10 @@ def kill_after_training(step: int) -> Callable[[pytest.MonkeyPatch], None]:
         original = Loop.train
 
         async def train_(self, at, *rest):
-            await original(self, at, *rest)
+            outcome = await original(self, at, *rest)
             if at == step:
                 raise Killed
+            return outcome
 
         monkeypatch.setattr(Loop, "train", train_)
 

@@ -20,6 +20,7 @@ from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import (
     do_batch_rollout,
     do_group_rollout,
+    finished_groups,
     get_rollout_executor,
     set_rollout_executor,
 )
@@ -112,12 +113,16 @@ def builders() -> list[WhereGroup]:
     return [WhereGroup(number) for number in range(3)]
 
 
+async def batch(groups: Sequence[EnvGroupBuilder], completer: TokenCompleter) -> list[TrajectoryGroup]:
+    return finished_groups(await do_batch_rollout(groups, completer))
+
+
 class TestProcesses:
     @pytest.mark.parametrize("picklable", [True, False])
     def test_groups_come_back_as_if_rolled_out_here(self, processes: ProcessPoolExecutor, picklable: bool) -> None:
-        here = run(do_batch_rollout(builders(), policy()))
+        here = run(batch(builders(), policy()))
         service = FakeServiceClient(seeded_reply if picklable else lambda call: seeded_reply(call))
-        there = run_in(processes, do_batch_rollout(builders(), policy(service=service)))
+        there = run_in(processes, batch(builders(), policy(service=service)))
         assert (service.sampled == []) == picklable, "a policy that can travel is not asked here"
         assert where(here, "pid") == {os.getpid()}
         assert where(there, "pid").isdisjoint({os.getpid()})
@@ -135,10 +140,10 @@ class TestProcesses:
         def told() -> list[tuple[list[int], int | None, int | None, object]]:
             return sorted((c.prompt, c.params.seed, c.params.max_tokens, str(c.params.stop)) for c in heard)
 
-        run(do_batch_rollout(builders(), policy(service=FakeServiceClient(reply))))
+        run(batch(builders(), policy(service=FakeServiceClient(reply))))
         here = told()
         heard.clear()
-        run_in(processes, do_batch_rollout(builders(), policy(service=FakeServiceClient(reply))))
+        run_in(processes, batch(builders(), policy(service=FakeServiceClient(reply))))
         assert told() == here and len(here) == 18 and {call[2] for call in here} == {3}
 
     def test_long_prompts_reach_a_policy_that_stays_here(self, processes: ProcessPoolExecutor) -> None:
@@ -155,10 +160,10 @@ class TestProcesses:
         async def both() -> list[list[TrajectoryGroup]]:
             client = await service.create_sampling_client(base_model=str(EXAMPLE_DATA / "tiny_chat"))
             completer = TinkerTokenCompleter(client, 4, seed=3)
-            here = await do_batch_rollout(builders(), completer)
+            here = await batch(builders(), completer)
             set_rollout_executor(processes)
             try:
-                return [here, await do_batch_rollout(builders(), completer)]
+                return [here, await batch(builders(), completer)]
             finally:
                 set_rollout_executor(None)
 
@@ -171,7 +176,7 @@ class TestProcesses:
     @pytest.mark.parametrize("picklable", [True, False])
     def test_errors_come_back_with_their_notes(self, processes: ProcessPoolExecutor, picklable: bool) -> None:
         with pytest.raises(OSError, match="sandbox lost") as raised:
-            run_in(processes, do_batch_rollout([WhereGroup(0, "os")], policy(picklable)))
+            run_in(processes, batch([WhereGroup(0, "os")], policy(picklable)))
         assert raised.value.__notes__[0].startswith("in the rollout of member 1 (WhereEnv)")
         assert raised.value.__notes__[-1] == "in group 0, WhereGroup"
 
@@ -222,10 +227,10 @@ class TestThreads:
 
         keep = threading.Lock()  # nothing needs to be pickled
         groups = [WhereGroup(number, keep=keep) for number in range(3)]
-        there = run_in(threads, do_batch_rollout(groups, policy(service=FakeServiceClient(reply))))
+        there = run_in(threads, batch(groups, policy(service=FakeServiceClient(reply))))
         assert set(heard) == {threading.get_ident()} and len(heard) == 18
         assert where(there, "thread").isdisjoint({threading.get_ident()})
-        assert tokens(there) == tokens(run(do_batch_rollout(builders(), policy())))
+        assert tokens(there) == tokens(run(batch(builders(), policy())))
 
     def test_errors_are_raised_here(self, threads: ThreadPoolExecutor) -> None:
         with pytest.raises(HardError, match="7 at sandbox"):

@@ -16,7 +16,7 @@ from tinker_cookbook.rl.rollout_limits import (
     TerminationRewardPolicy,
 )
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
-from tinker_cookbook.rl.rollouts import do_batch_rollout, do_group_rollout
+from tinker_cookbook.rl.rollouts import do_batch_rollout, do_group_rollout, finished_groups
 from tinker_cookbook.rl.types import StopReason, TrajectoryGroup
 
 CLAMP = TerminationRewardPolicy(zero_reward_on_limit=True)
@@ -84,7 +84,7 @@ class TestClamp:
         assert roll(Graded(limits, [1.0, 1.0]), only).get_total_rewards() == pytest.approx([0.0, 1.1])
 
     def test_a_batch_applies_it_too(self) -> None:
-        (group,) = run(do_batch_rollout([Graded([TWO_TURNS], [1.0])], Same(), termination=CLAMP))
+        (group,) = finished_groups(run(do_batch_rollout([Graded([TWO_TURNS], [1.0])], Same(), termination=CLAMP)))
         assert group.get_total_rewards() == [0.0]
 
     def test_which_reasons_are_limits(self) -> None:

@@ -358,7 +358,7 @@ class TestAccounting:
 
     def test_a_strategy_of_ones_own(self) -> None:
         class FirstOnly(RolloutStrategy):
-            async def execute(self, env_group_builder, policy):
+            async def execute(self, env_group_builder, policy):  # pyright: ignore[reportIncompatibleMethodOverride]
                 envs = list(await env_group_builder.make_envs())[:1]
                 return RolloutResult([await do_single_rollout(policy, env) for env in envs], envs)
 

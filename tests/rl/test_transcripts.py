@@ -23,7 +23,13 @@ from tinker_cookbook.rl import train
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.rollout_executor import set_rollout_executor
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
-from tinker_cookbook.rl.rollouts import FailedGroup, do_batch_rollout, do_group_rollout, do_single_rollout
+from tinker_cookbook.rl.rollouts import (
+    FailedGroup,
+    do_batch_rollout,
+    do_group_rollout,
+    do_single_rollout,
+    finished_groups,
+)
 from tinker_cookbook.rl.transcripts import ShownGroup, write_evaluations, write_page
 from tinker_cookbook.rl.types import (
     Env,
@@ -183,7 +189,7 @@ class TestNotes:
     def test_each_member_has_its_own(self) -> None:
         builders = [NotedGroup("a"), NotedGroup("b"), NotedGroup("c")]
         policy = TinkerTokenCompleter(FakeServiceClient().new_sampler(0), 4)
-        groups = asyncio.run(do_batch_rollout(builders, policy, num_groups_with_notes=2))
+        groups = finished_groups(asyncio.run(do_batch_rollout(builders, policy, num_groups_with_notes=2)))
         self.check(groups[0], "a")
         self.check(groups[1], "b")
         assert groups[2].notes == []

@@ -22,6 +22,8 @@ def test_shift_golden() -> None:
     doubles = torch.tensor([5.0, 0.0, 1.0, 3.0], dtype=torch.float64)
     mean = datum_from_model_input_weights(model_input, doubles, reduction="mean").loss_fn_inputs["weights"]
     assert (mean.dtype, mean.tolist()) == ("float32", [0.0, 0.25, 0.75])
+    light = datum_from_model_input_weights(model_input, torch.tensor([0.0, 0.0, 0.125, 0.375]), reduction="mean")
+    assert light.loss_fn_inputs["weights"].tolist() == [0.0, 0.25, 0.75]
 
 
 def image(length: int) -> tinker.types.ImageChunk:

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import chz
 
 from tinker_cookbook import model_info
+from tinker_cookbook.benchmarks.runner import task_items
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer, get_text_content
 from tinker_cookbook.renderers.types import ThinkingPart
-from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
@@ -271,12 +271,8 @@ def task_of_items(spec: str, split: Literal["train", "test"] = "test", max_items
         ConfigurationError: inspect-ai is not installed, or task, dataset or items do not exist.
     """
     inspect = require_inspect()
-    name, _, dataset = spec.partition("/")
-    task = get_task(name)
-    train, test = load_items(task, dataset or task.default_dataset)
-    items = (train if split == "train" or dataset.endswith(".jsonl") else test)[:max_items]
-    if not items:
-        raise ConfigurationError(f"task {spec!r}: has no {split} items; try split=train")
+    task, items = task_items(spec if "/" in spec else f"{spec}/{get_task(spec).default_dataset}", split)
+    items = items[:max_items]
     by_id = {item.id: item for item in items}
 
     @inspect.scorer.scorer(metrics=[inspect.scorer.mean(), inspect.scorer.stderr()], name="task_reward")

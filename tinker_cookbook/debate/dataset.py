@@ -12,9 +12,10 @@ from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.data_processing import AdvantageConfig
+from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
-from tinker_cookbook.tasks.single_turn import TaskDataset, evaluation_set, load_task_items, single_turn_group
+from tinker_cookbook.tasks.single_turn import load_task_items, single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -62,7 +63,7 @@ class DebateDatasetBuilder(RLDatasetBuilder):
         check_judge(self.judge)
         return load_task_items(self.task, self.reward_fn, self.dataset, self.test_dataset, self.num_groups)
 
-    async def __call__(self) -> tuple[TaskDataset, TaskDataset | None]:
+    async def __call__(self) -> tuple[ItemDataset[DebateGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
         task, train, test = self.check()
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
         protocol = DebateProtocol.make(task, renderer, self.prompts, self.max_tokens, self.context_window)
@@ -76,5 +77,5 @@ class DebateDatasetBuilder(RLDatasetBuilder):
                 task, item, renderer, 1, CONFIDENCE_REQUEST, max_prompt_tokens=protocol.max_first_prompt
             )
 
-        train_set = TaskDataset(train, self.num_groups, self.num_batches, debates, self.seed)
+        train_set = ItemDataset(train, debates, self.num_groups, self.num_groups * self.num_batches, self.seed)
         return train_set, evaluation_set(test[: self.max_test_items], proposal)

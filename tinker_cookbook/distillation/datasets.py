@@ -9,28 +9,21 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import chz
 
-from tinker_cookbook.completers import derive_seed
+from tinker_cookbook.data.epochs import hold_out
+from tinker_cookbook.data.mixing import Mixer, blocks
 from tinker_cookbook.distillation.prompts import load_deepmath_prompts, load_prompts, load_tulu3_prompts
 from tinker_cookbook.distillation.teachers import TeacherConfig
-from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Content, Message, Renderer, get_renderer
+from tinker_cookbook.rl.interleaved import GroupSource
+from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.types import (
-    Env,
-    EnvGroupBuilder,
-    Metrics,
-    Record,
-    RLDataset,
-    RLDatasetBuilder,
-    Trajectory,
-    TrajectoryGroup,
-)
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 if TYPE_CHECKING:
@@ -76,7 +69,7 @@ class PromptOnlyEnv(OneTurnEnv):
         return 0.0, {"ended": float(reply.stopped)}
 
 
-class PromptOnlyDataset(RLDataset):
+class PromptOnlyDataset(ItemDataset[OneTurnGroupBuilder]):
     """Prompts, `groups_per_batch` to a batch; the last batch has what is left.
 
     Args:
@@ -95,31 +88,11 @@ class PromptOnlyDataset(RLDataset):
         num_epochs: int = 1,
         seed: int | None = None,
     ):
-        self._prompts, self._renderer = prompts, renderer
-        self._groups_per_batch, self._group_size, self._name = groups_per_batch, group_size, dataset_name
-        self._total, self._seed = len(prompts) * num_epochs, seed
-        self._epoch, self._order = None, list(range(len(prompts)))
+        def make_group(messages: list[Message], key: tuple[int, int]) -> OneTurnGroupBuilder:
+            env = partial(PromptOnlyEnv, messages[-1]["content"], renderer, messages[:-1])
+            return OneTurnGroupBuilder(env, group_size, dataset_name, record_kind="prompt")
 
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
-        first = index * self._groups_per_batch
-        return [self._group(self._prompt(n)) for n in range(first, min(first + self._groups_per_batch, self._total))]
-
-    def _group(self, messages: list[Message]) -> OneTurnGroupBuilder:
-        env = partial(PromptOnlyEnv, messages[-1]["content"], self._renderer, messages[:-1])
-        return OneTurnGroupBuilder(env, self._group_size, self._name, record_kind="prompt")
-
-    def _prompt(self, n: int) -> list[Message]:
-        epoch, place = divmod(n, len(self._prompts))
-        if self._seed is not None and epoch != self._epoch:
-            self._order = list(range(len(self._prompts)))
-            random.Random(derive_seed(self._seed, "epoch", epoch)).shuffle(self._order)
-            self._epoch = epoch
-        return self._prompts[self._order[place]]
-
-    def __len__(self) -> int:
-        return -(-self._total // self._groups_per_batch)
+        super().__init__(prompts, make_group, groups_per_batch, len(prompts) * num_epochs, seed)
 
 
 @chz.chz(typecheck=True)
@@ -158,17 +131,11 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
         return training, PromptOnlyDataset(test, renderer, self.groups_per_batch, 1) if test else None
 
     def _split(self, renderer: Renderer) -> tuple[list[list[Message]], list[list[Message]]]:
-        rng = random.Random(self.seed)
         prompts = self._fitting(renderer, self.dataset_name)
         if self.test_dataset_name is not None:
             others = self._fitting(renderer, self.test_dataset_name)
-            return prompts, rng.sample(others, min(self.test_size, len(others)))
-        if self.test_size >= len(prompts):
-            raise ConfigurationError(
-                f"test_size={self.test_size} leaves nothing to train on: {self.dataset_name} gives {len(prompts)} prompts"
-            )
-        rng.shuffle(prompts)
-        return prompts[self.test_size :], prompts[: self.test_size]
+            return prompts, random.Random(self.seed).sample(others, min(self.test_size, len(others)))
+        return hold_out(prompts, self.test_size, self.seed, self.dataset_name)
 
     def _fitting(self, renderer: Renderer, dataset_name: str) -> list[list[Message]]:
         system: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
@@ -188,52 +155,13 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
         return fitting
 
 
-@dataclass(frozen=True)
-class GroupOfDataset(EnvGroupBuilder):
-    """A group that knows which dataset of a composite it came from, and has it as a tag."""
-
-    builder: EnvGroupBuilder
-    dataset_index: int
-
-    async def make_envs(self) -> Sequence[Env]:
-        return await self.builder.make_envs()
-
-    @property
-    def coordinated(self) -> bool:
-        return self.builder.coordinated
-
-    async def compute_group_rewards(
-        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
-        return await self.builder.compute_group_rewards(trajectory_group, env_group)
-
-    def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
-        return self.builder.select_trained(trajectory_group, env_group)
-
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        return self.builder.make_records(group, env_group)
-
-    def member_roles(self, env_group: Sequence[Env]) -> list[str]:
-        return self.builder.member_roles(env_group)
-
-    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        return self.builder.describe_members(env_group)
-
-    async def cleanup(self) -> None:
-        await self.builder.cleanup()
-
-    def logging_tags(self) -> list[str]:
-        return [*self.builder.logging_tags(), f"dataset_{self.dataset_index}"]
-
-
 class CompositeDataset(RLDataset):
     """Batches with a fixed number of groups from each of several datasets, in their order.
 
     Batch t has the groups [t n_d, (t + 1) n_d) of dataset d, counted over its batches; a dataset that ends before the longest
-    begins again. Which dataset a group came from is told by `GroupOfDataset`.
+    begins again. Each group knows which dataset it came from (`EnvGroupBuilder.of_dataset`).
 
-    Raises ConfigurationError for a dataset without groups; DataValidationError, when it is met, for a batch of another
-    size than those before it (only the last of a dataset may be smaller).
+    Raises ConfigurationError for a dataset without groups.
     """
 
     def __init__(self, datasets: Sequence[RLDataset], groups_per_batch: Sequence[int]):
@@ -243,47 +171,15 @@ class CompositeDataset(RLDataset):
             )
         if min(groups_per_batch) < 1:
             raise ConfigurationError(f"groups_per_batch={list(groups_per_batch)}: each must be at least 1")
-        self._datasets = [_Groups(dataset, d) for d, dataset in enumerate(datasets)]
-        self._counts = groups_per_batch
+        sources = [GroupSource(dataset, f"dataset {d}") for d, dataset in enumerate(datasets)]
+        self._mixer, self._size = Mixer(sources, blocks(groups_per_batch)), sum(groups_per_batch)
+        pairs = zip(sources, groups_per_batch, strict=True)
+        self._num_batches = max(-(-source.count() // number) for source, number in pairs)
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
-        return [
-            GroupOfDataset(groups[(index * count + place) % len(groups)], d)
-            for d, (groups, count) in enumerate(zip(self._datasets, self._counts, strict=True))
-            for place in range(count)
-        ]
+        if not 0 <= index < self._num_batches:
+            raise IndexError(f"batch {index} of a dataset with {self._num_batches} batches")
+        return [group.of_dataset(d) for d, group in self._mixer.get_batch(index, self._size)]
 
     def __len__(self) -> int:
-        return max(-(-len(groups) // count) for groups, count in zip(self._datasets, self._counts, strict=True))
-
-
-class _Groups:
-    """The groups of a dataset under indices of their own. The batch read last is kept."""
-
-    def __init__(self, dataset: RLDataset, number: int):
-        if len(dataset) < 1:
-            raise ConfigurationError(f"dataset {number} has no batches: there is nothing to train on")
-        self._dataset, self._number = dataset, number
-        self._last_size = len(dataset.get_batch(len(dataset) - 1))
-        self._read, self._batch = 0, dataset.get_batch(0)
-        self._size = len(self._batch)
-        if min(self._size, self._last_size) < 1:
-            raise ConfigurationError(f"dataset {number} has a batch without groups; leave it out")
-
-    def __len__(self) -> int:
-        return (len(self._dataset) - 1) * self._size + self._last_size
-
-    def __getitem__(self, index: int) -> EnvGroupBuilder:
-        number, place = divmod(index, self._size)
-        if number != self._read:
-            batch = self._dataset.get_batch(number)
-            expected = self._last_size if number == len(self._dataset) - 1 else self._size
-            if len(batch) != expected:
-                raise DataValidationError(
-                    f"dataset {self._number}: batch {number} has {len(batch)} groups, expected {expected}; all batches but "
-                    "the last must be of one size"
-                )
-            self._read, self._batch = number, batch
-        return self._batch[place]
+        return self._num_batches

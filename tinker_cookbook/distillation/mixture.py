@@ -8,33 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from tinker_cookbook.completers import derive_seed
-from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset
+from tinker_cookbook.data.epochs import Epochs
+from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights
+from tinker_cookbook.supervised.types import SupervisedDataset, as_rows
 from tinker_cookbook.utils.lazy import tinker
 
 Example: TypeAlias = tuple[int, "tinker.Datum"]
 """The number of its dataset, and the datum."""
-
-
-def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` items divided in proportion to `weights`, by largest remainders (ties: the earlier one). Sums to `total`.
-
-    Raises ConfigurationError when a weight is not positive or a share comes to nothing.
-    """
-    if not weights or min(weights) <= 0:
-        raise ConfigurationError(f"weights {list(weights)}: give at least one, each greater than 0")
-    exact = [total * weight / sum(weights) for weight in weights]
-    shares = [int(share) for share in exact]
-    order = sorted(range(len(weights)), key=lambda i: (shares[i] - exact[i], i))
-    for i in order[: total - sum(shares)]:
-        shares[i] += 1
-    if 0 in shares:
-        raise ConfigurationError(
-            f"a batch of {total} divided by the weights {list(weights)} leaves none for dataset {shares.index(0)}; "
-            "raise the batch size or that dataset's weight"
-        )
-    return shares
 
 
 class SupervisedMixture:
@@ -54,17 +34,11 @@ class SupervisedMixture:
     def __init__(
         self, datasets: Sequence[SupervisedDataset], weights: Sequence[float], batch_size: int, seed: int
     ) -> None:
-        self._datasets: list[RowDataset] = []
-        for d, dataset in enumerate(datasets):
-            if not isinstance(dataset, RowDataset):
-                raise ConfigurationError(
-                    f"dataset {d} is a {type(dataset).__name__}, which gives batches only, and mixing takes single rows; "
-                    "make it a RowDataset"
-                )
-            self._datasets.append(dataset)
-        self._shares = apportion(batch_size, weights)
-        self._epochs: list[int | None] = [None] * len(datasets)
-        self._seed = seed
+        self._datasets = as_rows(datasets)
+        check_weights(weights, len(datasets))
+        self._shares, self._batch_size = apportion(batch_size, weights), batch_size
+        epochs = [Epochs(dataset, seed, "dataset", d, "epoch") for d, dataset in enumerate(self._datasets)]
+        self._mixer = Mixer(epochs, blocks(self._shares))
 
     @property
     def layout(self) -> dict[str, list[int]]:
@@ -78,17 +52,4 @@ class SupervisedMixture:
 
     def get_batch(self, step: int) -> list[Example]:
         """The examples of a step, dataset after dataset."""
-        return [
-            (d, datum)
-            for d, share in enumerate(self._shares)
-            for place in range(share)
-            for datum in self._row(d, step * share + place)
-        ]
-
-    def _row(self, d: int, index: int) -> list[tinker.Datum]:
-        dataset = self._datasets[d]
-        epoch, place = divmod(index, dataset.num_rows)
-        if epoch != self._epochs[d]:
-            dataset.set_epoch(derive_seed(self._seed, "dataset", d, "epoch", epoch))
-            self._epochs[d] = epoch
-        return dataset.get_row(place)
+        return [(d, datum) for d, row in self._mixer.get_batch(step, self._batch_size) for datum in row]

@@ -1,19 +1,20 @@
 """Prompts to distil on: from a text file, a JSONL file or the Hugging Face hub, as conversations without their reply."""
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
 
+from tinker_cookbook.data import hub
+from tinker_cookbook.data.jsonl import read_rows
+from tinker_cookbook.data.rows import Row
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.supervised.conversations import messages_of_row, read_conversations
+from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row
 
-DEEPMATH, TULU3 = "zwhe99/DeepMath-103K", "allenai/tulu-3-sft-mixture"
-HUB_ALIASES = {"deepmath": DEEPMATH, "tulu3": TULU3}
+HUB_PROMPTS = ("deepmath", "tulu3")
+"""Short names of datasets on the hub."""
 
 COLUMNS = ("messages", "prompt", "question")
 """Where a row may have its prompt: a conversation (up to its last user message), or a text."""
+_EXPECTED = f"an object with one of {', '.join(COLUMNS)}"
 
 
 def load_prompts(source: str, split: str = "train") -> list[list[Message]]:
@@ -29,13 +30,16 @@ def load_prompts(source: str, split: str = "train") -> list[list[Message]]:
         DataFormatError: a row has no prompt; the message says where.
     """
     path = Path(source).expanduser()
-    if path.suffix in (".txt", ".jsonl") or path.exists():
-        return list(_from_text(path) if path.suffix == ".txt" else _from_jsonl(path))
-    if source in HUB_ALIASES or source.count("/") == 1:
-        return list(_from_hub(HUB_ALIASES.get(source, source), split))
+    if path.suffix == ".txt":
+        return [[{"role": "user", "content": line}] for line in read_lines(path)]
+    if path.suffix == ".jsonl" or path.is_file():
+        return read_rows(path, _prompt, _EXPECTED, "dataset_name")
+    if (found := hub.find(source, HUB_PROMPTS)) is not None:
+        rows = hub.load(found.repository, split, found.config)
+        return hub.read_rows(rows, f"{source}[{split}]", _prompt, _EXPECTED)
     raise ConfigurationError(
         f"dataset_name={source!r} is unknown; use a .txt file with a prompt per line, a .jsonl file with one of "
-        f"{', '.join(COLUMNS)} per line, {', '.join(HUB_ALIASES)}, or a Hugging Face dataset id (owner/name)"
+        f"{', '.join(COLUMNS)} per line, {', '.join(HUB_PROMPTS)}, or a Hugging Face dataset id (owner/name)"
     )
 
 
@@ -66,68 +70,12 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
-def _from_text(path: Path) -> Iterator[list[Message]]:
-    for line in read_lines(path):
-        yield [{"role": "user", "content": line}]
-
-
-def _from_jsonl(path: Path) -> Iterator[list[Message]]:
-    if not path.is_file():
-        raise ConfigurationError(f"dataset_name={str(path)!r}: there is no such file")
-    found = False
-    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        found = True
-        try:
-            row = json.loads(raw.decode("utf-8"))
-        except ValueError as error:  # also UnicodeDecodeError
-            raise DataFormatError(f"{path}:{number}: not JSON in UTF-8 ({error})") from None
-        if isinstance(row, dict) and "messages" in row:
-            break
-        yield _prompt(row, f"{path}:{number}")
-    else:
-        if not found:
-            raise DataFormatError(f"{path}: the file holds no prompt")
-        return
-    for conversation in read_conversations(str(path)):
-        yield _up_to_last_question(conversation.messages, conversation.place)
-
-
-def _from_hub(name: str, split: str) -> Iterator[list[Message]]:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(name, split=split)
-    except Exception as error:  # the hub raises many kinds, all of which mean that the dataset is not to be had
-        raise ConfigurationError(
-            f"dataset_name={name!r} (split {split!r}) could not be loaded from the Hugging Face hub: {error}"
-        ) from error
-    for i, row in enumerate(cast(Iterable[Any], rows)):
-        yield _prompt(row, f"{name}[{split}][{i}]")
-
-
-def _prompt(row: object, where: str) -> list[Message]:
-    if not isinstance(row, Mapping):
-        raise DataFormatError(f"{where}: not an object; expected one of {', '.join(COLUMNS)}")
-    if "messages" in row:
-        try:
-            messages = messages_of_row(row)
-        except DataFormatError as error:
-            raise DataFormatError(f"{where}: {error}") from error
-        return _up_to_last_question(messages, where)
-    column = next((column for column in COLUMNS if column in row), None)
-    if column is None:
-        raise DataFormatError(f"{where}: has none of {', '.join(COLUMNS)} (it has {sorted(row)})")
-    text = row[column]
-    if not isinstance(text, str) or not text.strip():
-        raise DataFormatError(f"{where}: {column!r} must be a string that is not blank")
-    return [{"role": "user", "content": text}]
-
-
-def _up_to_last_question(messages: list[Message], where: str) -> list[Message]:
-    """The conversation without what follows its last user message."""
+def _prompt(row: Row) -> list[Message]:
+    """The text of a row as a message, or its conversation without what follows the last user message."""
+    if MESSAGES not in row.content:
+        return [{"role": "user", "content": row.text(*COLUMNS[1:])}]
+    messages = messages_of_row(row.content)
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
-        raise DataFormatError(f"{where}: the conversation has no user message")
+        raise DataFormatError("the conversation has no user message")
     return messages[: last + 1]

@@ -11,7 +11,7 @@ import chz
 from tinker_cookbook.clients import SamplingClient, ServiceClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.weights_config import ScorerConfig
+from tinker_cookbook.weights_config import ScorerConfig, same_model
 
 
 @chz.chz(typecheck=True)
@@ -33,7 +33,7 @@ def check_teachers(
 
 def check_same_vocabulary(teacher: str, student: str, name: str) -> None:
     """Raise ConfigurationError, which begins with `name`, unless two models' tokenizers number the same tokens alike."""
-    if teacher == student:
+    if same_model(teacher, student):
         return
     theirs, ours = get_tokenizer(teacher).get_vocab(), get_tokenizer(student).get_vocab()
     if theirs == ours:

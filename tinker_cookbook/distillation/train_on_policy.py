@@ -19,7 +19,7 @@ import chz
 from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
-from tinker_cookbook.distillation.datasets import CompositeDataset, DistillationDatasetConfig, GroupOfDataset
+from tinker_cookbook.distillation.datasets import CompositeDataset, DistillationDatasetConfig
 from tinker_cookbook.distillation.teacher_kl import TeacherKL
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, SamplingClientEvaluatorBuilder
@@ -27,7 +27,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
-from tinker_cookbook.rl.rollouts import do_batch_rollout
+from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.utils.lazy import torch
@@ -167,7 +167,7 @@ class HeldOutTeacherKL(SamplingClientEvaluator):
         name: str = "test",
     ):
         self._builders = [
-            GroupOfDataset(builder, d)
+            builder.of_dataset(d)
             for d, test in enumerate(tests)
             if test is not None
             for builder in dataset_to_env_group_builders(test)
@@ -177,7 +177,7 @@ class HeldOutTeacherKL(SamplingClientEvaluator):
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         policy = TinkerTokenCompleter(sampling_client, self._max_tokens, seed=self._seed)
-        groups = await do_batch_rollout(self._builders, policy)
+        groups = finished_groups(await do_batch_rollout(self._builders, policy))
         zeros_P = [torch.zeros(len(group.trajectories_G)) for group in groups]
         data_D, metadata_D = assemble_training_data(groups, zeros_P, keep_zero=True)
         _, kl = await self._measure(data_D, groups, metadata_D)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import chz
 
-from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError, RendererError
+from tinker_cookbook.data.rows import located
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
@@ -30,16 +31,14 @@ class PairRenderer:
         labeled = row.labeled
         assert labeled.chosen is not None and labeled.rejected is not None, "ties are left out before"
         prompt = labeled.comparison.prompt_conversation
-        try:
+        with located(row.place):
             pair = (self._datum(prompt, labeled.chosen, "chosen"), self._datum(prompt, labeled.rejected, "rejected"))
             if _is_same(*pair):
                 raise DataValidationError(
                     f"chosen and rejected are the same {pair[0].model_input.length + 1} tokens with "
                     f"max_length={self.max_length}; raise max_length, or leave the comparison out"
                 )
-        except (RendererError, DataError) as error:
-            raise type(error)(f"{row.place}: {error}") from error
-        return pair
+            return pair
 
     def _datum(self, prompt: list[Message], completion: list[Message], which: str) -> tinker.Datum:
         conversation = [*prompt, *completion]

@@ -4,9 +4,6 @@ A member's reward is how often it wins. Every pair is asked in both orders unles
 likes one position better favours nobody.
 """
 
-from __future__ import annotations
-
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,19 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import chz
 
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.comparison_policy_evaluator import preprocess_content
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
 from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import (
     Env,
     EnvGroupBuilder,
     Metrics,
     Record,
-    RLDataset,
     RLDatasetBuilder,
     Trajectory,
     TrajectoryGroup,
@@ -144,7 +140,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
         return self._replies().logging_tags()
 
 
-class PairwisePreferenceDataset(RLDataset):
+class PairwisePreferenceDataset(ItemDataset[PairwisePreferenceGroupBuilder]):
     """Batches of `batch_size` prompts, reshuffled for each pass over them; the order depends on the seed alone.
 
     Raises ConfigurationError when there are fewer prompts than a batch holds.
@@ -160,24 +156,7 @@ class PairwisePreferenceDataset(RLDataset):
     ):
         if len(prompts) < batch_size:
             raise ConfigurationError(f"batch_size={batch_size}, but there are {len(prompts)} prompts; lower batch_size")
-        self._prompts, self._batch_size, self._num_batches = list(prompts), batch_size, num_batches
-        self._make_group, self._seed = make_group, seed
-
-    def get_batch(self, index: int) -> list[PairwisePreferenceGroupBuilder]:
-        if not 0 <= index < self._num_batches:
-            raise IndexError(f"batch {index} of {self._num_batches}")
-        orders: dict[int, list[int]] = {}
-        groups = []
-        for n in range(index * self._batch_size, (index + 1) * self._batch_size):
-            epoch, position = divmod(n, len(self._prompts))
-            if epoch not in orders:
-                orders[epoch] = list(range(len(self._prompts)))
-                random.Random(derive_seed(self._seed, "epoch", epoch)).shuffle(orders[epoch])
-            groups.append(self._make_group(self._prompts[orders[epoch][position]]))
-        return groups
-
-    def __len__(self) -> int:
-        return self._num_batches
+        super().__init__(prompts, lambda prompt, key: make_group(prompt), batch_size, batch_size * num_batches, seed)
 
 
 @chz.chz(typecheck=True)

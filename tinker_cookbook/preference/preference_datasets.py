@@ -7,19 +7,18 @@ the rejected reply.
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import chz
 
-from tinker_cookbook.completers import derive_seed
-from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, RendererError
+from tinker_cookbook.data import hub
+from tinker_cookbook.data.epochs import hold_out
+from tinker_cookbook.data.jsonl import read_rows
+from tinker_cookbook.data.rows import Row, located
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.types import (
-    LABELS,
     Comparison,
     ComparisonRenderer,
     ComparisonRendererFromChatRenderer,
@@ -31,9 +30,10 @@ from tinker_cookbook.supervised.conversations import messages_of_row
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.seeds import derive_seed
 
 _COMPARISON_KEYS = ("prompt_conversation", "completion_A", "completion_B")
-_EXPECTED = 'expected {"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"}'
+_EXPECTED = '{"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"}'
 
 
 class ComparisonRow(NamedTuple):
@@ -61,21 +61,13 @@ class ComparisonDatasetBuilder:
 
     def get_rows(self) -> tuple[Rows, Rows | None]:
         """Training and test comparisons after the split. Raises ConfigurationError when nothing is left to train on."""
-        train, test = self.read()
-        if self.shuffle_seed is not None:
-            random.Random(self.shuffle_seed).shuffle(train)
-        if self.test_size == 0:
-            return train, test
-        if test is not None:
+        rows, test = self.read()
+        if self.test_size and test is not None:
             raise ConfigurationError(
                 f"test_size={self.test_size}: the comparisons have a test set of their own; set test_size=0"
             )
-        if self.test_size >= len(train):
-            raise ConfigurationError(
-                f"test_size={self.test_size} leaves nothing to train on: there are {len(train)} comparisons; "
-                "lower test_size"
-            )
-        return train[self.test_size :], train[: self.test_size]
+        train, held_out = hold_out(rows, self.test_size, self.shuffle_seed, "the source of comparisons")
+        return train, held_out or test
 
     def get_labeled_comparisons(self) -> tuple[list[LabeledComparison], list[LabeledComparison] | None]:
         """As `get_rows`, without the places."""
@@ -96,64 +88,31 @@ class ComparisonBuilderFromJsonl(ComparisonDatasetBuilder):
 
 
 def read_comparisons(file_path: str, field: str = "file_path") -> Rows:
-    """Every comparison of a JSONL file, checked. Blank lines are passed over.
+    """Every comparison of a JSONL file, checked. Blank lines and keys that are not known do not matter.
 
     Raises ConfigurationError when there is no such file, and DataFormatError `path:line: what is wrong; expected form`.
     """
-    path = Path(file_path).expanduser()
-    if not path.is_file():
-        raise ConfigurationError(f"{field}={file_path!r}: there is no such file; name a JSONL file of comparisons")
-    rows: Rows = []
-    # Split at line feeds only: JSON strings may hold other line separators.
-    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            rows.append(ComparisonRow(place, _parse_line(json.loads(raw.decode("utf-8")))))
-        except (ValueError, RecursionError) as error:  # also of JSON and UTF-8
-            raise DataFormatError(f"{place}: {error}; {_EXPECTED}") from error
-    if not rows:
-        raise DataFormatError(f"{path}: the file holds no comparison; {_EXPECTED} on each line")
-    return rows
+    return read_rows(file_path, _parse, _EXPECTED, field)
 
 
-def _parse_line(line: object) -> LabeledComparison:
-    _check_keys("the line", line, ("comparison", "label"))
-    row = cast(dict[str, Any], line)
-    _check_keys("'comparison'", row["comparison"], _COMPARISON_KEYS)
-    if row["label"] not in LABELS:
-        raise ValueError(f"label {row['label']!r} must be one of {', '.join(LABELS)}")
-    parts = [_messages(row["comparison"], key) for key in _COMPARISON_KEYS]
-    return LabeledComparison(Comparison(*parts), row["label"])
-
-
-def _check_keys(what: str, value: object, keys: Sequence[str]) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is a {type(value).__name__} and not an object")
-    if missing := [key for key in keys if key not in value]:
-        raise ValueError(f"{what} lacks {missing}")
-    if extra := sorted(set(value) - set(keys)):
-        raise ValueError(f"{what} has unknown keys {extra}")
-
-
-def _messages(row: Mapping[str, Any], key: str) -> list[Message]:
-    try:
-        return messages_of_row(row, key)
-    except DataFormatError as error:
-        raise DataFormatError(f"{key}: {error}") from error
+def _parse(row: Row) -> ComparisonRow:
+    comparison, label = row.content.get("comparison"), cast(Any, row.content.get("label"))
+    if not isinstance(comparison, Mapping):
+        raise DataFormatError(f"'comparison' is {comparison!r} and not an object")
+    parts = [messages_of_row(comparison, key) for key in _COMPARISON_KEYS]
+    return ComparisonRow(row.place, LabeledComparison(Comparison(*parts), label))
 
 
 @chz.chz(typecheck=True)
 class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
-    """Chosen and rejected replies from a Hugging Face dataset: a hub id, or a folder written by `save_to_disk`.
+    """Chosen and rejected replies from a Hugging Face dataset.
 
     A column holds text (one message) or a list of messages. Where chosen and rejected are whole conversations, the prompt
     is taken off their front; with prompt_column=None it is what they have in common there. The chosen reply comes to
     stand at A or at B by a seed, so that neither side is favoured.
     """
 
-    dataset_name: str = chz.field(doc="hub id (owner/name), or a folder written by save_to_disk")
+    dataset_name: str = chz.field(doc="hub id (owner/name), or a folder: data files, or what save_to_disk wrote")
     dataset_config: str | None = chz.field(default=None, doc="name of the hub dataset's configuration")
     train_split: str = chz.field(default="train", doc="split to train on")
     test_split: str | None = chz.field(default=None, doc="split of held-out comparisons")
@@ -162,38 +121,16 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
     rejected_column: str = chz.field(default="rejected", doc="the worse reply")
 
     def read(self) -> tuple[Rows, Rows | None]:
-        splits = self._load()
-        train = self._rows(splits, self.train_split)
-        return train, None if self.test_split is None else self._rows(splits, self.test_split)
+        return self._rows(self.train_split), None if self.test_split is None else self._rows(self.test_split)
 
-    def _load(self) -> Mapping[str, Any]:
-        import datasets
+    def _rows(self, split: str) -> Rows:
+        def parse(row: Row) -> ComparisonRow:
+            labeled = LabeledComparison(self._comparison(row.content), "A")
+            return ComparisonRow(row.place, labeled.swap() if derive_seed("side", split, row.number) & 1 else labeled)
 
-        try:
-            if Path(self.dataset_name).expanduser().is_dir():
-                loaded = datasets.load_from_disk(str(Path(self.dataset_name).expanduser()))
-            else:
-                loaded = datasets.load_dataset(self.dataset_name, self.dataset_config)
-        except Exception as error:  # the hub raises many kinds, all of which mean that the dataset is not to be had
-            raise ConfigurationError(f"dataset_name={self.dataset_name!r} could not be loaded: {error}") from error
-        return cast(Mapping[str, Any], loaded if isinstance(loaded, Mapping) else {"train": loaded})
-
-    def _rows(self, splits: Mapping[str, Any], split: str) -> Rows:
-        if split not in splits:
-            raise ConfigurationError(
-                f"dataset_name={self.dataset_name!r} has no split {split!r}; it has {', '.join(sorted(splits))}"
-            )
-        rows = []
-        for i, row in enumerate(splits[split]):
-            place = f"{self.dataset_name}[{split}][{i}]"
-            try:
-                labeled = LabeledComparison(self._comparison(row), "A")
-            except ValueError as error:
-                raise DataFormatError(f"{place}: {error}") from error
-            rows.append(ComparisonRow(place, labeled.swap() if derive_seed("side", split, i) & 1 else labeled))
-        if not rows:
-            raise DataFormatError(f"{self.dataset_name}[{split}] holds no comparison")
-        return rows
+        rows = hub.load(self.dataset_name, split, self.dataset_config)
+        columns = [name for name in (self.prompt_column, self.chosen_column, self.rejected_column) if name is not None]
+        return hub.read_rows(rows, f"{self.dataset_name}[{split}]", parse, f"columns {', '.join(columns)}")
 
     def _comparison(self, row: Mapping[str, Any]) -> Comparison:
         """With the chosen reply at A."""
@@ -225,7 +162,7 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
         if isinstance(value, str) and value.strip():
             return [{"role": role, "content": value}]
         if isinstance(value, list):
-            return _messages(row, name)
+            return messages_of_row(row, name)
         raise ValueError(f"column {name!r} must be text or a list of messages, not {value!r}")
 
 
@@ -281,7 +218,7 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
 
 
 def _label_datum(row: ComparisonRow, renderer: ComparisonRenderer, max_length: int | None) -> tinker.Datum:
-    try:
+    with located(row.place):
         tokens, weights = renderer.to_model_input_weights(row.labeled)
         if max_length is not None and tokens.length > max_length:
             raise DataFormatError(
@@ -289,5 +226,3 @@ def _label_datum(row: ComparisonRow, renderer: ComparisonRenderer, max_length: i
                 "raise max_length or leave the comparison out"
             )
         return datum_from_model_input_weights(tokens, weights, reduction="mean")
-    except (RendererError, DataError) as error:
-        raise type(error)(f"{row.place}: {error}") from error

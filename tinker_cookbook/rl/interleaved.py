@@ -5,33 +5,58 @@ before it, and a resumed run meets the groups that the uninterrupted one would h
 """
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
-from fractions import Fraction
+from math import inf
 
 import chz
 
-from tinker_cookbook.completers import derive_seed
+from tinker_cookbook.data.mixing import Mixer, check_weights, schedule
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.item_dataset import evaluation_set
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.seeds import derive_seed
 
 
-def schedule(weights: Sequence[float], slots: int) -> list[int]:
-    """The source of each slot. Of any first n slots, source s has n * weights[s] / sum(weights), give or take one.
+class GroupSource:
+    """The groups of a dataset, counted over its batches; after the last they begin again. The batch read last is kept.
 
-    The next slot goes to the source that is furthest behind its share; of equals, to the first (a credit scheduler, as in
-    smooth weighted round-robin). Computed exactly: no rounding adds up.
+    Raises ConfigurationError for a dataset without batches, and when it is met, for one without groups.
     """
-    shares = [Fraction(weight) for weight in weights]
-    total = sum(shares)
-    credit = [Fraction(0)] * len(shares)
-    chosen = []
-    for _ in range(slots):
-        credit = [have + share for have, share in zip(credit, shares, strict=True)]
-        source = max(range(len(shares)), key=lambda s: credit[s])
-        credit[source] -= total
-        chosen.append(source)
-    return chosen
+
+    def __init__(self, dataset: RLDataset, name: str):
+        if len(dataset) < 1:
+            raise ConfigurationError(f"{name} has no batches; leave it out")
+        self._dataset, self._name = dataset, name
+        self._number, self._batch = 0, dataset.get_batch(0)
+        self._ends = [0, len(self._batch)]
+        """groups before each batch, as far as batches had to be looked at"""
+
+    def draw(self, number: int) -> EnvGroupBuilder:
+        """Group `number`, from 0; with `count` groups in all, group number % count."""
+        self._look(number)
+        if number >= self._ends[-1]:
+            number %= self.count()
+        batch = bisect_right(self._ends, number) - 1
+        return self._read(batch)[number - self._ends[batch]]
+
+    def count(self) -> int:
+        """Groups in all; looks at every batch."""
+        self._look(inf)
+        if self._ends[-1] == 0:
+            raise ConfigurationError(f"{self._name} has no groups; leave it out")
+        return self._ends[-1]
+
+    def _look(self, number: float) -> None:
+        """At batches as far as that of group `number`, or at all."""
+        while self._ends[-1] <= number and len(self._ends) <= len(self._dataset):
+            self._ends.append(self._ends[-1] + len(self._read(len(self._ends) - 1)))
+
+    def _read(self, number: int) -> Sequence[EnvGroupBuilder]:
+        if number != self._number:
+            self._number, self._batch = number, self._dataset.get_batch(number)
+        return self._batch
 
 
 class InterleavedRLDataset(RLDataset):
@@ -45,57 +70,19 @@ class InterleavedRLDataset(RLDataset):
         total_batches: int,
         seed: int,
     ):
-        self._sources, self._groups_per_batch, self._seed = list(sources), groups_per_batch, seed
-        self._total_batches = total_batches
-        self._sizes: list[list[int]] = [[] for _ in sources]
-        """groups in each batch of a source, as far as they had to be looked at"""
-        counts = [0] * len(self._sources)
-        self._slots: list[tuple[int, int]] = []
-        """(source, how many groups it has given before) of every slot of the run"""
-        for source in schedule(weights, groups_per_batch * total_batches):
-            self._slots.append((source, counts[source]))
-            counts[source] += 1
+        groups = [GroupSource(source, f"sources[{i}]") for i, source in enumerate(sources)]
+        self._groups_per_batch, self._total_batches, self._seed = groups_per_batch, total_batches, seed
+        self._mixer = Mixer(groups, schedule(weights, groups_per_batch * total_batches))
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
         if not 0 <= index < self._total_batches:
             raise IndexError(f"batch {index} of a dataset with {self._total_batches} batches")
-        slots = self._slots[index * self._groups_per_batch : (index + 1) * self._groups_per_batch]
-        groups = [self._group(source, position) for source, position in slots]
+        groups = [group for _, group in self._mixer.get_batch(index, self._groups_per_batch)]
         random.Random(derive_seed(self._seed, "interleaved", index)).shuffle(groups)
         return groups
 
     def __len__(self) -> int:
         return self._total_batches
-
-    def _group(self, source: int, position: int) -> EnvGroupBuilder:
-        dataset, sizes = self._sources[source], self._sizes[source]
-        batch = 0
-        while True:
-            if batch == len(dataset):
-                total = sum(sizes)
-                if total == 0:
-                    raise ConfigurationError(f"sources[{source}] has no groups; leave it out")
-                position, batch = position % total, 0
-            if batch == len(sizes):
-                sizes.append(len(dataset.get_batch(batch)))
-            if position < sizes[batch]:
-                return dataset.get_batch(batch)[position]
-            position, batch = position - sizes[batch], batch + 1
-
-
-class _TestGroups(RLDataset):
-    """The test groups of all sources in one batch; the sources' tags keep their metrics apart."""
-
-    def __init__(self, datasets: Sequence[RLDataset]):
-        self._datasets = list(datasets)
-
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        if index != 0:
-            raise IndexError(f"batch {index} of a dataset with 1 batch")
-        return [group for dataset in self._datasets for i in range(len(dataset)) for group in dataset.get_batch(i)]
-
-    def __len__(self) -> int:
-        return 1
 
 
 @chz.chz(typecheck=True)
@@ -113,25 +100,13 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
 
     @chz.validate
     def _check(self) -> None:
-        if not self.sources:
-            raise ConfigurationError("sources is empty: give at least one dataset builder")
-        if len(self.weights) != len(self.sources):
-            raise ConfigurationError(
-                f"weights has {len(self.weights)} entries for {len(self.sources)} sources; give one each"
-            )
-        for i, weight in enumerate(self.weights):
-            if not 0 < weight < float("inf"):
-                raise ConfigurationError(
-                    f"weights[{i}]={weight}: must be positive; leave out a source that is not wanted"
-                )
+        check_weights(self.weights, len(self.sources))
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         built = await gather_all(source() for source in self.sources)
-        empty = next((i for i, (training, _) in enumerate(built) if len(training) == 0), None)
-        if empty is not None:
-            raise ConfigurationError(f"sources[{empty}] has no batches; leave it out")
         training = InterleavedRLDataset(
             [training for training, _ in built], self.weights, self.groups_per_batch, self.total_batches, self.seed
         )
         tests = [test for _, test in built if test is not None]
-        return training, _TestGroups(tests) if tests else None
+        groups = [group for test in tests for i in range(len(test)) for group in test.get_batch(i)]
+        return training, evaluation_set(groups, lambda group, key: group)

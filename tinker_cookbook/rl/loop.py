@@ -16,7 +16,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
 from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
-from tinker_cookbook.exceptions import GroupFailedError, TrainingError
+from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
 from tinker_cookbook.rl.batches import TrainingBatches
 from tinker_cookbook.rl.config import Config
@@ -24,14 +24,15 @@ from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.metrics import compute_kl_sample_train, compute_post_kl, compute_sampling_client_metrics
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
-from tinker_cookbook.rl.off_policy import correct_off_policy
+from tinker_cookbook.rl.off_policy import OffPolicyCorrection, correct_off_policy
 from tinker_cookbook.rl.records import group_records, training_step_record
 from tinker_cookbook.rl.rollout_strategy import describe_group
-from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, do_group_rollout
+from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
 from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
-from tinker_cookbook.rl.update import LoopMetrics, Update, train_step
+from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 logger = logging.getLogger(__name__)
@@ -50,9 +51,14 @@ class WrappedTrajectoryGroup:
     seconds: float
 
 
-def finished_groups(sampled: Sequence[WrappedTrajectoryGroup]) -> list[TrajectoryGroup]:
-    """Those that came through, in order."""
-    return [item.trajectory_group for item in sampled if isinstance(item.trajectory_group, TrajectoryGroup)]
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step came to. The loop logs it, or ends with its error."""
+
+    step: int
+    metrics: LoopMetrics
+    error: TrainingError | None = None
+    """why the step trained nothing, if so"""
 
 
 class Loop:
@@ -91,11 +97,13 @@ class Loop:
             "optim/lr": self.config.learning_rate,
         }
 
-    async def evaluate(self, step: int, metrics: LoopMetrics) -> None:
-        """Run the evaluators if they are due before this step, on the current snapshot."""
+    async def evaluate(self, step: int) -> LoopMetrics:
+        """What the evaluators that are due before this step say of the current snapshot."""
+        metrics: LoopMetrics = {}
         if due := self.rounds.due(step):
             with timed("eval", metrics):
                 metrics |= await self._run_evaluators(due, step)
+        return metrics
 
     async def _run_evaluators(self, evaluators: Sequence[Evaluator], step: int) -> dict[str, float]:
         folder = iteration_folder(self.session.run.log_path, step) if self.config.num_groups_to_log else None
@@ -127,97 +135,26 @@ class Loop:
                 top_k=config.top_k,
                 top_p=config.top_p,
             )
-            name = f"{index} of step {step}, {describe_group(builder)}"
-            group: TrajectoryGroup | FailedGroup
-            try:
-                group = await do_group_rollout(
-                    builder,
-                    policy.fork("group", index),
-                    self.strategy,
-                    config.effective_termination(),
-                    config=config.rollout,
-                    name=name,
-                    with_notes=index < config.num_groups_to_log,
-                )
-            except GroupFailedError as error:
-                if not self.strategy.tolerant:
-                    raise
-                logger.warning("group %s is left out: %s", name, error)
-                group = FailedGroup(error.errors, builder.logging_tags())
+            group = await try_group_rollout(
+                builder,
+                policy.fork("group", index),
+                self.strategy,
+                config.effective_termination(),
+                config.rollout,
+                name=f"{index} of step {step}, {describe_group(builder)}",
+                with_notes=index < config.num_groups_to_log,
+            )
             return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started)
 
-    def collect(
-        self, step: int, sampled: Sequence[WrappedTrajectoryGroup], metrics: LoopMetrics
-    ) -> list[TrajectoryGroup]:
-        """The groups of a batch that came through, with metrics and records of all."""
-        for wrapped in sampled:
-            self.errors.add(wrapped.trajectory_group)
-        groups = finished_groups(sampled)
-        metrics |= compute_trajectory_metrics(groups)
-        metrics |= self.errors.metrics()
-        metrics |= compute_sampling_client_metrics(
-            [wrapped.sampling_client_step for wrapped in sampled], [wrapped.seconds for wrapped in sampled]
-        )
-        if self.config.write_records:
-            with timed("write_records", metrics):
-                settings = {
-                    "max_tokens_per_turn": self.config.max_tokens,
-                    "temperature": self.config.temperature,
-                    "learning_rate": self.config.learning_rate,
-                }
-                for name, content in group_records(groups, step, self.config.model_name, settings):
-                    self.session.run.write_record(name, content)
-        return groups
-
-    async def prepare(self, groups: Sequence[TrajectoryGroup]) -> Minibatch:
+    async def prepare(self, sampled: Sequence[WrappedTrajectoryGroup]) -> Minibatch:
         """The datums of some groups."""
         return await prepare_minibatch(
-            groups,
+            finished_groups(item.trajectory_group for item in sampled),
             self.config.advantage,
             self.config.remove_constant_reward_groups,
             self.role_baselines,
             self.penalties,
         )
-
-    async def train(
-        self,
-        step: int,
-        groups: Sequence[TrajectoryGroup],
-        sampled: Sequence[WrappedTrajectoryGroup],
-        metrics: LoopMetrics,
-    ) -> None:
-        """One batch's update, then a new snapshot; skipped, if the config says so, for want of any advantage."""
-        config, client = self.config, self.session.training_client
-        with timed("prepare_minibatch", metrics):
-            batch = await self.prepare(groups)
-        if not self.account(step, batch, sampled, metrics):
-            return
-        data_D = batch.data_D
-        if config.off_policy_correction is not None:
-            with timed("off_policy_correction", metrics):
-                data_D, found = await correct_off_policy(
-                    data_D, client, config.off_policy_correction, config.loss_fn, config.loss_fn_config
-                )
-            metrics |= found
-            # Metrics and records tell the weighted advantages, but the logprobs of when it was sampled.
-            batch.data_D = [
-                replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
-                for corrected, datum in zip(data_D, batch.data_D, strict=True)
-            ]
-        self.is_between_steps = False
-        with timed("train", metrics):
-            logprobs_D = await train_step(
-                data_D,
-                client,
-                config.learning_rate,
-                config.num_substeps,
-                config.loss_fn,
-                config.loss_fn_config,
-                metrics,
-                config.grad_clip_norm,
-            )
-        metrics |= compute_kl_sample_train(batch.data_D, logprobs_D)
-        await self.after_update(step, batch, metrics)
 
     def new_update(self) -> Update:
         config = self.config
@@ -229,45 +166,65 @@ class Loop:
             config.grad_clip_norm,
         )
 
-    def account(
-        self, step: int, batch: Minibatch, sampled: Sequence[WrappedTrajectoryGroup], metrics: LoopMetrics
-    ) -> bool:
-        """Say what became of each group, and show the first. False when nothing is to be trained on and the config allows that.
+    async def train(
+        self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, update: Update | None = None
+    ) -> StepOutcome:
+        """One batch's update, then a new snapshot; without a token to train on, neither.
 
-        Raises:
-            ZeroAdvantageError, TrainingError: nothing is to be trained on.
+        Args:
+            sampled: the groups of the batch, of which `batch` was made.
+            update: what was submitted of it already; None: nothing.
         """
+        metrics = self._account(sampled, batch) | self._write_sampled(step, sampled, batch)
+        if batch.data_D:
+            metrics |= await self._update(batch, update)
+            metrics |= await self._after_update(step, batch, metrics)
+        return StepOutcome(step, metrics, _why_untrained(step, batch))
+
+    def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
+        """What became of each group, in numbers."""
+        for item in sampled:
+            self.errors.add(item.trajectory_group)
         trained = batch.num_trained_groups
-        failed = len(sampled) - len(batch.groups)
-        if self.config.num_groups_to_log:
-            with timed("write_transcripts", metrics):
-                self._write_transcripts(step, batch, sampled)
-        metrics |= batch.metrics
-        metrics |= {
+        metrics: LoopMetrics = {
+            **compute_trajectory_metrics(batch.groups),
+            **self.errors.metrics(),
+            **compute_sampling_client_metrics(
+                [item.sampling_client_step for item in sampled], [item.seconds for item in sampled]
+            ),
+            **batch.metrics,
             "groups/sampled": len(sampled),
             "groups/trained": trained,
             "groups/filtered": len(batch.groups) - trained,
             "groups/stale": 0,
-            "groups/failed": failed,
+            "groups/failed": len(sampled) - len(batch.groups),
             "train/num_datums": len(batch.data_D),
             "train/skipped_steps": int(not batch.data_D),
         }
         if batch.data_D:
             members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
             metrics["train/branches_per_rollout"] = len(batch.data_D) / len(members)
-            return True
-        if self.config.on_zero_advantages == "raise":
-            if not batch.groups:
-                raise TrainingError(
-                    f"step {step}: every group failed, so there is nothing to train on; the log has each group's error"
-                )
-            check_advantages(batch.groups, batch.advantages_P)
-            raise TrainingError(
-                f"step {step}: rewards differ, but no member with an advantage has a sampled token: every prompt of this "
-                "batch was too long. Shorten the prompts, or set on_zero_advantages=skip"
-            )
-        logger.warning("step %d: nothing to train on (no sampled token with an advantage); skipped", step)
-        return False
+        return metrics
+
+    def _write_sampled(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
+        """Records of all groups and transcripts of the first, before the update: an error there does not lose them."""
+        times: LoopMetrics = {}
+        if self.config.write_records:
+            with timed("write_records", times):
+                self._write_group_records(step, batch.groups)
+        if self.config.num_groups_to_log:
+            with timed("write_transcripts", times):
+                self._write_transcripts(step, batch, sampled)
+        return times
+
+    def _write_group_records(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        settings = {
+            "max_tokens_per_turn": self.config.max_tokens,
+            "temperature": self.config.temperature,
+            "learning_rate": self.config.learning_rate,
+        }
+        for name, content in group_records(groups, step, self.config.model_name, settings):
+            self.session.run.write_record(name, content)
 
     def _write_transcripts(self, step: int, batch: Minibatch, sampled: Sequence[WrappedTrajectoryGroup]) -> None:
         advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
@@ -279,8 +236,39 @@ class Loop:
         page = iteration_folder(self.session.run.log_path, step) / "train.html"
         write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
 
-    async def after_update(self, step: int, batch: Minibatch, metrics: LoopMetrics) -> None:
-        """A snapshot of the new weights, and the records and measurements that belong to the update."""
+    async def _update(self, batch: Minibatch, update: Update | None) -> LoopMetrics:
+        """Submit the batch, unless that has been done, and wait for the weights. What the engine says of it."""
+        metrics: LoopMetrics = {}
+        data_D = batch.data_D
+        if self.config.off_policy_correction is not None:
+            with timed("off_policy_correction", metrics):
+                data_D, found = await self._correct(batch, self.config.off_policy_correction)
+            metrics |= found
+        self.is_between_steps = False
+        with timed("train", metrics):
+            if update is None:
+                update = self.new_update()
+                update.submit(data_D, self.config.num_substeps)
+            logprobs_D, found = await update.finish()
+        return metrics | found | compute_kl_sample_train(batch.data_D, logprobs_D)
+
+    async def _correct(
+        self, batch: Minibatch, correction: OffPolicyCorrection
+    ) -> tuple[list[tinker.Datum], dict[str, float]]:
+        """The datums to train on. Those of the batch get their advantages, but keep the logprobs of when they were sampled."""
+        config = self.config
+        data_D, metrics = await correct_off_policy(
+            batch.data_D, self.session.training_client, correction, config.loss_fn, config.loss_fn_config
+        )
+        batch.data_D = [
+            replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
+            for corrected, datum in zip(data_D, batch.data_D, strict=True)
+        ]
+        return data_D, metrics
+
+    async def _after_update(self, step: int, batch: Minibatch, step_metrics: LoopMetrics) -> LoopMetrics:
+        """A snapshot of the new weights, and the record and measurements that belong to the update."""
+        metrics: LoopMetrics = {}
         with timed("snapshot", metrics):
             self.sampling_client = await self.session.training_client.save_weights_and_get_sampling_client()
         self.sampling_client_step = step + 1
@@ -290,13 +278,23 @@ class Loop:
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
         if self.config.write_records:
             record = training_step_record(
-                step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.config.learning_rate
+                step, batch.data_D, batch.metadata_D, batch.groups, step_metrics, self.config.learning_rate
             )
             self.session.run.write_record(f"training_step_{step + 1:04d}", record)
+        return metrics
 
-    async def end_step(self, step: int, metrics: LoopMetrics) -> None:
-        """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint."""
-        self.session.run.logger.log_metrics(metrics, step=step)
+    async def end_step(self, outcome: StepOutcome) -> None:
+        """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint.
+
+        Raises:
+            ZeroAdvantageError, TrainingError: the step trained nothing, and the config does not allow that.
+        """
+        step = outcome.step
+        if outcome.error is not None:
+            if self.config.on_zero_advantages == "raise":
+                raise outcome.error
+            logger.warning("step %d: nothing to train on (no sampled token with an advantage); skipped", step)
+        self.session.run.logger.log_metrics(outcome.metrics, step=step)
         self.steps_done, self.is_between_steps = step + 1, True
         self.sampling_client_step = step + 1
         self._keep_state()
@@ -326,3 +324,21 @@ class Loop:
                 {"progress/batch": self.end, "progress/done_frac": 1.0, **final}, step=self.end
             )
         await self.session.checkpoints.save_final({"batch": self.end})
+
+
+def _why_untrained(step: int, batch: Minibatch) -> TrainingError | None:
+    """The error of a batch without a datum; None where there is one."""
+    if batch.data_D:
+        return None
+    if not batch.groups:
+        return TrainingError(
+            f"step {step}: every group failed, so there is nothing to train on; the log has each group's error"
+        )
+    try:
+        check_advantages(batch.groups, batch.advantages_P)
+    except ZeroAdvantageError as error:
+        return error
+    return TrainingError(
+        f"step {step}: rewards differ, but no member with an advantage has a sampled token: every prompt of this "
+        "batch was too long. Shorten the prompts, or set on_zero_advantages=skip"
+    )

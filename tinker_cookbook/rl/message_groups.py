@@ -14,6 +14,7 @@ import chz
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Record, RLDataset, RLDatasetBuilder, TrajectoryGroup
@@ -71,24 +72,16 @@ class MessageGroupBuilder(EnvGroupBuilder):
         return [self.dataset_name]
 
 
-class SeededRLDataset(RLDataset):
+class SeededRLDataset(ItemDataset[EnvGroupBuilder]):
     """Group g of batch n comes from `make_group` with a generator that depends on the seed, n and g alone."""
 
     def __init__(
         self, make_group: Callable[[random.Random], EnvGroupBuilder], groups_per_batch: int, num_batches: int, seed: int
     ):
-        self._make_group, self._groups_per_batch = make_group, groups_per_batch
-        self._num_batches, self._seed = num_batches, seed
+        def seeded(_: int, key: tuple[int, int]) -> EnvGroupBuilder:
+            return make_group(random.Random(derive_seed(seed, *key)))
 
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        if not 0 <= index < self._num_batches:
-            raise IndexError(f"batch {index} of a dataset with {self._num_batches} batches")
-        return [
-            self._make_group(random.Random(derive_seed(self._seed, index, g))) for g in range(self._groups_per_batch)
-        ]
-
-    def __len__(self) -> int:
-        return self._num_batches
+        super().__init__(range(groups_per_batch * num_batches), seeded, groups_per_batch)
 
 
 @chz.chz(typecheck=True)

@@ -11,7 +11,7 @@ from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
-from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout
+from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout, finished_groups
 from tinker_cookbook.rl.transcripts import ShownGroup, eval_page, write_page
 from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, EnvGroupBuilder, RLDataset, TrajectoryGroup
 
@@ -140,7 +140,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         page = eval_page(self._name)
         num_shown = self._num_groups_to_log if page is not None else 0
         outcomes = await do_batch_rollout(
-            self._builders, policy, self._strategy, self._termination, num_shown, self._config
+            self._builders, policy, self._strategy, self._termination, self._config, num_shown
         )
         if page is not None and num_shown:
             shown = [ShownGroup(outcome) for outcome in outcomes[:num_shown]]
@@ -148,6 +148,5 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         errors = RolloutErrorCounter()
         for outcome in outcomes:
             errors.add(outcome)
-        groups = [outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)]
-        metrics = compute_trajectory_metrics(groups) | errors.metrics()
+        metrics = compute_trajectory_metrics(finished_groups(outcomes)) | errors.metrics()
         return {f"{self._name}/{key}": value for key, value in metrics.items()}

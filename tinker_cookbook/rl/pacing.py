@@ -8,29 +8,47 @@ its step alone, and sampling ahead by 0 batches is the synchronous loop, bit for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
 from tinker_cookbook.rl.data_processing import DatumMetadata
-from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup, finished_groups
-from tinker_cookbook.rl.metrics import compute_kl_sample_train
+from tinker_cookbook.rl.loop import Loop, StepOutcome, WrappedTrajectoryGroup
 from tinker_cookbook.rl.minibatch import Minibatch
 from tinker_cookbook.rl.update import LoopMetrics
 from tinker_cookbook.utils.misc_utils import dict_mean, gather_all, split_list, timed, with_tasks
 
 
-async def do_sync_training(loop: Loop) -> None:
-    """Sample all groups of a batch, train on them, take a new snapshot."""
+async def _take_steps(loop: Loop, take_step: Callable[[int], Awaitable[StepOutcome]]) -> None:
     for step in range(loop.start, loop.end):
         metrics = loop.new_metrics(step)
         with timed("total", metrics):
-            await loop.evaluate(step, metrics)
-            builders = loop.batches.get_batch(step)
-            with timed("sampling", metrics):
-                sampled = await gather_all(loop.sample_group(step, i, builder) for i, builder in enumerate(builders))
-            await loop.train(step, loop.collect(step, sampled, metrics), sampled, metrics)
-        await loop.end_step(step, metrics)
+            metrics |= await loop.evaluate(step)
+            outcome = await take_step(step)
+        await loop.end_step(replace(outcome, metrics=metrics | outcome.metrics))
+
+
+async def _sample_then_train(
+    loop: Loop, sample: Callable[[int], Awaitable[list[WrappedTrajectoryGroup]]], step: int
+) -> StepOutcome:
+    times: LoopMetrics = {}
+    with timed("sampling", times):
+        sampled = await sample(step)
+    with timed("prepare_minibatch", times):
+        batch = await loop.prepare(sampled)
+    outcome = await loop.train(step, sampled, batch)
+    return replace(outcome, metrics=times | outcome.metrics)
+
+
+async def do_sync_training(loop: Loop) -> None:
+    """Sample all groups of a batch, train on them, take a new snapshot."""
+
+    async def sample(step: int) -> list[WrappedTrajectoryGroup]:
+        builders = loop.batches.get_batch(step)
+        return await gather_all(loop.sample_group(step, i, builder) for i, builder in enumerate(builders))
+
+    await _take_steps(loop, partial(_sample_then_train, loop, sample))
 
 
 async def do_async_training(loop: Loop, config: AsyncConfig) -> None:
@@ -48,20 +66,17 @@ async def _train_ahead(loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup
     if config.max_steps_off_policy > 0:
         slots = asyncio.Semaphore(len(loop.batches.get_batch(loop.start)))
     running: dict[int, list[asyncio.Task[WrappedTrajectoryGroup]]] = {}
-    for step in range(loop.start, loop.end):
-        metrics = loop.new_metrics(step)
-        with timed("total", metrics):
-            await loop.evaluate(step, metrics)
-            for ahead in range(step, min(step + config.max_steps_off_policy + 1, loop.end)):
-                if ahead not in running:
-                    running[ahead] = [
-                        tasks.create_task(loop.sample_group(ahead, i, builder, slots))
-                        for i, builder in enumerate(loop.batches.get_batch(ahead))
-                    ]
-            with timed("sampling", metrics):
-                sampled = [await task for task in running.pop(step)]
-            await loop.train(step, loop.collect(step, sampled, metrics), sampled, metrics)
-        await loop.end_step(step, metrics)
+
+    async def sample(step: int) -> list[WrappedTrajectoryGroup]:
+        for ahead in range(step, min(step + config.max_steps_off_policy + 1, loop.end)):
+            if ahead not in running:
+                running[ahead] = [
+                    tasks.create_task(loop.sample_group(ahead, i, builder, slots))
+                    for i, builder in enumerate(loop.batches.get_batch(ahead))
+                ]
+        return [await task for task in running.pop(step)]
+
+    await _take_steps(loop, partial(_sample_then_train, loop, sample))
 
 
 async def do_sync_training_with_stream_minibatch(loop: Loop, config: StreamMinibatchConfig) -> None:
@@ -70,42 +85,33 @@ async def do_sync_training_with_stream_minibatch(loop: Loop, config: StreamMinib
     A batch is cut into `num_substeps` optimizer steps of `num_minibatches` passes each, by the groups' places and not by
     which is done first: gradients add up in the same order on every run.
     """
-    for step in range(loop.start, loop.end):
-        metrics = loop.new_metrics(step)
-        with timed("total", metrics):
-            await loop.evaluate(step, metrics)
-            await with_tasks(partial(_stream_batch, loop, config, step, metrics))
-        await loop.end_step(step, metrics)
+
+    async def take_step(step: int) -> StepOutcome:
+        return await with_tasks(partial(_stream_batch, loop, config, step))
+
+    await _take_steps(loop, take_step)
 
 
-async def _stream_batch(
-    loop: Loop, config: StreamMinibatchConfig, step: int, metrics: LoopMetrics, tasks: asyncio.TaskGroup
-) -> None:
+async def _stream_batch(loop: Loop, config: StreamMinibatchConfig, step: int, tasks: asyncio.TaskGroup) -> StepOutcome:
     running = [
         tasks.create_task(loop.sample_group(step, i, builder)) for i, builder in enumerate(loop.batches.get_batch(step))
     ]
-    update = loop.new_update()
+    update, times = loop.new_update(), LoopMetrics()
     sampled: list[WrappedTrajectoryGroup] = []
     parts: list[Minibatch] = []
     for substep in split_list(running, min(loop.config.num_substeps, len(running))):
         for minibatch in split_list(substep, min(config.num_minibatches, len(substep))):
-            with timed("sampling", metrics):
+            with timed("sampling", times):
                 arrived = [await task for task in minibatch]
             sampled += arrived
-            part = await loop.prepare(finished_groups(arrived))
+            part = await loop.prepare(arrived)
             parts.append(part)
             if part.data_D:
                 loop.is_between_steps = False
             update.forward_backward(part.data_D)
         update.optim_step()
-    loop.collect(step, sampled, metrics)
-    batch = _joined(parts)
-    if not loop.account(step, batch, sampled, metrics):
-        return
-    with timed("train", metrics):
-        logprobs_D = await update.finish(metrics)
-    metrics |= compute_kl_sample_train(batch.data_D, logprobs_D)
-    await loop.after_update(step, batch, metrics)
+    outcome = await loop.train(step, sampled, _joined(parts), update)
+    return replace(outcome, metrics=times | outcome.metrics)
 
 
 def _joined(parts: Sequence[Minibatch]) -> Minibatch:

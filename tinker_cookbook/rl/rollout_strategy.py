@@ -71,7 +71,7 @@ class FailFast(RolloutStrategy):
         async with AsyncExitStack() as cleanups:
             cleanups.push_async_callback(env_group_builder.cleanup)
             envs = await env_group_builder.make_envs()
-            trajectories = await gather_all(_play(env, i, policy, config) for i, env in enumerate(envs))
+            trajectories = await gather_all(_play(env, i, policy, config, None, 0) for i, env in enumerate(envs))
             return RolloutResult(trajectories, envs, cleanups=cleanups.pop_all())
 
 
@@ -87,7 +87,7 @@ class RetryOnFailure(RolloutStrategy):
     async def execute(
         self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
     ) -> RolloutResult:
-        return await _Rounds(env_group_builder, policy, config, self.max_retries, self.per_rollout_timeout).run(None)
+        return await _Rounds(env_group_builder, policy, config, self.per_rollout_timeout).run(self.max_retries)
 
 
 @chz.chz(typecheck=True)
@@ -111,8 +111,8 @@ class MinViableGroup(RolloutStrategy):
     async def execute(
         self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
     ) -> RolloutResult:
-        rounds = _Rounds(env_group_builder, policy, config, self.max_retries, self.per_rollout_timeout)
-        return await rounds.run(self._needed)
+        rounds = _Rounds(env_group_builder, policy, config, self.per_rollout_timeout)
+        return await rounds.run(self.max_retries, self._needed)
 
     def _needed(self, group_size: int) -> int:
         if self.min_successful is None:
@@ -141,12 +141,7 @@ def rollout_error(error: Exception) -> RolloutError:
 
 
 async def _play(
-    env: Env,
-    member: int,
-    policy: TokenCompleter,
-    config: RolloutConfig | None,
-    timeout: float | None = None,
-    attempt: int = 0,
+    env: Env, member: int, policy: TokenCompleter, config: RolloutConfig | None, timeout: float | None, attempt: int
 ) -> Trajectory:
     """One member's rollout. An error gets a note that names member and env.
 
@@ -168,28 +163,24 @@ async def _play(
         raise
 
 
+@dataclass
 class _Rounds:
     """The rollouts of one group, in rounds: each runs what is still missing, in envs of its own."""
 
-    def __init__(
-        self,
-        builder: EnvGroupBuilder,
-        policy: TokenCompleter,
-        config: RolloutConfig | None,
-        max_retries: int,
-        timeout: float | None,
-    ):
-        self.builder, self.policy, self.config, self.timeout = builder, policy, config, timeout
-        self.builders = [builder, *(copy.copy(builder) for _ in range(max_retries))]
-        self.done: dict[int, tuple[Trajectory, Env]] = {}
-        self.size: int | None = None
-        self.errors: list[RolloutError] = []
-        self.last_error: Exception | None = None
+    builder: EnvGroupBuilder
+    policy: TokenCompleter
+    config: RolloutConfig | None
+    timeout: float | None
+    done: dict[int, tuple[Trajectory, Env]] = field(default_factory=dict)
+    size: int | None = None
+    errors: list[RolloutError] = field(default_factory=list)
+    last_error: Exception | None = None
 
-    async def run(self, needed: Callable[[int], int] | None) -> RolloutResult:
+    async def run(self, max_retries: int, needed: Callable[[int], int] | None = None) -> RolloutResult:
         """Until `needed(group size)` members are done; None means all."""
+        builders = [self.builder, *(copy.copy(self.builder) for _ in range(max_retries))]
         async with AsyncExitStack() as cleanups:
-            for attempt, builder in enumerate(self.builders):
+            for attempt, builder in enumerate(builders):
                 if self.builder.coordinated:
                     finished = await self._together(builder, attempt, cleanups)
                 else:
@@ -199,7 +190,7 @@ class _Rounds:
                     members = [self.done[i] for i in sorted(self.done)]
                     trajectories, envs = [t for t, _ in members], [env for _, env in members]
                     return RolloutResult(trajectories, envs, self.errors, cleanups.pop_all())
-            tries = f"{len(self.builders)} round{'s' if len(self.builders) > 1 else ''}"
+            tries = f"{len(builders)} round{'s' if len(builders) > 1 else ''}"
             came = f"{len(self.done)} of {self.size} members" if self.size is not None else "no env"
             raise GroupFailedError(
                 f"group of {describe_group(self.builder)} given up after {tries}: {came} came through. "

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import overload
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
@@ -42,8 +41,10 @@ __all__ = [
     "do_group_rollout",
     "do_group_rollout_and_filter_constant_reward",
     "do_single_rollout",
+    "finished_groups",
     "get_rollout_executor",
     "set_rollout_executor",
+    "try_group_rollout",
 ]
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ async def _grade(
         final_rewards_G=[reward for reward, _ in rewards],
         metrics_G=[metrics for _, metrics in rewards],
         rollout_errors=result.errors,
-        tags=builder.logging_tags(),
+        tags=builder.all_tags(),
         dataset_index=builder.dataset_index,
     )
     if termination is not None:
@@ -208,36 +209,36 @@ def _clamp(group: TrajectoryGroup, termination: TerminationRewardPolicy) -> None
                 group.final_rewards_G[i] = -sum(transition.reward for transition in trajectory.transitions)
 
 
-@overload
-async def do_batch_rollout(
-    builders: Sequence[EnvGroupBuilder],
+async def try_group_rollout(
+    builder: EnvGroupBuilder,
     policy: TokenCompleter,
-    strategy: None = None,
+    strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
-    num_groups_with_notes: int = 0,
     config: RolloutConfig | None = None,
-) -> list[TrajectoryGroup]: ...
+    *,
+    name: str,
+    with_notes: bool = False,
+) -> TrajectoryGroup | FailedGroup:
+    """`do_group_rollout`, with a FailedGroup, and a warning, for a group that a tolerant strategy gave up."""
+    try:
+        return await do_group_rollout(
+            builder, policy, strategy, termination, config=config, name=name, with_notes=with_notes
+        )
+    except GroupFailedError as error:
+        if strategy is None or not strategy.tolerant:
+            raise
+        logger.warning("group %s is left out: %s", name, error)
+        return FailedGroup(error.errors, builder.all_tags())
 
 
-@overload
 async def do_batch_rollout(
     builders: Sequence[EnvGroupBuilder],
     policy: TokenCompleter,
     strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
-    num_groups_with_notes: int = 0,
     config: RolloutConfig | None = None,
-) -> list[TrajectoryGroup | FailedGroup]: ...
-
-
-async def do_batch_rollout(
-    builders: Sequence[EnvGroupBuilder],
-    policy: TokenCompleter,
-    strategy: RolloutStrategy | None = None,
-    termination: TerminationRewardPolicy | None = None,
     num_groups_with_notes: int = 0,
-    config: RolloutConfig | None = None,
-) -> list[TrajectoryGroup] | list[TrajectoryGroup | FailedGroup]:
+) -> list[TrajectoryGroup | FailedGroup]:
     """All groups of a batch at once, in order. The policy is forked per group, so seeds do not depend on timing.
 
     Args:
@@ -247,24 +248,23 @@ async def do_batch_rollout(
         One entry per builder. Under a tolerant strategy a group that was given up is a FailedGroup; under FailFast there
         is none, as the first failure ends the batch.
     """
+    return await gather_all(
+        try_group_rollout(
+            builder,
+            policy.fork("group", index),
+            strategy,
+            termination,
+            config,
+            name=f"{index}, {describe_group(builder)}",
+            with_notes=index < num_groups_with_notes,
+        )
+        for index, builder in enumerate(builders)
+    )
 
-    async def one(index: int, builder: EnvGroupBuilder) -> TrajectoryGroup | FailedGroup:
-        name = f"{index}, {describe_group(builder)}"
-        try:
-            return await do_group_rollout(
-                builder,
-                policy.fork("group", index),
-                strategy,
-                termination,
-                config=config,
-                name=name,
-                with_notes=index < num_groups_with_notes,
-            )
-        except GroupFailedError as error:
-            logger.warning("group %s is left out: %s", name, error)
-            return FailedGroup(error.errors, builder.logging_tags())
 
-    return await gather_all(one(index, builder) for index, builder in enumerate(builders))
+def finished_groups(outcomes: Iterable[TrajectoryGroup | FailedGroup]) -> list[TrajectoryGroup]:
+    """Those that came through, in order."""
+    return [outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)]
 
 
 async def do_group_rollout_and_filter_constant_reward(

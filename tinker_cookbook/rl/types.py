@@ -6,11 +6,12 @@ group belong together (same question, or opponents): they keep their order and t
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict
 
 import chz
 
@@ -182,7 +183,7 @@ class EnvGroupBuilder(ABC):
     """Makes the envs of one group. Must be picklable: it may travel to another process."""
 
     dataset_index: int | None = None
-    """which of several datasets the group comes from; None: there is one"""
+    """which of several datasets the group comes from (`of_dataset`); None: there is one"""
 
     @abstractmethod
     async def make_envs(self) -> Sequence[Env]:
@@ -224,6 +225,16 @@ class EnvGroupBuilder(ABC):
     def logging_tags(self) -> list[str]:
         """Tags under which the group's metrics are also reported, as env/<tag>/..."""
         return []
+
+    def of_dataset(self, index: int) -> Self:
+        """A copy whose group comes from this one of several datasets, and is tagged dataset_<index> too."""
+        own = copy.copy(self)
+        object.__setattr__(own, "dataset_index", index)  # a builder may be frozen
+        return own
+
+    def all_tags(self) -> list[str]:
+        """The group's own tags and that of its dataset."""
+        return [*self.logging_tags(), *([] if self.dataset_index is None else [f"dataset_{self.dataset_index}"])]
 
 
 class RLDataset(ABC):

@@ -56,10 +56,18 @@ class Update:
             self._has_gradient = False
             self.num_steps += 1
 
-    async def finish(self, metrics: LoopMetrics | None = None) -> list[torch.Tensor]:
-        """Wait for everything; logprobs of all datums in order of submission, float32 (N,) each.
+    def submit(self, data_D: Sequence[tinker.Datum], num_substeps: int) -> None:
+        """One optimizer step per substep, each on its share of the datums; fewer when there are fewer datums."""
+        for part in split_list(data_D, min(num_substeps, len(data_D))):
+            self.forward_backward(part)
+            self.optim_step()
 
-        Into `metrics` go the engine's: sums are added up, of the others the last pass and step count.
+    async def finish(self) -> tuple[list[torch.Tensor], LoopMetrics]:
+        """Wait for everything.
+
+        Returns:
+            Logprobs of all datums in order of submission, float32 (N,) each, and the engine's metrics: sums are added up,
+            of the others the last pass and step count.
         """
         logprobs_D: list[torch.Tensor] = []
         found: LoopMetrics = {"train/num_substeps": self.num_steps}
@@ -73,9 +81,7 @@ class Update:
                 name, _, reduction = key.rpartition(":")
                 key = f"train/{name}" if reduction == "mean" else f"train/{name}_{reduction}"
                 found[key] = found.get(key, 0.0) + value if reduction == "sum" else value
-        if metrics is not None:
-            metrics |= found
-        return logprobs_D
+        return logprobs_D, found
 
 
 async def train_step(
@@ -98,7 +104,8 @@ async def train_step(
         substeps those of the later ones have seen the earlier ones' updates.
     """
     update = Update(training_client, learning_rate, loss_fn, loss_fn_config, grad_clip_norm)
-    for part in split_list(data_D, min(num_substeps, len(data_D))):
-        update.forward_backward(part)
-        update.optim_step()
-    return await update.finish(metrics)
+    update.submit(data_D, num_substeps)
+    logprobs_D, found = await update.finish()
+    if metrics is not None:
+        metrics |= found
+    return logprobs_D

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
-from tinker_cookbook.utils.files import append_jsonl, read_jsonl
+from tinker_cookbook.utils.files import append_jsonl, iterate_jsonl
 
 CHECKPOINTS_BASE_NAME = "checkpoints.jsonl"
 
@@ -100,11 +100,11 @@ def load_checkpoints_file(log_dir: str | Path) -> list[CheckpointRecord]:
     if not path.exists():
         return []
     records = []
-    for number, line in enumerate(read_jsonl(path, tolerate_torn_tail=True), start=1):
+    for line in iterate_jsonl(path, tolerate_torn_tail=True):
         try:
-            records.append(CheckpointRecord.from_dict(line))
+            records.append(CheckpointRecord.from_dict(line.row))
         except CheckpointError as error:
-            raise CheckpointError(f"{path}:{number}: {error}") from error
+            raise CheckpointError(f"{path}:{line.number}: {error}") from error
     return records
 
 

@@ -8,7 +8,7 @@ import chz
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.session import Session
-from tinker_cookbook.weights_config import ScorerConfig
+from tinker_cookbook.weights_config import ScorerConfig, same_model
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ async def open_reference(session: Session, named: KLReferenceConfig | None = Non
     session.checkpoints.loop_state[REFERENCE_KEY] = reference
     base_model, path = reference["base_model"], reference["path"]
     logger.info("reference policy: %s", path or base_model)
-    weights = named or KLReferenceConfig(base_model=base_model, load_checkpoint_path=path)
+    weights = named or KLReferenceConfig(base_model=str(base_model), load_checkpoint_path=path)
     return await weights.open(REFERENCE_NAME, session.service)
 
 
@@ -51,7 +51,9 @@ def _recorded(session: Session, asked: dict[str, Any] | None) -> dict[str, Any] 
             f"the run in {session.run.log_path} started without a reference policy, and the weights it started from are "
             "not kept; name a reference, or start in another log_path"
         )
-    if recorded is not None and asked is not None and recorded != asked:
+    if recorded is None or asked is None:
+        return recorded
+    if recorded["path"] != asked["path"] or not same_model(recorded["base_model"], asked["base_model"]):
         raise ConfigurationError(
             f"the run in {session.run.log_path} has the reference {recorded}, now {asked} is asked for; "
             "leave the reference as it was, or start in another log_path"

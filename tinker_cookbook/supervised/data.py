@@ -6,20 +6,20 @@ Reading is left to `conversations`, streams to `streaming`, several datasets at 
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import chz
 
-from tinker_cookbook.exceptions import ConfigurationError, DataError, RendererError
+from tinker_cookbook.data.epochs import ShuffledItems, hold_out
+from tinker_cookbook.data.rows import located
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.common import Reduction, datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import ConversationRow, read_conversations
-from tinker_cookbook.supervised.rows import rows_to_datums
 from tinker_cookbook.supervised.streaming import StreamingSupervisedDatasetFromHFDataset
-from tinker_cookbook.supervised.types import ChatDatasetBuilder, RowDataset, SupervisedDataset
+from tinker_cookbook.supervised.types import ChatDatasetBuilder, RowDataset, SupervisedDataset, rows_to_datums
 from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
@@ -78,25 +78,8 @@ def conversation_to_datums(
     return [datum_from_model_input_weights(*example, max_length, reduction) for example in examples]
 
 
-class _ShuffledRows(RowDataset, Generic[Row]):
-    """Rows by index. They keep their order until set_epoch, which shuffles anew from the given order."""
-
-    def __init__(self, rows: Sequence[Row], batch_size: int, to_datums: Callable[[Row], list[tinker.Datum]]) -> None:
-        super().__init__(len(rows), batch_size)
-        self._rows, self._to_datums = rows, to_datums
-        self._order: Sequence[int] = range(len(rows))
-
-    def get_row(self, position: int) -> list[tinker.Datum]:
-        return self._to_datums(self._rows[self._order[position]])
-
-    def set_epoch(self, seed: int = 0) -> None:
-        order = list(range(self.num_rows))
-        random.Random(seed).shuffle(order)
-        self._order = order
-
-
-class SupervisedDatasetFromList(_ShuffledRows[Row]):
-    """Rows in memory, turned into datums when their batch is asked for.
+class SupervisedDatasetFromList(RowDataset, Generic[Row]):
+    """Rows in memory, turned into datums when their batch is asked for. They keep their order until set_epoch.
 
     Give `to_datum`, or `flatmap_fn` for rows that become several datums each; batch_size counts rows.
     """
@@ -108,10 +91,18 @@ class SupervisedDatasetFromList(_ShuffledRows[Row]):
         to_datum: Callable[[Row], tinker.Datum] | None = None,
         flatmap_fn: Callable[[Row], list[tinker.Datum]] | None = None,
     ) -> None:
-        super().__init__(rows, batch_size, rows_to_datums(to_datum, flatmap_fn))
+        super().__init__(len(rows), batch_size)
+        self._rows, self._to_datums = rows, rows_to_datums(to_datum, flatmap_fn)
+        self._order = ShuffledItems(range(len(rows)))
+
+    def get_row(self, position: int) -> list[tinker.Datum]:
+        return self._to_datums(self._rows[self._order.get_row(position)])
+
+    def set_epoch(self, seed: int = 0) -> None:
+        self._order.set_epoch(seed)
 
 
-class SupervisedDatasetFromHFDataset(_ShuffledRows[dict[str, Any]]):
+class SupervisedDatasetFromHFDataset(SupervisedDatasetFromList[dict[str, Any]]):
     """Rows of a map-style Hugging Face dataset, turned into datums when their batch is asked for.
 
     Args:
@@ -130,15 +121,11 @@ class SupervisedDatasetFromHFDataset(_ShuffledRows[dict[str, Any]]):
         map_fn: Callable[[dict[str, Any]], tinker.Datum] | None = None,
         flatmap_fn: Callable[[dict[str, Any]], list[tinker.Datum]] | None = None,
     ) -> None:
-        rows = cast(Sequence[dict[str, Any]], hf_dataset)
-        super().__init__(rows, batch_size, rows_to_datums(map_fn, flatmap_fn))
+        super().__init__(cast(Sequence[dict[str, Any]], hf_dataset), batch_size, map_fn, flatmap_fn)
 
     def get_row(self, position: int) -> list[tinker.Datum]:
-        index = self._order[position]
-        try:
-            return self._to_datums(self._rows[index])
-        except (RendererError, DataError) as error:
-            raise type(error)(f"row {index}: {error}") from error
+        with located(f"row {self._order.get_row(position)}"):
+            return super().get_row(position)
 
 
 def conversation_mapper(builder: ChatDatasetBuilder, default: TrainOnWhat) -> Callable[[list[Message]], list]:
@@ -172,17 +159,10 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         rows = read_conversations(self.file_path)
-        if self.test_size >= len(rows):
-            raise ConfigurationError(
-                f"test_size={self.test_size} leaves nothing to train on: {self.file_path} has {len(rows)} conversations; "
-                "lower test_size"
-            )
-        if self.shuffle_seed is not None:
-            random.Random(self.shuffle_seed).shuffle(rows)
+        train, test = hold_out(rows, self.test_size, self.shuffle_seed, self.file_path)
         warn_of_rewritten_history([row.messages for row in rows], self)
         convert = conversation_mapper(self, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
         to_datums = partial(_placed, convert=convert)
-        test, train = rows[: self.test_size], rows[self.test_size :]
         batch_size = self.common_config.batch_size
         return (
             SupervisedDatasetFromList(train, batch_size, flatmap_fn=to_datums),
@@ -191,11 +171,8 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
 
 
 def _placed(row: ConversationRow, convert: Callable[[list[Message]], list[tinker.Datum]]) -> list[tinker.Datum]:
-    try:
+    with located(row.place):
         return convert(row.messages)
-    except (RendererError, DataError) as error:
-        # The same error, told where it comes from.
-        raise type(error)(f"{row.place}: {error}") from error
 
 
 def warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:

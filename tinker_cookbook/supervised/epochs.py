@@ -7,7 +7,6 @@ from typing import Any
 
 import chz
 
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds
 from tinker_cookbook.exceptions import ConfigurationError
@@ -16,6 +15,7 @@ from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_multiplier
+from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 

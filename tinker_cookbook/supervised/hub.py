@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import chz
 
+from tinker_cookbook.data import hub
+from tinker_cookbook.data.epochs import hold_out
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import TrainOnWhat
@@ -23,7 +24,6 @@ from tinker_cookbook.supervised.streaming import StreamingSupervisedDatasetFromH
 from tinker_cookbook.supervised.types import (
     ChatDatasetBuilder,
     ChatDatasetBuilderCommonConfig,
-    RowDataset,
     SupervisedDataset,
 )
 from tinker_cookbook.utils.lazy import tinker
@@ -35,17 +35,8 @@ SHIPPED = {"conversations": "conversations.jsonl", "library": "library.jsonl"}
 """Name -> file of a shipped chat dataset."""
 
 
-class HubChat(NamedTuple):
-    """A well-known chat dataset on the hub. `test_split` is None where there is none."""
-
-    repository: str
-    test_split: str | None = None
-
-
-HUB_CHATS = {
-    "tulu3": HubChat("allenai/tulu-3-sft-mixture"),
-    "no_robots": HubChat("HuggingFaceH4/no_robots", "test"),
-}
+HUB_CHATS = ("tulu3", "no_robots")
+"""Short names of chat datasets on the hub."""
 
 _LOOKED_AT = 1000
 """Rows of a large dataset that are looked at for the warning of rewritten history."""
@@ -74,65 +65,49 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
             raise ConfigurationError(f"stream_length={self.stream_length} is for streams; set streaming=True with it")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-        return self._streamed() if self.streaming else self._whole()
-
-    def _to_datums(self) -> Any:
-        convert = conversation_mapper(self, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
-        column = self.messages_column
-
-        def flatmap_fn(row: Mapping[str, Any]) -> list[tinker.Datum]:
-            return convert(messages_of_row(row, column))
-
-        return flatmap_fn
-
-    def _whole(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-        train, test = self._load(self.split), None
-        order = list(range(len(train)))
-        if self.shuffle_seed is not None:
-            random.Random(self.shuffle_seed).shuffle(order)
-        if self.test_split is not None and self.test_size:
-            test = self._load(self.test_split)
-            test = test.select(range(min(self.test_size, len(test))))
-        elif self.test_size >= len(train):
-            raise ConfigurationError(
-                f"test_size={self.test_size} leaves nothing to train on: {self._name(self.split)} has {len(train)} rows"
-            )
-        elif self.test_size:
-            test = train.select(order[: self.test_size])
-        rows = train if test is None or self.test_split is not None else train.select(order[self.test_size :])
-        seen = rows.select(range(min(_LOOKED_AT, len(rows))))
-        warn_of_rewritten_history([messages_of_row(row, self.messages_column) for row in seen], self)
-        batch_size, to_datums = self.common_config.batch_size, self._to_datums()
-        return (
-            SupervisedDatasetFromHFDataset(rows, batch_size, flatmap_fn=to_datums),
-            SupervisedDatasetFromHFDataset(test, batch_size, flatmap_fn=to_datums) if test is not None else None,
-        )
-
-    def _streamed(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         rows, test = self._load(self.split), None
         held_out = self.test_size if self.test_split is None else 0
+        if self.test_split is not None and self.test_size:
+            test = self._first(self._load(self.test_split))
+        if self.streaming:
+            if held_out:
+                test = self._first(rows)
+            train = self._stream(rows, held_out)
+        else:
+            training, testing = hold_out(range(len(rows)), held_out, self.shuffle_seed, self._name(self.split))
+            if held_out:
+                rows, test = rows.select(training), rows.select(testing)
+            seen = rows.select(range(min(_LOOKED_AT, len(rows))))
+            warn_of_rewritten_history([messages_of_row(row, self.messages_column) for row in seen], self)
+            train = self._table(rows)
+        return train, None if test is None else self._table(test)
+
+    def _to_datums(self) -> Callable[[Mapping[str, Any]], list[tinker.Datum]]:
+        convert = conversation_mapper(self, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+        return lambda row: convert(messages_of_row(row, self.messages_column))
+
+    def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
+        return SupervisedDatasetFromHFDataset(rows, self.common_config.batch_size, flatmap_fn=self._to_datums())
+
+    def _stream(self, rows: datasets.IterableDataset, held_out: int) -> SupervisedDataset:
         length = self.stream_length or self._known_length(rows) - held_out
         if length < 1:
             raise ConfigurationError(f"test_size={self.test_size} leaves nothing to train on; lower test_size")
-        if self.test_size:
-            source = rows if self.test_split is None else self._load(self.test_split)
-            test = self._test_rows(source)
-        batch_size = self.common_config.batch_size
-        training = StreamingSupervisedDatasetFromHFDataset(
-            rows.skip(held_out) if held_out else rows,
-            batch_size,
+        return StreamingSupervisedDatasetFromHFDataset(
+            rows.skip(held_out) if held_out else rows,  # even skip(0) would keep shards from being shuffled
+            self.common_config.batch_size,
             length,
             flatmap_fn=self._to_datums(),
             buffer_size=self.stream_buffer,
         )
-        return training, test
 
-    def _test_rows(self, stream: datasets.IterableDataset) -> RowDataset:
-        """The first rows of a stream, held in memory."""
+    def _first(self, rows: Any) -> datasets.Dataset:
+        """The first `test_size` rows, those of a stream held in memory."""
         import datasets
 
-        rows = datasets.Dataset.from_list(list(stream.take(self.test_size)))
-        return SupervisedDatasetFromHFDataset(rows, self.common_config.batch_size, flatmap_fn=self._to_datums())
+        if self.streaming:
+            return datasets.Dataset.from_list(list(rows.take(self.test_size)))
+        return rows.select(range(min(self.test_size, len(rows))))
 
     def _known_length(self, stream: datasets.IterableDataset) -> int:
         splits = stream.info.splits
@@ -145,14 +120,7 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
         return known
 
     def _load(self, split: str) -> Any:
-        import datasets
-
-        try:
-            return datasets.load_dataset(
-                str(Path(self.dataset).expanduser()), self.config_name, split=split, streaming=self.streaming
-            )
-        except Exception as error:  # the hub raises many kinds, all of which mean that the dataset is not to be had
-            raise ConfigurationError(f"dataset {self._name(split)} could not be loaded: {error}") from error
+        return hub.load(self.dataset, split, self.config_name, self.streaming)
 
     def _name(self, split: str) -> str:
         return f"{self.dataset}[{split}]"
@@ -186,13 +154,14 @@ def chat_dataset_builder(
         return FromConversationFileBuilder(
             common_config=common_config, file_path=str(file), test_size=test_size, shuffle_seed=seed
         )
-    known = HUB_CHATS.get(dataset)
-    if known is None and "/" not in dataset and not Path(dataset).expanduser().is_dir():
+    found = hub.find(dataset, HUB_CHATS)
+    if found is None:
         raise ConfigurationError(f"dataset={dataset!r} is unknown; {_choices()}")
     return FromHFConversationsBuilder(
         common_config=common_config,
-        dataset=known.repository if known else dataset,
-        test_split=known.test_split if known else None,
+        dataset=found.repository,
+        config_name=found.config,
+        test_split=found.test_split,
         test_size=test_size,
         shuffle_seed=seed,
         streaming=streaming,

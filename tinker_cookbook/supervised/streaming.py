@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError, RendererError
-from tinker_cookbook.supervised.rows import rows_to_datums
-from tinker_cookbook.supervised.types import RowDataset
+from tinker_cookbook.data.rows import located
+from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
+from tinker_cookbook.supervised.types import RowDataset, rows_to_datums
 from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
@@ -57,21 +56,17 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
         self._hf_dataset, self._buffer_size, self._when_exhausted = hf_dataset, buffer_size, when_exhausted
         self._to_datums = rows_to_datums(map_fn, flatmap_fn)
         self._seed: int | None = None
-        self._start()
+        self._position, self._rounds, self._stream = 0, 0, self._open(0)
 
     def set_epoch(self, seed: int = 0) -> None:
         self._seed = seed
-        self._start()
+        self._position, self._rounds, self._stream = 0, 0, self._open(0)
 
-    def _start(self) -> None:
-        self._position, self._rounds = 0, 0
-        self._stream = self._open()
-
-    def _open(self) -> Iterator[dict[str, Any]]:
+    def _open(self, rounds: int) -> Iterator[dict[str, Any]]:
         stream = self._hf_dataset
         if self._seed is not None:
             # One more per round: seeds of neighbouring epochs are far apart, so no other epoch has the same order.
-            stream = stream.shuffle(seed=self._seed + self._rounds, buffer_size=self._buffer_size)
+            stream = stream.shuffle(seed=self._seed + rounds, buffer_size=self._buffer_size)
         return iter(stream)
 
     def get_row(self, position: int) -> list[tinker.Datum]:
@@ -83,37 +78,23 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
         if not position < self.num_rows:
             raise IndexError(f"row {position} of a stream with {self.num_rows} rows per epoch")
         while self._position < position:
-            self._skip(position - self._position)
+            self._read()
         row = self._read()
-        try:
+        with located(f"row {position} of the stream (shuffled with seed {self._seed})"):
             return self._to_datums(row)
-        except (RendererError, DataError) as error:
-            raise type(error)(f"row {position} of the stream (shuffled with seed {self._seed}): {error}") from error
-
-    def _skip(self, count: int) -> None:
-        """Pass over up to `count` rows, fewer only where the stream has to be started again."""
-        passed = sum(1 for _ in islice(self._stream, count))
-        self._position += passed
-        if passed < count:
-            self._restart()
 
     def _read(self) -> dict[str, Any]:
         row = next(self._stream, None)
-        if row is None:
-            self._restart()
+        if row is None and self._position:
+            if self._when_exhausted == "raise":
+                raise DataValidationError(
+                    f"the stream ended after {self._position} rows, and length={self.num_rows}: set length to what it has, or "
+                    "when_exhausted='restart' to fill the epoch with rows from its beginning"
+                )
+            self._rounds += 1
+            self._stream = self._open(self._rounds)
             row = next(self._stream, None)
-            if row is None:
-                raise DataValidationError("the stream has no row at all; check the dataset, its split and its filters")
+        if row is None:
+            raise DataValidationError("the stream has no row at all; check the dataset, its split and its filters")
         self._position += 1
         return row
-
-    def _restart(self) -> None:
-        if self._position == 0:
-            raise DataValidationError("the stream has no row at all; check the dataset, its split and its filters")
-        if self._when_exhausted == "raise":
-            raise DataValidationError(
-                f"the stream ended after {self._position} rows, and length={self.num_rows}: set length to what it has, or "
-                "when_exhausted='restart' to fill the epoch with rows from its beginning"
-            )
-        self._rounds += 1
-        self._stream = self._open()

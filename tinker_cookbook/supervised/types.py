@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import chz
 
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
+
+Row = TypeVar("Row")
 
 
 class SupervisedDataset(ABC):
@@ -56,6 +60,43 @@ class RowDataset(SupervisedDataset):
 
     def __len__(self) -> int:
         return -(-self.num_rows // self._batch_size)
+
+
+def rows_to_datums(
+    map_fn: Callable[[Row], tinker.Datum] | None, flatmap_fn: Callable[[Row], list[tinker.Datum]] | None
+) -> Callable[[Row], list[tinker.Datum]]:
+    """One function from a row to its datums. The row of a flatmap_fn must give at least one: nothing is dropped unseen.
+
+    Raises ConfigurationError unless exactly one of the two is given; the result raises DataValidationError for a row
+    without datums.
+    """
+    if (map_fn is None) == (flatmap_fn is None):
+        raise ConfigurationError(
+            f"map_fn={map_fn!r}, flatmap_fn={flatmap_fn!r}: give exactly one, a function from a row to its datum or to "
+            "its list of datums"
+        )
+
+    def to_datums(row: Row) -> list[tinker.Datum]:
+        if map_fn is not None:
+            return [map_fn(row)]
+        assert flatmap_fn is not None
+        datums = list(flatmap_fn(row))
+        if not datums:
+            raise DataValidationError("flatmap_fn gave no datum for the row; filter such rows out of the dataset first")
+        return datums
+
+    return to_datums
+
+
+def as_rows(sources: Sequence[SupervisedDataset]) -> list[RowDataset]:
+    """The datasets of a mixture. Raises ConfigurationError for one that gives batches only."""
+    for i, source in enumerate(sources):
+        if not isinstance(source, RowDataset):
+            raise ConfigurationError(
+                f"dataset {i} is a {type(source).__name__}, which gives batches only, and mixing takes single rows; make it a "
+                "RowDataset"
+            )
+    return cast(list[RowDataset], list(sources))
 
 
 @chz.chz(typecheck=True)

@@ -1,22 +1,22 @@
 """Any task as plain single-turn RL: one question, one reply, one reward; group_size replies per question."""
 
 import random
-from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
 import chz
 
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
+from tinker_cookbook.rl.types import Metrics, RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.seeds import derive_seed
 
 
 class SingleTurnEnv(OneTurnEnv):
@@ -60,54 +60,6 @@ def single_turn_group(
     return OneTurnGroupBuilder(env, group_size, task.name, task.record_kind, accept_min_reward, accept_require_parse)
 
 
-class TaskDataset(RLDataset):
-    """Batches of `groups_per_batch` items, reshuffled for each pass over them by a generator of its own.
-
-    `make_builder(item, key)` makes the group of an item; key is (batch, group), for seeds.
-    """
-
-    def __init__(
-        self,
-        items: Sequence[TaskItem],
-        groups_per_batch: int,
-        num_batches: int,
-        make_builder,
-        seed: int | None,
-    ):
-        self._items = list(items)
-        self._groups_per_batch = groups_per_batch
-        self._num_batches = num_batches
-        self._make_builder = make_builder
-        self._seed = seed
-        self._orders: dict[int, list[int]] = {}
-
-    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-        if not 0 <= index < self._num_batches:
-            raise IndexError(f"batch {index} of {self._num_batches}")
-        first = index * self._groups_per_batch
-        return [
-            self._make_builder(self._items[self._position(first + i)], (index, i))
-            for i in range(min(self._groups_per_batch, self._limit() - first))
-        ]
-
-    def _limit(self) -> int:
-        """An unshuffled dataset (a test set) is passed over once."""
-        return self._num_batches * self._groups_per_batch if self._seed is not None else len(self._items)
-
-    def _position(self, n: int) -> int:
-        epoch, offset = divmod(n, len(self._items))
-        if self._seed is None:
-            return offset
-        if epoch not in self._orders:
-            order = list(range(len(self._items)))
-            random.Random(derive_seed(self._seed, "epoch", epoch)).shuffle(order)
-            self._orders = {epoch: order, **{k: v for k, v in self._orders.items() if k == epoch - 1}}
-        return self._orders[epoch][offset]
-
-    def __len__(self) -> int:
-        return self._num_batches
-
-
 def load_task_items(
     task_name: str, reward_fn: str | None, dataset: str | None, test_dataset: str | None, num_groups: int
 ) -> tuple[Task, list[TaskItem], list[TaskItem]]:
@@ -149,11 +101,10 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
         """Task, training and test items, read and checked. Raises ConfigurationError or DataFormatError."""
         return load_task_items(self.task, self.reward_fn, self.dataset, self.test_dataset, self.num_groups)
 
-    async def __call__(self) -> tuple[TaskDataset, TaskDataset | None]:
+    async def __call__(self) -> tuple[ItemDataset[OneTurnGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
         task, train, test = self.check()
-        train_set = TaskDataset(
-            train, self.num_groups, self.num_batches, self._builder(task, self.group_size), self.seed
-        )
+        groups = self._builder(task, self.group_size)
+        train_set = ItemDataset(train, groups, self.num_groups, self.num_groups * self.num_batches, self.seed)
         return train_set, evaluation_set(test[: self.max_test_items], self._builder(task, 1))
 
     def _builder(self, task: Task, group_size: int):
@@ -172,11 +123,6 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
             )
 
         return build
-
-
-def evaluation_set(items: Sequence[TaskItem], make_builder) -> TaskDataset | None:
-    """All items once, in order, as one batch; None without items."""
-    return TaskDataset(items, len(items), 1, make_builder, seed=None) if items else None
 
 
 @chz.chz(typecheck=True)

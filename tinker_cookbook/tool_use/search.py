@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.data.jsonl import read_rows
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tool_use.tools import FunctionTool, ToolError
-from tinker_cookbook.utils.files import read_jsonl
+from tinker_cookbook.utils.misc_utils import concat_lists
 
 MAX_QUERY = 200
 
@@ -35,13 +36,9 @@ class ArticleSearch:
     @classmethod
     def from_jsonl(cls, *paths: str | Path, max_characters: int | None = None) -> ArticleSearch:
         """From files with a key `article` per line. Raises DataFormatError naming the file and line that lacks it."""
-        articles = []
-        for path in paths:
-            for number, row in enumerate(read_jsonl(path), start=1):
-                if not isinstance(row.get("article"), str):
-                    raise DataFormatError(f'{path}:{number}: expected {{"article": "..."}}')
-                articles.append(row["article"])
-        return cls(articles, max_characters)
+        expected = '{"article": "..."}'
+        articles = [read_rows(path, lambda row: row.text("article"), expected) for path in paths]
+        return cls(concat_lists(articles), max_characters)
 
     def find(self, query: str, k: int = 1) -> list[str]:
         """The `k` best articles that share a word with the query, best first; of equally good ones, the earlier first."""

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import chz
 
@@ -165,7 +165,31 @@ def read_jsonl(path: str | Path, tolerate_torn_tail: bool = False) -> list[dict[
         DataFormatError: a line is not a JSON object in UTF-8. The message begins with `path:line:`.
         FileNotFoundError: there is no such file.
     """
-    return [row for _, row in _read_lines(Path(path), tolerate_torn_tail)]
+    return [line.row for line in iterate_jsonl(path, tolerate_torn_tail)]
+
+
+class JsonLine(NamedTuple):
+    """A line of a JSON-lines file: its number, from 1, its text without the line end, and what it says."""
+
+    number: int
+    text: str
+    row: dict[str, Any]
+
+
+def iterate_jsonl(path: str | Path, tolerate_torn_tail: bool = False) -> Iterator[JsonLine]:
+    """The lines of a JSON-lines file that are not blank. Arguments and errors as `read_jsonl`."""
+    # Split on b"\n" alone: str.splitlines also splits at U+2028 and others, which JSON strings may contain.
+    lines = Path(path).read_bytes().split(b"\n")
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        try:
+            text, row = _parse_object(raw)
+        except ValueError as error:
+            if tolerate_torn_tail and number == len(lines):
+                return
+            raise DataFormatError(f"{path}:{number}: {error}") from error
+        yield JsonLine(number, text, row)
 
 
 def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> int:
@@ -182,37 +206,34 @@ def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> 
     path = Path(path)
     if not path.exists():
         return 0
-    lines = list(_read_lines(path, tolerate_torn_tail=True))
-    kept = [raw for raw, row in lines if keep(row)]
-    text = "".join(raw + "\n" for raw in kept)
+    lines = list(iterate_jsonl(path, tolerate_torn_tail=True))
+    kept = [line.text for line in lines if keep(line.row)]
+    text = "".join(line + "\n" for line in kept)
     if text.encode() != path.read_bytes():
         write_text(path, text)
     return len(lines) - len(kept)
 
 
-def _read_lines(path: Path, tolerate_torn_tail: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Split on b"\n" alone: str.splitlines also splits at U+2028 and others, which JSON strings may contain.
-    lines = path.read_bytes().split(b"\n")
-    for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
-            continue
-        try:
-            text = raw.decode("utf-8")
-            row = json.loads(text, parse_constant=_reject_constant)
-            if not isinstance(row, dict):
-                raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-        except ValueError as error:
-            if tolerate_torn_tail and number == len(lines):
-                return
-            raise DataFormatError(f"{path}:{number}: {error}") from error
-        yield text, row
+def _parse_object(raw: bytes) -> tuple[str, dict[str, Any]]:
+    """The text of a line and its object. Raises ValueError that says what is wrong."""
+    try:
+        text = raw.decode("utf-8")
+        row = json.loads(text, parse_constant=_reject_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__} and not an object")
+    return text, row
 
 
 def _is_object(raw: bytes) -> bool:
     try:
-        return isinstance(json.loads(raw), dict)
+        _parse_object(raw)
     except ValueError:
         return False
+    return True
 
 
 def _reject_constant(name: str) -> float:

@@ -1,0 +1,149 @@
+"""A GPU that is not there: tensors in the CPU's memory that say they are on one and refuse what torch refuses there.
+
+Arithmetic of two tensors on different devices, or a NumPy view of one that is not on the CPU, is an error on a GPU only. Here
+it is one on any machine. What torch does below Python is not seen, nor how fast or how exact a GPU is.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _device
+from torch.utils import checkpoint as checkpointing
+
+GPU = torch.device("cuda", 0)
+FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+)
+_to = torch._C.TensorBase.to
+
+
+class DeviceMistake(RuntimeError):
+    """What would fail on a GPU."""
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the pretended GPU. Whatever is computed from one is one too, except `cpu()`, `to("cpu")` and numbers."""
+
+    device = property(lambda self: GPU)  # pyright: ignore[reportAssignmentType]
+    is_cuda = property(lambda self: True)  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name in ("numpy", "__array__"):
+            raise DeviceMistake("can't convert a tensor on a GPU to NumPy; use Tensor.cpu() first")
+        if name == "cpu":
+            return _plain(args[0])
+        if name == "to":
+            return _moved(*args, **kwargs)
+        strangers = [t for t in _tensors((args, kwargs)) if not isinstance(t, OnGpu) and t.dim() > 0]
+        if strangers and name not in ("copy_", "__getitem__", "__get__", "__set__"):  # an index may be on the CPU
+            raise DeviceMistake(f"{name} of tensors on the GPU and one of shape {tuple(strangers[0].shape)} on the CPU")
+        if "device" in kwargs:
+            return _made(func, *args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, (list, tuple, dict)):
+        for part in nested.values() if isinstance(nested, dict) else nested:
+            yield from _tensors(part)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def _tagged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, OnGpu) else tensor.as_subclass(OnGpu)
+
+
+def _is_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == GPU.type
+
+
+def _made(factory: Callable[..., torch.Tensor], *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """The result of a function that was told a device (None: that of its arguments)."""
+    there = _is_gpu(device) or (device is None and any(isinstance(t, OnGpu) for t in _tensors(args)))
+    with torch._C.DisableTorchFunctionSubclass():
+        made = factory(*args, **kwargs) if there or device is None else factory(*args, device=device, **kwargs)
+    return _tagged(made) if there else _plain(made)
+
+
+def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Tensor.to in all its forms: a device, a dtype, both, or another tensor that has both."""
+    device, rest = kwargs.pop("device", None), []
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            device = value.device
+            rest.append(value.dtype)
+        elif isinstance(value, (str, torch.device)):
+            device = value
+        else:
+            rest.append(value)
+    there = isinstance(tensor, OnGpu) if device is None else _is_gpu(device)
+    if not there and device is not None:
+        kwargs["device"] = device
+    with torch._C.DisableTorchFunctionSubclass():
+        moved = _to(tensor, *rest, **kwargs) if rest or kwargs else tensor
+        if there != isinstance(tensor, OnGpu) and moved is tensor:
+            moved = tensor.clone()  # another device is other memory
+    return _tagged(moved) if there else _plain(moved)
+
+
+def _module_moved(self: nn.Module, device: Any) -> nn.Module:
+    """Module.to(device), with parameters that several modules share still shared."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in self.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = moved.setdefault(id(tensor), _moved(tensor.detach(), device))  # pyright: ignore
+    return self
+
+
+def pretend(patch: pytest.MonkeyPatch) -> None:
+    """Until the patch is undone: torch makes tensors on a pretended `cuda`, in every thread."""
+    _device._device_constructors()  # remembers the functions that are replaced below
+    for name in FACTORIES:
+        original = getattr(torch, name)
+        patch.setattr(
+            torch, name, wraps(original)(lambda *args, _original=original, **kw: _made(_original, *args, **kw))
+        )
+    patch.setattr(torch.Tensor, "to", _moved)
+    original_module_to = nn.Module.to
+    patch.setattr(
+        nn.Module,
+        "to",
+        lambda self, *args, **kwargs: (
+            _module_moved(self, args[0])
+            if args and isinstance(args[0], (str, torch.device)) and _is_gpu(args[0])
+            else original_module_to(self, *args, **kwargs)
+        ),
+    )
+    patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (8 << 30, 8 << 30))
+    for name in ("memory_reserved", "memory_allocated"):
+        patch.setattr(torch.cuda, name, lambda device=None: 0)
+    patch.setattr(torch.cuda, "empty_cache", lambda: None)
+    # Checkpointing compares devices of what it keeps, below Python, where these tensors are on the CPU.
+    without_device = {"default": lambda tensor: (tensor.shape, tensor.dtype)}
+    patch.setattr(checkpointing, "_allowed_determinism_checks_to_fns", without_device)
+    patch.setenv("TINKER_LOCAL_DEVICE", "cuda")

@@ -1,0 +1,78 @@
+"""The order of items: epoch after epoch, each shuffled by a seed of its own.
+
+Which item comes at which position follows from the seed and the position alone, so a run resumes anywhere without replaying what
+came before.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.seeds import derive_seed
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class EpochRows(Protocol[T_co]):
+    """Rows that come in another order in each epoch."""
+
+    num_rows: int
+
+    def get_row(self, position: int) -> T_co:
+        """The row at `position` of the current epoch, 0 <= position < num_rows."""
+        ...
+
+    def set_epoch(self, seed: int = 0) -> None:
+        """Order the rows as `seed` says."""
+        ...
+
+
+class ShuffledItems(Generic[T]):
+    """EpochRows of a sequence. The items keep their order until set_epoch, which shuffles anew from the given order."""
+
+    def __init__(self, items: Sequence[T]) -> None:
+        self.num_rows = len(items)
+        self._items = items
+        self._order: Sequence[int] = range(len(items))
+
+    def get_row(self, position: int) -> T:
+        return self._items[self._order[position]]
+
+    def set_epoch(self, seed: int = 0) -> None:
+        order = list(range(self.num_rows))
+        random.Random(seed).shuffle(order)
+        self._order = order
+
+
+class Epochs(Generic[T]):
+    """Rows that are gone through again and again. Epoch e is ordered by `derive_seed(*key, e)`; without a key, never anew."""
+
+    def __init__(self, rows: EpochRows[T], *key: int | str) -> None:
+        self._rows, self._key = rows, key
+        self._epoch: int | None = None
+
+    def draw(self, number: int) -> T:
+        """Row number % num_rows of epoch number // num_rows."""
+        epoch, position = divmod(number, self._rows.num_rows)
+        if self._key and epoch != self._epoch:
+            self._rows.set_epoch(derive_seed(*self._key, epoch))
+            self._epoch = epoch
+        return self._rows.get_row(position)
+
+
+def hold_out(items: Sequence[T], test_size: int, shuffle_seed: int | None, source: str) -> tuple[list[T], list[T]]:
+    """Training items and the first `test_size` as test items, after a shuffle (None: in the given order).
+
+    Raises:
+        ConfigurationError: nothing is left to train on; the message names `source`.
+    """
+    if test_size >= len(items):
+        raise ConfigurationError(
+            f"test_size={test_size} leaves nothing to train on: {source} has {len(items)} rows; lower test_size"
+        )
+    ordered = list(items)
+    if shuffle_seed is not None:
+        random.Random(shuffle_seed).shuffle(ordered)
+    return ordered[test_size:], ordered[:test_size]

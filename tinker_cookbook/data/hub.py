@@ -1,0 +1,82 @@
+"""Datasets of the Hugging Face hub, or of folders in the same form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from tinker_cookbook.data.rows import Row, parse_rows
+from tinker_cookbook.exceptions import ConfigurationError
+
+T = TypeVar("T")
+
+
+class HubDataset(NamedTuple):
+    """Where a dataset lies on the hub. `test_split`: the one to hold out, where it is not left to the loader."""
+
+    repository: str
+    config: str | None = None
+    test_split: str | None = None
+
+
+KNOWN = {
+    "cnn_dailymail": HubDataset("abisee/cnn_dailymail", "3.0.0"),
+    "deepmath": HubDataset("zwhe99/DeepMath-103K"),
+    "gsm8k": HubDataset("openai/gsm8k", "main"),
+    "no_robots": HubDataset("HuggingFaceH4/no_robots", test_split="test"),
+    "tulu3": HubDataset("allenai/tulu-3-sft-mixture"),
+}
+"""Short names of well-known datasets."""
+
+_SAVED = ("dataset_dict.json", "state.json")
+"""One of these lies in a folder that `save_to_disk` wrote."""
+
+
+def find(name: str, known: Iterable[str] = ()) -> HubDataset | None:
+    """The dataset that a name stands for: one of the short names `known`, a hub id (owner/name) or a folder; else None."""
+    if name in known:
+        return KNOWN[name]
+    return HubDataset(name) if "/" in name or Path(name).expanduser().is_dir() else None
+
+
+def load(name: str, split: str | None = None, config: str | None = None, streaming: bool = False) -> Any:
+    """A split of a dataset; without `split` a mapping of all its splits.
+
+    Args:
+        name: a hub id (owner/name), a folder of data files, or one that `save_to_disk` wrote.
+        split: as `datasets` takes it, such as train or train[:1000].
+        config: name of the dataset's configuration, where it has several.
+        streaming: give an iterable dataset, for which nothing is downloaded beforehand.
+
+    Raises:
+        ConfigurationError: it cannot be had.
+    """
+    import datasets
+
+    folder = Path(name).expanduser()
+    wanted = f"dataset {name}" if split is None else f"dataset {name}[{split}]"
+    try:
+        if not any((folder / file).is_file() for file in _SAVED):
+            return datasets.load_dataset(str(folder), config, split=split, streaming=streaming)
+        saved: Any = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the hub raises many kinds, all of which mean that the dataset is not to be had
+        raise ConfigurationError(
+            f"{wanted} could not be loaded: {error}; check its name and that it can be reached"
+        ) from error
+    if config is not None:
+        raise ConfigurationError(f"{wanted}: a saved dataset has no configuration {config!r}; leave it out")
+    splits = saved if isinstance(saved, Mapping) else {"train": saved}
+    if streaming:
+        splits = {key: rows.to_iterable_dataset() for key, rows in splits.items()}
+    if split is None:
+        return splits
+    if split not in splits:
+        raise ConfigurationError(f"{wanted}: there is no such split; use one of {', '.join(sorted(splits))}")
+    return splits[split]
+
+
+def read_rows(rows: Iterable[Mapping[str, Any]], source: str, parse: Callable[[Row], T], expected: str) -> list[T]:
+    """Every row of a loaded split as `parse` reads it (see `parse_rows`), in order. `source` names it: owner/name[train]."""
+    placed = (Row(f"{source}[{i}]", i, row) for i, row in enumerate(rows))
+    return parse_rows(placed, parse, source, expected)
