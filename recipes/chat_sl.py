@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 import chz
 
-from recipes.common import dataset_label
-from recipes.sl_common import SLConfig, dataset_settings, train_and_show, train_config
+from recipes.common import dataset_label, settle
+from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.hub import HUB_CHATS, SHIPPED, chat_dataset_builder
@@ -37,8 +38,8 @@ class CLIConfig(SLConfig):
     streaming: bool = chz.field(
         default=False, doc="read datasets of the hub as streams, without downloading them first"
     )
-    test_size: int = chz.field(default=16, doc="conversations held out of each dataset", validator=chz.validators.ge(0))
-    num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
+    test_size: int = with_default(SLConfig, "test_size", 16)
+    num_epochs: int = with_default(SLConfig, "num_epochs", 3)
 
 
 def parse_mixture(mixture: str) -> tuple[list[str], list[float] | None]:
@@ -64,13 +65,14 @@ def parse_mixture(mixture: str) -> tuple[list[str], list[float] | None]:
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     names, shares = parse_mixture(cli.mixture)
-    settings = dataset_settings(cli)
+    cli = settle(cli)
+    settings = chat_settings(cli)
     builder = InterleavedDatasetBuilder(
         sources=[chat_dataset_builder(name, settings, cli.test_size, cli.seed, cli.streaming) for name in names],
         weights=shares,
         batch_size=cli.batch_size,
     )
-    return train_config(cli, RECIPE, settings, builder, _label(names))
+    return train_config(cli, RECIPE, builder, _label(names))
 
 
 def _label(names: Sequence[str]) -> str:

@@ -11,23 +11,24 @@ losers are dropped, and the winners of each question are trained with GRPO on th
 
 import chz
 
-from recipes.common import (
+from recipes.common import settle
+from recipes.rl_common import (
     TaskConfig,
     check_groups,
-    max_tokens,
-    resolve_model,
     run_folder,
+    train_and_show,
     train_config,
     train_questions_evaluator,
 )
 from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.dataset import ADVANTAGES, DebateDatasetBuilder, DebateTrain
 from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.runs.outcome import print_rl_changes
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_rs_grpo"
@@ -46,55 +47,41 @@ class CLIConfig(TaskConfig):
         default=0.3, doc="judge=lm: sampling temperature", validator=chz.validators.ge(0)
     )
     debate_train: DebateTrain = chz.field(default="rs_grpo", doc="rs_grpo, or rejection (winners only, no reward)")
+    advantage: AdvantageConfig = with_default(TaskConfig, "advantage", ADVANTAGES["rs_grpo"])
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
-    if cli.debate_train == "rejection" and (cli.preset is not None or cli.baseline is not None):
-        raise ConfigurationError(
-            "debate_train=rejection trains each winner with the same weight, whatever its reward; leave preset and baseline out, "
-            "or use debate_train=rs_grpo"
-        )
+    if cli.debate_train == "rejection":
+        if cli.preset is not None or cli.advantage != ADVANTAGES["rs_grpo"]:
+            raise ConfigurationError(
+                "debate_train=rejection trains each winner with the same weight, whatever its reward; leave preset and "
+                "advantage out, or use debate_train=rs_grpo"
+            )
+        cli = chz.replace(cli, advantage=ADVANTAGES["rejection"])
     folder = run_folder(cli, f"debate-{cli.debate_train}")
-    model, renderer_name = resolve_model(cli)
-    dataset_builder = DebateDatasetBuilder(
-        task=cli.task,
-        dataset=cli.dataset,
-        test_dataset=cli.test_dataset,
-        reward_fn=cli.reward_fn,
-        model_name=model,
-        renderer_name=renderer_name,
-        judge=JudgeConfig(
+    cli = settle(cli)
+    dataset_builder = cli.fill(
+        DebateDatasetBuilder,
+        judge=cli.fill(
+            JudgeConfig,
             name=cli.judge,
-            weights=WeightsConfig(
-                base_model=model,
-                load_checkpoint_path=cli.judge_model_path,
-                renderer_name=renderer_name,
-                backend=cli.backend,
-                base_url=cli.base_url,
-            ),
+            weights=cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=cli.judge_model_path),
             max_tokens=cli.judge_max_tokens,
             temperature=cli.judge_temperature,
-            seed=cli.seed,
         ),
-        num_groups=cli.num_groups,
         group_size=group_size,
         num_batches=cli.max_steps,
-        seed=cli.seed,
         max_test_items=cli.max_eval_items,
-        max_tokens=max_tokens(cli),
-        context_window=model_info.get_context_length(model),
+        context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder.check()
-    evaluator = train_questions_evaluator(cli, model, renderer_name, CONFIDENCE_REQUEST)
-    return train_config(cli, RECIPE, model, dataset_builder, folder, ADVANTAGES[cli.debate_train], [evaluator])
+    return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli, CONFIDENCE_REQUEST)])
 
 
 async def main(cli: CLIConfig) -> None:
-    config = build_config(cli)
-    await train.main(config)
-    print_rl_changes(config.log_path, ["correct", "task_reward"])
+    await train_and_show(build_config(cli), ["correct", "task_reward"])
 
 
 if __name__ == "__main__":

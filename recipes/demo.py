@@ -9,9 +9,8 @@ right. It runs on a CPU in a few minutes and ends with a table and with what to 
 import chz
 
 from recipes import debate_rs_grpo
+from recipes.rl_common import train_and_show
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.rl import train
-from tinker_cookbook.runs.outcome import print_rl_changes
 
 NEXT = """\
 What to look at in that folder:
@@ -46,9 +45,7 @@ async def main(demo: DemoConfig) -> None:
         name="demo",
         on_zero_advantages="skip",  # the tiny model may come to answer a whole batch right: no reason to end with an error
     )
-    config = debate_rs_grpo.build_config(cli)
-    await train.main(config)
-    print_rl_changes(config.log_path, ["correct"])
+    await train_and_show(debate_rs_grpo.build_config(cli), ["correct"])
     print(NEXT)
 
 

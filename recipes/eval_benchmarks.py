@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
+from tinker_cookbook import config_tree
 from tinker_cookbook.benchmarks.runner import (
     BenchmarkConfig,
     check_config,
@@ -80,15 +81,7 @@ async def main(cli: CLIConfig) -> None:
 
 
 def _config(cli: CLIConfig, base_model: str) -> BenchmarkConfig:
-    return BenchmarkConfig(
-        max_tokens=reply_tokens(cli, base_model),
-        num_samples=cli.num_samples,
-        pass_at=cli.pass_at,
-        temperature=cli.temperature,
-        success_metric=cli.success_metric,
-        success_threshold=cli.success_threshold,
-        seed=cli.seed,
-    )
+    return config_tree.fill(BenchmarkConfig, cli, max_tokens=reply_tokens(cli, base_model))
 
 
 if __name__ == "__main__":

@@ -16,19 +16,15 @@ from functools import partial
 
 import chz
 
-from recipes.common import prompt_room, resolve_model, train_config
-from recipes.warm_up import WarmUpConfig, demonstrate, warm_up
+from recipes.common import prompt_room, settle
+from recipes.warm_up import WarmUpConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
-from tinker_cookbook.rl import train
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
-from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.runs.outcome import print_rl_changes
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 RECIPE = "guess_number"
 NEAR = 0.5
@@ -139,45 +135,22 @@ class CLIConfig(WarmUpConfig):
     max_turns: int = chz.field(default=3, doc="guesses per episode", validator=chz.validators.gt(0))
     list_numbers: bool = chz.field(default=True, doc="each hint lists the numbers that are still possible")
     num_test: int = chz.field(default=100, doc="episodes of an evaluation", validator=chz.validators.gt(0))
-    play: bool = chz.field(default=False, doc="play an episode yourself in the terminal; no model is loaded")
 
 
 def make_dataset_builder(cli: CLIConfig) -> GuessNumberDatasetBuilder:
-    """The episodes. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    model, renderer_name = resolve_model(cli)
-    return GuessNumberDatasetBuilder(
-        model_name=model,
-        renderer_name=renderer_name,
-        groups_per_batch=cli.groups_per_batch,
-        group_size=cli.group_size,
-        num_batches=cli.max_steps,
-        num_test=cli.num_test,
-        seed=cli.seed,
-        max_prompt_tokens=prompt_room(cli, model),
-        highest=cli.highest,
-        max_turns=cli.max_turns,
-        list_numbers=cli.list_numbers,
-    )
-
-
-def build_config(cli: CLIConfig, episodes: GuessNumberDatasetBuilder) -> train.Config:
-    """The run's full config, checked; its folder is settled last."""
-    return train_config(cli, RECIPE, episodes.model_name, episodes, [f"{cli.groups_per_batch}x{cli.group_size}"])
+    """The episodes of settled keys."""
+    return cli.fill(GuessNumberDatasetBuilder, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
 
 
 async def main(cli: CLIConfig) -> None:
+    cli = settle(cli)
     episodes = make_dataset_builder(cli)
-    if cli.play:
-        await play_episode(episodes, get_tokenizer(episodes.model_name))
-        return
-    config = build_config(cli, episodes)
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:
         return await demonstrate(episodes.draw(rng)(), partial(careless_guess, cli.highest, rng))
 
-    config = await warm_up(cli, config, episodes, careless_game)
-    await train.main(config)
-    print_rl_changes(config.log_path, ["reward/total", "correct", "closeness", "sensible_guess", "valid_guess"])
+    metrics = ["reward/total", "correct", "closeness", "sensible_guess", "valid_guess"]
+    await play_or_train(cli, RECIPE, episodes, careless_game, metrics)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import random
 
 import chz
 
-from recipes.common import RLConfig, dataset_label, prompt_room, resolve_model, train_config
+from recipes.common import dataset_label, prompt_room, settle
+from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
@@ -21,7 +22,6 @@ from tinker_cookbook.rl import train
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
-from tinker_cookbook.runs.outcome import print_rl_changes
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.math import AnswerStyle, Grading, MathTask, generate_sums
 from tinker_cookbook.tasks.single_turn import single_turn_group
@@ -106,33 +106,15 @@ class CLIConfig(RLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    model, renderer_name = resolve_model(cli)
-    dataset_builder = MathDatasetBuilder(
-        model_name=model,
-        renderer_name=renderer_name,
-        dataset=cli.dataset,
-        test_dataset=cli.test_dataset,
-        grading=cli.grading,
-        answer_style=cli.answer_style,
-        operations=cli.operations,
-        operators=cli.operators,
-        largest=cli.largest,
-        groups_per_batch=cli.groups_per_batch,
-        group_size=cli.group_size,
-        num_batches=cli.max_steps,
-        num_test=cli.num_test,
-        seed=cli.seed,
-        max_prompt_tokens=prompt_room(cli, model),
-    )
+    cli = settle(cli)
+    dataset_builder = cli.fill(MathDatasetBuilder, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
     dataset_builder.load()
     folder = [dataset_label(cli.dataset, SUMS), f"{cli.groups_per_batch}x{cli.group_size}"]
-    return train_config(cli, RECIPE, model, dataset_builder, folder)
+    return train_config(cli, RECIPE, dataset_builder, folder)
 
 
 async def main(cli: CLIConfig) -> None:
-    config = build_config(cli)
-    await train.main(config)
-    print_rl_changes(config.log_path, ["correct", "parsed"])
+    await train_and_show(build_config(cli), ["correct", "parsed"])
 
 
 if __name__ == "__main__":

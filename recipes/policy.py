@@ -3,6 +3,7 @@
 import chz
 
 from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS
+from tinker_cookbook import config_tree
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import last_sampler_path
@@ -41,13 +42,7 @@ async def open_policy(cli: PolicyCLIConfig) -> Policy:
         path = last_sampler_path(cli.log_path)
     if base_model == TINY_CHAT or not named:
         base_model = str(EXAMPLE_DATA / TINY_CHAT)
-    weights = WeightsConfig(
-        base_model=base_model,
-        load_checkpoint_path=path,
-        renderer_name=cli.renderer_name,
-        backend=cli.backend,
-        base_url=cli.base_url,
-    )
+    weights = config_tree.fill(WeightsConfig, cli, base_model=base_model, load_checkpoint_path=path)
     return await weights.open_policy(named[0] if named else "model_name")
 
 

@@ -14,14 +14,14 @@ from functools import partial
 
 import chz
 
-from recipes.common import RLConfig, resolve_model, train_config
+from recipes.common import settle
+from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
-from tinker_cookbook.runs.outcome import print_rl_changes
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -107,24 +107,13 @@ class CLIConfig(RLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    model, renderer_name = resolve_model(cli)
-    dataset_builder = ArithmeticDatasetBuilder(
-        model_name=model,
-        renderer_name=renderer_name,
-        groups_per_batch=cli.groups_per_batch,
-        group_size=cli.group_size,
-        num_batches=cli.max_steps,
-        max_number=cli.max_number,
-        num_test=cli.num_test,
-        seed=cli.seed,
-    )
-    return train_config(cli, RECIPE, model, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
+    cli = settle(cli)
+    dataset_builder = cli.fill(ArithmeticDatasetBuilder, num_batches=cli.max_steps)
+    return train_config(cli, RECIPE, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
 
 
 async def main(cli: CLIConfig) -> None:
-    config = build_config(cli)
-    await train.main(config)
-    print_rl_changes(config.log_path, ["reward/total", "correct"])
+    await train_and_show(build_config(cli), ["reward/total", "correct"])
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ no evaluation, no resume, a checkpoint at the end only. `recipes.rl_basic` has t
 metrics.jsonl) rises by more than 0.2 over the default run.
 """
 
+from __future__ import annotations
+
 import random
 import time
 from pathlib import Path
 
 import chz
-import numpy as np
-import tinker
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
@@ -24,6 +24,7 @@ from tinker_cookbook.renderers import get_renderer, get_text_content
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.ml_log import setup_logging
 
 

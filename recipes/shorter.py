@@ -9,14 +9,14 @@ rewards, and what a policy does with a wish that says nothing about the content.
 
 import chz
 
-from recipes.common import RLConfig, resolve_model, train_config
+from recipes.common import settle
+from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.preference.envs import PairwisePreferenceRLDatasetBuilder
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
 from tinker_cookbook.preference.types import Comparison, LabeledComparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl import train
-from tinker_cookbook.runs.outcome import print_rl_changes
 
 RECIPE = "shorter"
 PROMPTS = (
@@ -78,25 +78,22 @@ class CLIConfig(RLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    model, renderer_name = resolve_model(cli)
-    dataset_builder = PairwisePreferenceRLDatasetBuilder(
+    cli = settle(cli)
+    dataset_builder = cli.fill(
+        PairwisePreferenceRLDatasetBuilder,
         comparison_builder=PromptsBuilder(shuffle_seed=cli.seed),
         preference_model_builder=ShorterPreferenceModelBuilder(),
-        policy_model_name=model,
-        policy_renderer_name=renderer_name,
+        policy_model_name=cli.model_name,
+        policy_renderer_name=cli.renderer_name,
         batch_size=cli.groups_per_batch,
-        group_size=cli.group_size,
         matchup_group_size=cli.group_size,
         num_batches=cli.max_steps,
-        seed=cli.seed,
     )
-    return train_config(cli, RECIPE, model, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
+    return train_config(cli, RECIPE, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
 
 
 async def main(cli: CLIConfig) -> None:
-    config = build_config(cli)
-    await train.main(config)
-    print_rl_changes(config.log_path, ["ac_tokens_per_turn"])
+    await train_and_show(build_config(cli), ["ac_tokens_per_turn"])
 
 
 if __name__ == "__main__":

@@ -7,19 +7,19 @@ python -m recipes.single_turn task=summary dataset=cnn_dailymail model_name=Qwen
 
 import chz
 
-from recipes.common import (
+from recipes.common import prompt_room, settle
+from recipes.rl_common import (
     TaskConfig,
     check_groups,
-    prompt_room,
-    resolve_model,
     run_folder,
+    train_and_show,
     train_config,
     train_questions_evaluator,
 )
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.advantages import AdvantageConfig, Baseline
-from tinker_cookbook.runs.outcome import print_rl_changes
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
 
 RECIPE = "single_turn"
@@ -29,46 +29,31 @@ RECIPE = "single_turn"
 class CLIConfig(TaskConfig):
     """Keys of `python -m recipes.single_turn`."""
 
-    baseline: Baseline | None = chz.field(
-        default=None,
-        doc="what a reward is compared with: mean, zscore (default), leave_one_out, role, or constant: 1 for every accepted "
-        "reply (rejection sampling)",
-    )
     accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
     accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
+    advantage: AdvantageConfig = with_default(
+        TaskConfig, "advantage", AdvantageConfig(baseline="zscore", scale="sequence")
+    )
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=1)
     folder = run_folder(cli, "single-turn")
-    model, renderer_name = resolve_model(cli)
-    dataset_builder = SingleTurnDatasetBuilder(
-        task=cli.task,
-        dataset=cli.dataset,
-        test_dataset=cli.test_dataset,
-        reward_fn=cli.reward_fn,
-        model_name=model,
-        renderer_name=renderer_name,
-        num_groups=cli.num_groups,
+    cli = settle(cli)
+    dataset_builder = cli.fill(
+        SingleTurnDatasetBuilder,
         group_size=group_size,
         num_batches=cli.max_steps,
-        seed=cli.seed,
-        accept_min_reward=cli.accept_min_reward,
-        accept_require_parse=cli.accept_require_parse,
         max_test_items=cli.max_eval_items,
-        max_prompt_tokens=prompt_room(cli, model),
+        max_prompt_tokens=prompt_room(cli),
     )
     dataset_builder.check()
-    advantage = AdvantageConfig(baseline="zscore", scale="sequence")
-    evaluator = train_questions_evaluator(cli, model, renderer_name)
-    return train_config(cli, RECIPE, model, dataset_builder, folder, advantage, [evaluator])
+    return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli)])
 
 
 async def main(cli: CLIConfig) -> None:
-    config = build_config(cli)
-    await train.main(config)
-    print_rl_changes(config.log_path, ["task_reward", "correct"])
+    await train_and_show(build_config(cli), ["task_reward", "correct"])
 
 
 if __name__ == "__main__":

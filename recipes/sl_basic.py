@@ -10,8 +10,8 @@ of the hub has a column `messages` of the same form. `recipes.sl_loop` is the sa
 
 import chz
 
-from recipes.common import dataset_label
-from recipes.sl_common import SLConfig, dataset_settings, train_and_show, train_config
+from recipes.common import dataset_label, settle
+from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.hub import chat_dataset_builder
@@ -32,9 +32,9 @@ class CLIConfig(SLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    settings = dataset_settings(cli)
-    builder = chat_dataset_builder(cli.dataset, settings, cli.test_size, cli.seed)
-    return train_config(cli, RECIPE, settings, builder, dataset_label(cli.dataset, SHIPPED))
+    cli = settle(cli)
+    builder = chat_dataset_builder(cli.dataset, chat_settings(cli), cli.test_size, cli.seed)
+    return train_config(cli, RECIPE, builder, dataset_label(cli.dataset, SHIPPED))
 
 
 async def main(cli: CLIConfig) -> None:

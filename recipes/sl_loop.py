@@ -7,11 +7,12 @@ One step at a time, each awaited: no evaluation, no resume, a checkpoint at the 
 loss (train_mean_nll in metrics.jsonl) falls from 7.9 to 4.7 between the first and the last step of the default run.
 """
 
+from __future__ import annotations
+
 import time
 from pathlib import Path
 
 import chz
-import tinker
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
@@ -21,6 +22,7 @@ from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum, read_conversations
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinker_cookbook.utils.ml_log import setup_logging
 

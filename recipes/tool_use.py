@@ -22,19 +22,15 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import TINY_CHAT, prompt_room, resolve_model, train_config
-from recipes.warm_up import GentleConfig, demonstrate, warm_up
+from recipes.common import prompt_room, settle
+from recipes.warm_up import GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_content
-from tinker_cookbook.rl import train
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
-from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.runs.outcome import print_rl_changes
 from tinker_cookbook.tasks.types import parse_solution
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, function_tool
 from tinker_cookbook.tool_use.env import tool_conversation
 from tinker_cookbook.utils.files import read_jsonl
@@ -176,56 +172,36 @@ class CLIConfig(GentleConfig):
     group_size: int = chz.field(default=8, doc="episodes per question", validator=chz.validators.gt(1))
     max_steps: int = chz.field(default=16, doc="number of batches", validator=chz.validators.gt(0))
     num_test: int = chz.field(default=32, doc="questions of an evaluation", validator=chz.validators.gt(0))
-    play: bool = chz.field(default=False, doc="answer a question yourself in the terminal; no model is loaded")
 
 
 def declares(cli: CLIConfig) -> bool:
     """The choice made, else what suits the model."""
-    return cli.declare_tools if cli.declare_tools is not None else cli.model_name != TINY_CHAT
+    return cli.declare_tools if cli.declare_tools is not None else not cli.is_tiny
 
 
 def make_dataset_builder(cli: CLIConfig) -> ToolUseDatasetBuilder:
-    """The episodes. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    model, renderer_name = resolve_model(cli)
-    dataset_builder = ToolUseDatasetBuilder(
-        model_name=model,
-        renderer_name=renderer_name,
-        groups_per_batch=cli.groups_per_batch,
-        group_size=cli.group_size,
+    """The episodes of settled keys. Raises RendererError for a renderer without tools."""
+    dataset_builder = cli.fill(
+        ToolUseDatasetBuilder,
         num_batches=cli.max_steps,
-        num_test=cli.num_test,
-        seed=cli.seed,
-        max_prompt_tokens=prompt_room(cli, model),
-        task=cli.task,
-        largest=cli.largest,
-        max_turns=cli.max_turns,
+        max_prompt_tokens=prompt_room(cli),
         declare=declares(cli),
     )
     tool_conversation(dataset_builder.renderer(), registry(cli.task), SYSTEM, "")  # a renderer without tools fails here
     return dataset_builder
 
 
-def build_config(cli: CLIConfig, episodes: ToolUseDatasetBuilder) -> train.Config:
-    """The run's full config, checked; its folder is settled last."""
-    folder = [cli.task, f"{cli.groups_per_batch}x{cli.group_size}"]
-    return train_config(cli.with_learning_rate(), RECIPE, episodes.model_name, episodes, folder)
-
-
 async def main(cli: CLIConfig) -> None:
+    cli = settle(cli)
     episodes = make_dataset_builder(cli)
-    if cli.play:
-        await play_episode(episodes, get_tokenizer(episodes.model_name))
-        return
-    config = build_config(cli, episodes)
 
     async def half_hearted_episode(renderer: Renderer, rng: random.Random) -> list[Message]:
         question = draw_question(cli.task, cli.largest, rng)
         player = partial(half_hearted, cli.task, question, rng)
         return await demonstrate(make_tool_env(cli.task, question, episodes.declare, renderer), player)
 
-    config = await warm_up(cli, config, episodes, half_hearted_episode, tiny_steps=TINY_STEPS)
-    await train.main(config)
-    print_rl_changes(config.log_path, ["reward/total", "correct", "used_tools", "faithful", "format"])
+    metrics = ["reward/total", "correct", "used_tools", "faithful", "format"]
+    await play_or_train(cli, RECIPE, episodes, half_hearted_episode, metrics, [cli.task], TINY_STEPS)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import prompt_room, resolve_model, train_config
-from recipes.warm_up import GentleConfig, demonstrate, warm_up
+from recipes.common import prompt_room, resolve_model, settle
+from recipes.warm_up import GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.data.jsonl import read_rows
@@ -33,13 +33,9 @@ from tinker_cookbook.data.rows import Row
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
-from tinker_cookbook.rl import train
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
-from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.runs.outcome import print_rl_changes
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "twenty_questions"
@@ -251,49 +247,29 @@ class CLIConfig(GentleConfig):
     groups_per_batch: int = chz.field(default=8, doc="things per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="games per thing", validator=chz.validators.gt(1))
     num_test: int = chz.field(default=48, doc="games of an evaluation", validator=chz.validators.gt(0))
-    play: bool = chz.field(default=False, doc="play a game yourself in the terminal; no model is loaded")
 
 
 def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
-    """The episodes. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    model, renderer_name = resolve_model(cli)
+    """The episodes of settled keys. Raises ConfigurationError for keys that contradict each other."""
     answerer = None
     if cli.answerer == "lm":
-        answerer_model, _ = resolve_model(chz.replace(cli, model_name=cli.answerer_model or cli.model_name))
-        answerer = WeightsConfig(base_model=answerer_model, backend=cli.backend, base_url=cli.base_url)
+        asked = chz.replace(cli, model_name=cli.answerer_model or cli.model_name, renderer_name=None)
+        answerer = WeightsConfig(base_model=resolve_model(asked)[0], backend=cli.backend, base_url=cli.base_url)
     elif cli.answerer_model is not None:
         raise ConfigurationError(f"answerer_model={cli.answerer_model!r} is of no use with answerer=script; drop it")
     if cli.num_things > (known := len(Things.read().names)):
         raise ConfigurationError(f"num_things={cli.num_things}: there are {known} things; choose at most that many")
-    return TwentyQuestionsDatasetBuilder(
-        model_name=model,
-        renderer_name=renderer_name,
-        groups_per_batch=cli.groups_per_batch,
-        group_size=cli.group_size,
+    return cli.fill(
+        TwentyQuestionsDatasetBuilder,
         num_batches=cli.max_steps,
-        num_test=cli.num_test,
-        seed=cli.seed,
-        max_prompt_tokens=prompt_room(cli, model),
-        num_things=cli.num_things,
-        max_turns=cli.max_turns,
-        list_objects=cli.list_objects,
+        max_prompt_tokens=prompt_room(cli),
         answerer=answerer,
     )
 
 
-def build_config(cli: CLIConfig, episodes: TwentyQuestionsDatasetBuilder) -> train.Config:
-    """The run's full config, checked; its folder is settled last."""
-    folder = [cli.answerer, f"{cli.groups_per_batch}x{cli.group_size}"]
-    return train_config(cli.with_learning_rate(), RECIPE, episodes.model_name, episodes, folder)
-
-
 async def main(cli: CLIConfig) -> None:
-    episodes = make_dataset_builder(cli)
-    if cli.play:
-        await play_episode(episodes, get_tokenizer(episodes.model_name))
-        return
-    config = build_config(cli, episodes)
-    things = Things.read()
+    cli = settle(cli)
+    episodes, things = make_dataset_builder(cli), Things.read()
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:
         # Half of the games begin where one thing is left: short conversations, from which copying is learnt fastest.
@@ -302,9 +278,8 @@ async def main(cli: CLIConfig) -> None:
         game = TwentyQuestionsEnv(rng.choice(among), among, things, answerer, cli.max_turns, cli.list_objects)
         return await demonstrate(game, partial(careless_question, things, rng))
 
-    config = await warm_up(cli, config, episodes, careless_game, tiny_steps=TINY_STEPS)
-    await train.main(config)
-    print_rl_changes(config.log_path, ["reward/total", "won", "left", "useful", "well_formed"])
+    metrics = ["reward/total", "won", "left", "useful", "well_formed"]
+    await play_or_train(cli, RECIPE, episodes, careless_game, metrics, [cli.answerer], TINY_STEPS)
 
 
 if __name__ == "__main__":

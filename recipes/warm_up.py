@@ -8,23 +8,27 @@ the supervised run itself. A model that knows the form needs none of this: warm_
 
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import chz
 
-from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, TINY_CHAT, RLConfig
+from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, by_model
+from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.message_groups import MessageDatasetBuilder
+from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.supervised import train as supervised_train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import write_text
+from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
 
 Player = Callable[[list[Message]], Message]
 """The next message of a conversation, given what was said so far."""
@@ -48,6 +52,7 @@ class WarmUpConfig(RLConfig):
         doc=f"supervised steps, on {BATCH_SIZE} generated conversations each; default: what tiny_chat needs, 0 for other "
         "models and with load_checkpoint_path",
     )
+    play: bool = chz.field(default=False, doc="play an episode yourself in the terminal; no model is loaded")
 
     @chz.validate
     def _check_warm_up_steps(self) -> None:
@@ -59,22 +64,14 @@ class WarmUpConfig(RLConfig):
 class GentleConfig(WarmUpConfig):
     """Keys of the recipes whose warm-up teaches more than a form: a lower learning rate keeps it. Not that of the warm-up."""
 
-    learning_rate: float | None = chz.field(
-        default=None,
-        doc=f"Adam's learning rate; default: {GENTLE_RATE:g} for tiny_chat, {RL_LEARNING_RATE:g} for other models",
-    )
-
-    def with_learning_rate(self) -> "GentleConfig":
-        """These keys with the learning rate settled for the shipped model."""
-        gentle = self.learning_rate is None and self.model_name == TINY_CHAT
-        return chz.replace(self, learning_rate=GENTLE_RATE) if gentle else self
+    learning_rate: float | None = by_model("Adam's learning rate", GENTLE_RATE, RL_LEARNING_RATE)
 
 
 def warm_up_steps(cli: WarmUpConfig, tiny_steps: int) -> int:
     """The number asked for, else `tiny_steps` for the shipped model and none for others."""
     if cli.warm_up_steps is not None:
         return cli.warm_up_steps
-    return tiny_steps if cli.model_name == TINY_CHAT and cli.load_checkpoint_path is None else 0
+    return tiny_steps if cli.is_tiny and cli.load_checkpoint_path is None else 0
 
 
 async def demonstrate(env: MessageEnv, player: Player) -> list[Message]:
@@ -118,19 +115,16 @@ async def warm_up(
         batch_size=BATCH_SIZE,
     )
     await supervised_train.main(
-        supervised_train.Config(
+        cli.fill(
+            supervised_train.Config,
             log_path=str(folder / "warm_up"),
-            model_name=config.model_name,
             recipe_name=f"{config.recipe_name}.warm_up",
+            renderer_name=None,
             dataset_builder=FromConversationFileBuilder(common_config=common, file_path=str(folder / "warm_up.jsonl")),
-            backend=cli.backend,
-            base_url=cli.base_url,
-            load_checkpoint_path=cli.load_checkpoint_path,
-            learning_rate=TINY_RATE if cli.model_name == TINY_CHAT else SL_LEARNING_RATE,
-            lora_rank=cli.lora_rank,
-            seed=cli.seed,
+            learning_rate=TINY_RATE if cli.is_tiny else SL_LEARNING_RATE,
+            max_steps=None,
             eval_every=0,
-            save_every=cli.save_every,
+            **tracker_settings(TrackerConfig()),
         )
     )
     record = get_last_checkpoint(folder / "warm_up")
@@ -139,6 +133,29 @@ async def warm_up(
             f"the warm-up left no checkpoint in {folder / 'warm_up'}; delete the folder and start over"
         )
     return chz.replace(config, load_checkpoint_path=record.state_path)
+
+
+async def play_or_train(
+    cli: WarmUpConfig,
+    recipe: str,
+    episodes: MessageDatasetBuilder,
+    write: WriteConversation,
+    metrics: Sequence[str],
+    folder: Sequence[str] = (),
+    tiny_steps: int = TINY_STEPS,
+) -> None:
+    """What a recipe with episodes does, from settled keys: a game in the terminal (play), or warm-up, training and its table.
+
+    Args:
+        folder: the words that name the run's folder, before the sizes of groups.
+        metrics: what the table shows.
+    """
+    if cli.play:
+        await play_episode(episodes, get_tokenizer(episodes.model_name))
+        return
+    size = f"{episodes.groups_per_batch}x{episodes.group_size}"
+    config = train_config(cli, recipe, episodes, [*folder, size])
+    await train_and_show(await warm_up(cli, config, episodes, write, tiny_steps), metrics)
 
 
 def _jsonable(message: Message) -> dict[str, object]:

@@ -50,7 +50,8 @@ CHECKPOINT_LINE = "tinker_cookbook.runs.checkpoints:append_jsonl"
 _LIMIT_SECONDS = 300.0
 _PRELOADED = [
     "tests.killing",
-    "recipes.common",
+    "recipes.rl_common",
+    "tinker",
     "tinker_local_backend.engine.engine",
     "transformers.models.qwen3.modeling_qwen3",
 ]

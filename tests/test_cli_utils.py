@@ -84,8 +84,8 @@ class TestParsing:
         out = capsys.readouterr().out
         assert exit_info.value.code == 0
         assert out.startswith("usage: python -m recipes.x key=value")
-        assert out.index("A recipe's command line") < out.index("Arguments:")
-        for text in ("model_name", "'tiny' (default)", "folder or hub id of the model", "env.rounds", "debate rounds"):
+        assert out.index("A recipe's command line") < out.index("model_name=tiny")
+        for text in ("model_name", "model_name=tiny ", "folder or hub id of the model", "env.rounds", "debate rounds"):
             assert text in out
 
     @pytest.mark.parametrize(

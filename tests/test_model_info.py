@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.renderers.families import FAMILIES
 from tinker_cookbook import model_info
@@ -213,6 +214,6 @@ def test_the_context_of_a_folder_is_read_and_that_of_a_hub_name_asked_once(
         asked.append(name)
         raise OSError("no such model on the hub")
 
-    monkeypatch.setattr(model_info.AutoConfig, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
     assert [model_info.get_context_length("owner/asked-once") for _ in range(3)] == [None] * 3
     assert asked == ["owner/asked-once"]

@@ -3,6 +3,8 @@
 The policy comes from `weights_config.py`; the recipe `recipes.chat` reads the lines.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import shlex
@@ -10,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import tinker
 from rich.console import Console
 from rich.text import Text
 
 from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs, derive_seed
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
 from tinker_cookbook.renderers import Message, format_content_as_string
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.weights_config import Policy
 
 Number = TypeVar("Number", int, float)

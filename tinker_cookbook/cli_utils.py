@@ -19,15 +19,9 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, get_args
 
 import chz
-from chz.blueprint import (
-    Blueprint,
-    ConstructionException,
-    EntrypointHelpException,
-    ExtraneousBlueprintArg,
-    InvalidBlueprintArg,
-    MissingBlueprintArg,
-)
+from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
 
+from tinker_cookbook import config_tree
 from tinker_cookbook.backends import is_engine_error
 from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCookbookError
 from tinker_cookbook.runs.bootstrap import last_log_path
@@ -136,25 +130,16 @@ def run_recipe(
 
 
 def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
-    if "-h" in arguments:
-        arguments = ["--help" if argument == "-h" else argument for argument in arguments]
+    if "--help" in arguments or "-h" in arguments:
+        print("\n\n".join(part for part in (_usage(prog), doc, config_tree.help_text(config_cls)) if part))
+        raise SystemExit(0)
     try:
-        blueprint = Blueprint(config_cls)
-        try:
-            blueprint.apply_from_argv(arguments, allow_hyphens=True)
-        except ValueError as error:
-            # chz says "Invalid argument 'x'. Specify arguments in the form key=value".
-            _fail(f"{error}\n{_usage(prog)}", EXIT_USAGE, error)
-        return blueprint.make()
-    except EntrypointHelpException as help_text:
-        print(f"{_usage(prog)}\n")
-        if doc:
-            print(f"{doc}\n")
-        print(str(help_text).rstrip("\n"))
-        raise SystemExit(0) from None
+        return config_tree.parse(config_cls, arguments)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
         _fail(f"{str(error).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
     except (ValueError, TypeError) as error:
+        if str(error).startswith("Invalid argument"):  # chz: "Specify arguments in the form key=value"
+            _fail(f"{error}\n{_usage(prog)}", EXIT_USAGE, error)
         _fail(_validator_message(error, arguments), EXIT_USAGE, error)
 
 

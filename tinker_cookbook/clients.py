@@ -6,12 +6,15 @@ Every method returns an awaitable at once, so that forward_backward and optim_st
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import tinker
-from tinker.types import OptimStepResponse, SampleResponse, SaveWeightsForSamplerResponse, SaveWeightsResponse
+from tinker_cookbook.utils.lazy import tinker
 
-CustomLossFn: TypeAlias = Callable[[list[tinker.Datum], list[Any]], tuple[Any, dict[str, float]]]
+if TYPE_CHECKING:
+    from tinker.types import OptimStepResponse, SampleResponse, SaveWeightsForSamplerResponse, SaveWeightsResponse
+
+
+CustomLossFn: TypeAlias = Callable[[list["tinker.Datum"], list[Any]], tuple[Any, dict[str, float]]]
 """(data, logprobs of each datum's targets as float32 tensors) -> (scalar tensor, metrics)"""
 
 

@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Self
 
-import tinker
-
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
 StopCondition = list[str] | list[int]
@@ -62,6 +61,8 @@ class TinkerTokenCompleter(TokenCompleter):
         context_window: when given, completions are cut so that prompt + completion fits, and a prompt that leaves no room
             raises ConfigurationError.
         seed: None samples afresh each time; otherwise call i of this completer always draws from the same seed.
+        top_k: draw from the k likeliest tokens; -1: from all. Logprobs are those of the whole distribution.
+        top_p: draw from the likeliest tokens that together have this probability; 1: from all. Logprobs as with top_k.
     """
 
     sampling_client: SamplingClient
@@ -69,6 +70,8 @@ class TinkerTokenCompleter(TokenCompleter):
     temperature: float = 1.0
     context_window: int | None = None
     seed: int | None = None
+    top_k: int = -1
+    top_p: float = 1.0
     _calls: int = field(default=0, init=False, repr=False)
 
     async def __call__(
@@ -85,7 +88,14 @@ class TinkerTokenCompleter(TokenCompleter):
         if self.seed is not None:
             seed = derive_seed(self.seed, self._calls)
             self._calls += 1
-        params = tinker.SamplingParams(max_tokens=limit, temperature=self.temperature, stop=stop, seed=seed)
+        params = tinker.SamplingParams(
+            max_tokens=limit,
+            temperature=self.temperature,
+            stop=stop,
+            seed=seed,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
         response = await self.sampling_client.sample(model_input, 1, params)
         sequence = response.sequences[0]
         logprobs = sequence.logprobs

@@ -5,7 +5,6 @@ from __future__ import annotations
 from io import StringIO
 from itertools import groupby
 
-import tinker
 from rich.console import Console
 from rich.text import Text
 
@@ -13,6 +12,7 @@ from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.rl.types import Trajectory
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker
 
 TRAINED, NOT_TRAINED, PUSHED_DOWN = "green", "yellow", "red"
 OBSERVATION, ACTION, REWARD = "yellow", "green", "cyan"

@@ -3,19 +3,20 @@
 What hub names say is listed in model_families.py; this file answers for a name or a local folder.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from tinker_cookbook import model_families
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_families import ModelAttributes
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.qwen2_5 import DEFAULT_SYSTEM_PROMPT as QWEN2_5_SYSTEM_PROMPT
+from tinker_cookbook.utils.lazy import transformers
 
 __all__ = [
     "ModelAttributes",
@@ -139,7 +140,7 @@ def _context_length_of_hub_name(name: str) -> int | None:
 
 def _read_context_length(source: str) -> int | None:
     try:
-        config = AutoConfig.from_pretrained(source).get_text_config()
+        config = transformers.AutoConfig.from_pretrained(source).get_text_config()
     except (OSError, ValueError):
         return None
     return getattr(config, "max_position_embeddings", None)

@@ -15,23 +15,22 @@ import chz
 
 from recipes.common import (
     MAX_TOKENS,
+    TINY_LEARNING_RATE,
     TINY_MAX_TOKENS,
+    by_model,
     dataset_label,
-    learning_rate,
-    open_log_path,
-    resolve_model,
-    run_settings,
-    turn_tokens,
+    prompt_room,
+    run_config,
+    settle,
 )
 from recipes.distillation.teacher import TeacherKeys, make_teacher, named_teacher, teacher_run
-from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyDatasetBuilder
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.rl.train import LOSS_FNS
 from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
@@ -47,7 +46,7 @@ LEARNING_RATE = 1e-4
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TeacherKeys):
+class CLIConfig(TeacherKeys, train_on_policy.OnPolicyOptions):
     """Keys of `python -m recipes.distillation.on_policy`."""
 
     dataset: str = chz.field(
@@ -60,78 +59,44 @@ class CLIConfig(TeacherKeys):
     groups_per_batch: int = chz.field(default=32, doc="prompts per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=4, doc="attempts per prompt", validator=chz.validators.gt(0))
     max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
-    max_tokens: int | None = chz.field(
-        default=None, doc=f"longest completion; default: {TINY_MAX_TOKENS} for tiny_chat, else {MAX_TOKENS}"
-    )
-    learning_rate: float | None = chz.field(
-        default=None, doc=f"Adam's learning rate; default: 0.001 for tiny_chat, {LEARNING_RATE:g} for other models"
-    )
-    kl_penalty_coef: float = chz.field(
-        default=1.0, doc="weight of the reverse KL to the teacher", validator=chz.validators.gt(0)
-    )
-    kl_discount_factor: float = chz.field(
-        default=0.0, doc="how far a token answers for the ones after it; 0: for itself alone"
-    )
-    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
-    num_substeps: int = chz.field(default=1, doc="optimizer steps per batch", validator=chz.validators.gt(0))
-    eval_every: int = chz.field(
-        default=10, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0)
-    )
+    max_tokens: int | None = by_model("longest completion", TINY_MAX_TOKENS, MAX_TOKENS)
+    learning_rate: float | None = by_model("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE)
+    eval_every: int = with_default(train_on_policy.OnPolicyOptions, "eval_every", 10)
 
 
 def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
-    """The run's full config, and whether its teacher is yet to be made. Raises ConfigurationError with the mend."""
-    model, renderer_name = resolve_model(cli)
-    teacher = named_teacher(cli, model)
-    if teacher is None and cli.dataset != SHIPPED:
+    """The run's full config, and whether its teacher is yet to be made. Raises ConfigurationError with the fix."""
+    cli = settle(cli)
+    teacher, shipped = named_teacher(cli), cli.dataset == SHIPPED
+    if teacher is None and not shipped:
         raise ConfigurationError(
             f"dataset={cli.dataset!r} has no answers to make a teacher from; name one by teacher_model or "
             f"teacher_checkpoint, or use dataset={SHIPPED}"
         )
-    longest = turn_tokens(cli, cli.max_tokens)
-    context = model_info.get_context_length(model)
-    shipped = cli.dataset == SHIPPED
-    evaluator = TaskEvaluatorBuilder(
-        name="held_out",
-        task="qa",
-        split="test",
-        model_name=model,
-        renderer_name=renderer_name,
-        max_tokens=longest,
-        seed=cli.seed,
-    )
-    prompts = PromptOnlyDatasetBuilder(
+    evaluator = cli.fill(TaskEvaluatorBuilder, name="held_out", task="qa", dataset=None, split="test")
+    prompts = cli.fill(
+        PromptOnlyDatasetBuilder,
         dataset_name=str(EXAMPLE_DATA / "qa" / "arithmetic_train.jsonl") if shipped else cli.dataset,
-        groups_per_batch=cli.groups_per_batch,
-        group_size=cli.group_size,
-        model_name_for_tokenizer=model,
-        renderer_name=renderer_name,
+        model_name_for_tokenizer=cli.model_name,
         system_prompt=QA_SYSTEM if shipped else None,
-        max_prompt_tokens=None if context is None else context - longest,
-        test_size=cli.test_size,
+        max_prompt_tokens=prompt_room(cli),
         num_epochs=cli.max_steps * cli.groups_per_batch,  # enough, however few the prompts: max_steps is the limit
-        seed=cli.seed,
     )
-    config = train_on_policy.Config(
-        **run_settings(cli, RECIPE, model),
-        learning_rate=learning_rate(cli, cli.learning_rate, LEARNING_RATE),
-        dataset_configs=[
-            DistillationDatasetConfig(
-                dataset_builder=prompts,
-                teacher_config=teacher or TeacherConfig(base_model=model),
-                groups_per_batch=cli.groups_per_batch,
-            )
-        ],
-        max_tokens=longest,
-        kl_penalty_coef=cli.kl_penalty_coef,
-        kl_discount_factor=cli.kl_discount_factor,
-        loss_fn=cli.loss_fn,
-        num_substeps=cli.num_substeps,
+    data = cli.fill(
+        DistillationDatasetConfig,
+        dataset_builder=prompts,
+        teacher_config=teacher or TeacherConfig(base_model=cli.model_name),
+    )
+    config = run_config(
+        cli,
+        train_on_policy.Config,
+        train_on_policy.check_config,
+        RECIPE,
+        [dataset_label(cli.dataset, SHIPPED)],
+        dataset_configs=[data],
         evaluator_builders=[evaluator] if shipped else [],
     )
-    train_on_policy.check_config(config)
-    folder = open_log_path(cli, RECIPE, dataset_label(cli.dataset, SHIPPED))
-    return chz.replace(config, log_path=folder), teacher is None
+    return config, teacher is None
 
 
 def write_right_answers(path: Path) -> None:

@@ -15,6 +15,7 @@ from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
+from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
 
 TINY_TEACHER_LEARNING_RATE = 2e-3
 
@@ -32,38 +33,37 @@ class TeacherKeys(CommonConfig):
     )
 
 
-def named_teacher(cli: TeacherKeys, model: str) -> TeacherConfig | None:
-    """The teacher that the keys name; None when one is to be made, which only the shipped model's is.
+def named_teacher(cli: TeacherKeys) -> TeacherConfig | None:
+    """The teacher that settled keys name; None when one is to be made, which only the shipped model's is.
 
     Raises ConfigurationError for another model without a teacher, or a checkpoint that is none to sample from.
     """
     if cli.teacher_model is None and cli.teacher_checkpoint is None:
-        if cli.model_name != TINY_CHAT:
+        if not cli.is_tiny:
             raise ConfigurationError(
                 f"model_name={cli.model_name!r} needs a teacher: set teacher_model to a larger model of its family, or "
                 "teacher_checkpoint to sampler weights"
             )
         return None
-    base = model if cli.teacher_model in (None, TINY_CHAT) else cli.teacher_model
+    base = cli.model_name if cli.teacher_model in (None, TINY_CHAT) else cli.teacher_model
     return TeacherConfig(base_model=base, load_checkpoint_path=cli.teacher_checkpoint)
 
 
 def teacher_run(cli: TeacherKeys, config: RunConfig, dataset_builder: SupervisedDatasetBuilder) -> train.Config:
     """The supervised run that makes a teacher on `config.model_name`."""
-    return train.Config(
+    return cli.fill(
+        train.Config,
         log_path=str(Path(config.log_path) / "teacher"),
-        model_name=config.model_name,
         recipe_name=f"{config.recipe_name}.teacher",
         dataset_builder=dataset_builder,
-        backend=cli.backend,
-        base_url=cli.base_url,
+        model_name=config.model_name,
         renderer_name=config.renderer_name,
-        learning_rate=TINY_TEACHER_LEARNING_RATE if cli.model_name == TINY_CHAT else SL_LEARNING_RATE,
+        load_checkpoint_path=None,
+        learning_rate=TINY_TEACHER_LEARNING_RATE if cli.is_tiny else SL_LEARNING_RATE,
         num_epochs=cli.teacher_epochs,
-        lora_rank=cli.lora_rank,
-        seed=cli.seed,
+        max_steps=None,
         eval_every=0,
-        save_every=cli.save_every,
+        **tracker_settings(TrackerConfig()),
     )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import chz
 
-from recipes.common import CommonConfig, resolve_model
+from recipes.common import CommonConfig
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.preference_datasets import (
@@ -12,7 +12,6 @@ from tinker_cookbook.preference.preference_datasets import (
     ComparisonBuilderFromJsonl,
     ComparisonDatasetBuilder,
 )
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
 SHIPPED = "comparisons"
 SHIPPED_TEST_SIZE = 32
@@ -55,11 +54,9 @@ def comparison_source(cli: ComparisonConfig) -> ComparisonDatasetBuilder:
             "train_split and prompt_column go with a hub dataset; leave them out with a .jsonl file"
         )
     if not is_file:
-        return ComparisonBuilderFromHF(
+        return cli.fill(
+            ComparisonBuilderFromHF,
             dataset_name=cli.dataset,
-            train_split=cli.train_split,
-            test_split=cli.test_split,
-            prompt_column=cli.prompt_column,
             test_size=cli.test_size or 0,
             shuffle_seed=cli.seed,
         )
@@ -70,15 +67,4 @@ def comparison_source(cli: ComparisonConfig) -> ComparisonDatasetBuilder:
         test_path=cli.test_dataset,
         test_size=default_size if cli.test_size is None else cli.test_size,
         shuffle_seed=cli.seed,
-    )
-
-
-def chat_config(cli: ComparisonConfig) -> ChatDatasetBuilderCommonConfig:
-    """Tokenizer, renderer, lengths and batch size; the model is checked before anything is loaded."""
-    model, renderer_name = resolve_model(cli)
-    return ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=model,
-        renderer_name=renderer_name,
-        max_length=cli.max_length,
-        batch_size=cli.batch_size,
     )

@@ -21,16 +21,18 @@ from recipes.common import (
     MAX_TOKENS,
     RL_LEARNING_RATE,
     SL_LEARNING_RATE,
-    TINY_CHAT,
+    TINY_LEARNING_RATE,
     TINY_MAX_TOKENS,
+    R,
+    by_model,
     dataset_label,
-    learning_rate,
     open_log_path,
-    run_settings,
-    turn_tokens,
+    settle,
 )
-from recipes.preference.data import SHIPPED, ComparisonConfig, chat_config, comparison_source
+from recipes.preference.data import SHIPPED, ComparisonConfig, comparison_source
+from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.preference.comparison_policy_evaluator import ComparisonEvaluator, LabelAccuracyEvaluator
 from tinker_cookbook.preference.envs import PairwisePreferenceRLDatasetBuilder
@@ -42,6 +44,7 @@ from tinker_cookbook.preference.preference_datasets import (
 from tinker_cookbook.preference.types import PreferenceModelBuilderFromChatRenderer
 from tinker_cookbook.renderers import Message, TrainOnWhat
 from tinker_cookbook.rl import train as rl_train
+from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, get_last_checkpoint
 from tinker_cookbook.runs.metadata import write_run_metadata
 from tinker_cookbook.runs.outcome import print_changes
@@ -56,7 +59,7 @@ TINY_SFT_RATE, TINY_PREFERENCE_RATE = 1e-2, 2e-3
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(ComparisonConfig):
+class CLIConfig(ComparisonConfig, RLOptions):
     """Keys of `python -m recipes.preference.rlhf_pipeline`."""
 
     demonstrations: Literal["both", "chosen"] = chz.field(
@@ -64,29 +67,17 @@ class CLIConfig(ComparisonConfig):
     )
     sft_epochs: int = chz.field(default=3, doc="passes of the warm start", validator=chz.validators.gt(0))
     preference_epochs: int = chz.field(default=3, doc="passes of the preference model", validator=chz.validators.gt(0))
-    sft_learning_rate: float | None = chz.field(
-        default=None,
-        doc=f"of the warm start; default: {TINY_SFT_RATE:g} for tiny_chat, {SL_LEARNING_RATE:g} for others",
-    )
-    preference_learning_rate: float | None = chz.field(
-        default=None,
-        doc=f"of the preference model; default: {TINY_PREFERENCE_RATE:g} for tiny_chat, {SL_LEARNING_RATE:g} for others",
-    )
-    rl_learning_rate: float | None = chz.field(
-        default=None, doc=f"of the last stage; default: 0.001 for tiny_chat, {RL_LEARNING_RATE:g} for other models"
-    )
+    sft_learning_rate: float | None = by_model("of the warm start", TINY_SFT_RATE, SL_LEARNING_RATE)
+    preference_learning_rate: float | None = by_model("of the preference model", TINY_PREFERENCE_RATE, SL_LEARNING_RATE)
+    rl_learning_rate: float | None = by_model("of the last stage", TINY_LEARNING_RATE, RL_LEARNING_RATE)
     rl_steps: int = chz.field(default=10, doc="steps of the last stage", validator=chz.validators.gt(0))
     groups_per_batch: int = chz.field(
         default=8, doc="prompts per step of the last stage", validator=chz.validators.gt(0)
     )
     group_size: int = chz.field(default=4, doc="replies per prompt", validator=chz.validators.gt(1))
-    max_tokens: int | None = chz.field(
-        default=None, doc=f"longest reply; default: {TINY_MAX_TOKENS} for tiny_chat, else {MAX_TOKENS}"
-    )
+    max_tokens: int | None = by_model("longest reply", TINY_MAX_TOKENS, MAX_TOKENS)
     max_steps: int | None = chz.field(default=None, doc="no stage takes more steps than this")
-    eval_every: int = chz.field(
-        default=10, doc="evaluate every n steps of each stage and at its end; 0: never", validator=chz.validators.ge(0)
-    )
+    eval_every: int = with_default(RLOptions, "eval_every", 10)
 
 
 @chz.chz(typecheck=True)
@@ -149,43 +140,49 @@ class WinRateBuilder:
         )
 
 
-def common_fields(cli: CLIConfig, log_path: Path, stage: str, start: str | None) -> dict[str, Any]:
-    """The fields that the configs of all stages have. `start`: the weights that the stage starts from."""
-    return {
-        **run_settings(cli, f"{RECIPE}/{stage}", chat_config(cli).model_name_for_tokenizer),
-        "log_path": str(log_path / stage),
-        "load_checkpoint_path": start,
-        "wandb_name": cli.wandb_name and f"{cli.wandb_name}-{stage}",
-    }
-
-
-def sl_learning_rate(cli: CLIConfig, given: float | None, tiny: float) -> float:
-    """That of a supervised stage."""
-    return learning_rate(cli, tiny if given is None and cli.model_name == TINY_CHAT else given, SL_LEARNING_RATE)
+def stage_config(cli: CLIConfig, config_cls: type[R], log_path: Path, stage: str, start: str | None, **own: Any) -> R:
+    """The config of a stage from settled keys and `own`. `start`: the weights that the stage starts from."""
+    return cli.fill(
+        config_cls,
+        log_path=str(log_path / stage),
+        recipe_name=f"{RECIPE}/{stage}",
+        load_checkpoint_path=start,
+        wandb_name=cli.wandb_name and f"{cli.wandb_name}-{stage}",
+        **own,
+    )
 
 
 def sft_config(cli: CLIConfig, log_path: Path) -> sl_train.Config:
     """Stage 1."""
-    return sl_train.Config(
-        **common_fields(cli, log_path, SFT, cli.load_checkpoint_path),
-        dataset_builder=DemonstrationsBuilder(
-            common_config=chat_config(cli),
-            comparison_builder=comparison_source(cli),
-            demonstrations=cli.demonstrations,
-        ),
-        learning_rate=sl_learning_rate(cli, cli.sft_learning_rate, TINY_SFT_RATE),
+    cli = settle(cli)
+    data = cli.fill(DemonstrationsBuilder, common_config=chat_settings(cli), comparison_builder=comparison_source(cli))
+    return stage_config(
+        cli,
+        sl_train.Config,
+        log_path,
+        SFT,
+        cli.load_checkpoint_path,
+        dataset_builder=data,
+        learning_rate=cli.sft_learning_rate,
         num_epochs=cli.sft_epochs,
     )
 
 
 def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | None) -> sl_train.Config:
     """Stage 2, from the weights of stage 1."""
-    data = ChatDatasetBuilderFromComparisons(common_config=chat_config(cli), comparison_builder=comparison_source(cli))
+    cli = settle(cli)
+    data = ChatDatasetBuilderFromComparisons(
+        common_config=chat_settings(cli), comparison_builder=comparison_source(cli)
+    )
     has_test = data.comparison_builder.get_rows()[1] is not None
-    return sl_train.Config(
-        **common_fields(cli, log_path, PREFERENCE_MODEL, warm_path),
+    return stage_config(
+        cli,
+        sl_train.Config,
+        log_path,
+        PREFERENCE_MODEL,
+        warm_path,
         dataset_builder=data,
-        learning_rate=sl_learning_rate(cli, cli.preference_learning_rate, TINY_PREFERENCE_RATE),
+        learning_rate=cli.preference_learning_rate,
         num_epochs=cli.preference_epochs,
         evaluator_builders=[LabelAccuracyBuilder(data=data)] if has_test else [],
     )
@@ -193,32 +190,27 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
 
 def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path: str | None) -> rl_train.Config:
     """Stage 3, from the weights of stage 1, judged by those of stage 2."""
-    fields = common_fields(cli, log_path, RL, warm_path)
-    data = PairwisePreferenceRLDatasetBuilder(
+    cli = settle(cli)
+    data = cli.fill(
+        PairwisePreferenceRLDatasetBuilder,
         comparison_builder=comparison_source(cli),
-        preference_model_builder=PreferenceModelBuilderFromChatRenderer(
-            model_name=fields["model_name"],
-            renderer_name=fields["renderer_name"],
-            rm_weights_path=judge_path,
-            backend=cli.backend,
-            base_url=cli.base_url,
-        ),
-        policy_model_name=fields["model_name"],
-        policy_renderer_name=fields["renderer_name"],
+        preference_model_builder=cli.fill(PreferenceModelBuilderFromChatRenderer, rm_weights_path=judge_path),
+        policy_model_name=cli.model_name,
+        policy_renderer_name=cli.renderer_name,
         batch_size=cli.groups_per_batch,
-        group_size=cli.group_size,
         with_test_set=False,
         num_batches=cli.rl_steps if cli.max_steps is None else min(cli.max_steps, cli.rl_steps),
-        seed=cli.seed,
     )
-    max_tokens = turn_tokens(cli, cli.max_tokens)
     has_test = data.comparison_builder.get_rows()[1] is not None
-    return rl_train.Config(
-        **fields,
+    return stage_config(
+        cli,
+        rl_train.Config,
+        log_path,
+        RL,
+        warm_path,
         dataset_builder=data,
-        learning_rate=learning_rate(cli, cli.rl_learning_rate, RL_LEARNING_RATE),
-        max_tokens=max_tokens,
-        evaluator_builders=[WinRateBuilder(data=data, max_tokens=max_tokens, seed=cli.seed)] if has_test else [],
+        learning_rate=cli.rl_learning_rate,
+        evaluator_builders=[cli.fill(WinRateBuilder, data=data)] if has_test else [],
     )
 
 

@@ -11,13 +11,14 @@ chosen and rejected.
 
 import chz
 
-from recipes.common import dataset_label, learning_rate, open_log_path, run_settings
-from recipes.preference.data import SHIPPED, ComparisonConfig, chat_config, comparison_source
+from recipes.common import TINY_LEARNING_RATE, by_model, dataset_label, run_config, settle
+from recipes.preference.data import SHIPPED, ComparisonConfig, comparison_source
+from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
 from tinker_cookbook.runs.outcome import print_changes
-from tinker_cookbook.utils.lr_scheduling import LRSchedule
 
 RECIPE = "preference_dpo"
 DPO_LEARNING_RATE = 1e-5
@@ -25,35 +26,22 @@ METRICS = ("dpo_loss", "accuracy", "margin")
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(ComparisonConfig):
+class CLIConfig(ComparisonConfig, train_dpo.DPOOptions):
     """Keys of `python -m recipes.preference.train`."""
 
-    num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
-    dpo_beta: float = chz.field(default=0.1, doc="how much a log-ratio counts", validator=chz.validators.gt(0))
-    loss_type: train_dpo.LossType = chz.field(default="dpo", doc="dpo, ipo, or dpo_norm (log-ratios per token)")
-    lr_schedule: LRSchedule = chz.field(default="linear", doc="linear, cosine or constant")
-    learning_rate: float | None = chz.field(
-        default=None, doc=f"peak learning rate; default: 0.001 for tiny_chat, {DPO_LEARNING_RATE:g} for other models"
-    )
-    eval_every: int = chz.field(
-        default=7, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0)
-    )
+    num_epochs: int = with_default(train_dpo.DPOOptions, "num_epochs", 3)
+    learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, DPO_LEARNING_RATE)
+    eval_every: int = with_default(train_dpo.DPOOptions, "eval_every", 7)
 
 
 def build_config(cli: CLIConfig) -> train_dpo.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    source, common = comparison_source(cli), chat_config(cli)
-    config = train_dpo.Config(
-        **run_settings(cli, RECIPE, common.model_name_for_tokenizer),
-        dataset_builder=DPODatasetBuilderFromComparisons(common_config=common, comparison_builder=source),
-        dpo_beta=cli.dpo_beta,
-        loss_type=cli.loss_type,
-        learning_rate=learning_rate(cli, cli.learning_rate, DPO_LEARNING_RATE),
-        lr_schedule=cli.lr_schedule,
-        num_epochs=cli.num_epochs,
+    cli = settle(cli)
+    pairs = DPODatasetBuilderFromComparisons(
+        common_config=chat_settings(cli), comparison_builder=comparison_source(cli)
     )
-    train_dpo.check_config(config)
-    return chz.replace(config, log_path=open_log_path(cli, RECIPE, cli.loss_type, dataset_label(cli.dataset, SHIPPED)))
+    folder = [cli.loss_type, dataset_label(cli.dataset, SHIPPED)]
+    return run_config(cli, train_dpo.Config, train_dpo.check_config, RECIPE, folder, dataset_builder=pairs)
 
 
 async def main(cli: CLIConfig) -> None:

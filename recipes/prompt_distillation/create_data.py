@@ -130,7 +130,7 @@ def read_task(keys: LabelKeys) -> Task:
     """What the keys ask for, read and checked. Raises ConfigurationError or DataFormatError before anything is loaded."""
     if keys.max_lines is not None and keys.max_lines < 1:
         raise ConfigurationError(f"max_lines={keys.max_lines}: must be at least 1, or None for all")
-    name = keys.task or ("sums" if keys.model_name == TINY_CHAT else "languages")
+    name = keys.task or ("sums" if keys.is_tiny else "languages")
     task = TASKS[name]()
     lines, prompt = task.lines, task.prompt
     if keys.input_path is not None:

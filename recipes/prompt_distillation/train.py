@@ -10,21 +10,20 @@ share of held-out lines to which the student, without the prompt, gives the teac
 import re
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import chz
 
-from recipes.common import SL_LEARNING_RATE, learning_rate, open_log_path, resolve_model, run_settings
+from recipes.common import SL_LEARNING_RATE, TINY_LEARNING_RATE, by_model, open_log_path, resolve_model, settle
 from recipes.prompt_distillation.create_data import TEST_FILE, TRAIN_FILE, LabelKeys, create_data, read_task
+from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.distillation.prompt_distillation import AgreementEvaluator, Sampling, read_answer
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import get_renderer, get_text_content
+from tinker_cookbook.renderers import get_text_content
 from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder, read_conversations
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 RECIPE = "prompt_distillation"
 LABELLING_KEYS = ("input_path", "prompt_path", "target", "teacher_model", "teacher_checkpoint", "max_lines")
@@ -32,22 +31,17 @@ LABELLING_KEYS = ("input_path", "prompt_path", "target", "teacher_model", "teach
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(LabelKeys):
+class CLIConfig(LabelKeys, train.SupervisedOptions):
     """Keys of `python -m recipes.prompt_distillation.train`."""
 
     data: str | None = chz.field(default=None, doc=f"folder with {TRAIN_FILE} and {TEST_FILE}; default: made first")
     batch_size: int = chz.field(default=32, doc="lines per step", validator=chz.validators.gt(0))
-    num_epochs: int = chz.field(default=4, doc="passes over the data", validator=chz.validators.gt(0))
+    num_epochs: int = with_default(train.SupervisedOptions, "num_epochs", 4)
     max_length: int = chz.field(
         default=512, doc="longest line with its answer, in tokens", validator=chz.validators.gt(1)
     )
-    lr_schedule: Literal["linear", "cosine", "constant"] = chz.field(default="linear", doc="linear, cosine or constant")
-    learning_rate: float | None = chz.field(
-        default=None, doc=f"peak learning rate; default: 0.001 for tiny_chat, {SL_LEARNING_RATE:g} for other models"
-    )
-    eval_every: int = chz.field(
-        default=10, doc="evaluate every n steps and at the end; 0: never", validator=chz.validators.ge(0)
-    )
+    learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE)
+    eval_every: int = with_default(train.SupervisedOptions, "eval_every", 10)
 
 
 def _check_data(folder: Path) -> None:
@@ -61,14 +55,8 @@ def _check_data(folder: Path) -> None:
 def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
     """The supervised run on labelled data. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     _check_data(folder)
-    model, renderer_name = resolve_model(cli)
-    common = ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=model,
-        renderer_name=renderer_name,
-        max_length=cli.max_length,
-        batch_size=cli.batch_size,
-    )
-    renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
+    cli = settle(cli)
+    data = FromConversationFileBuilder(common_config=chat_settings(cli), file_path=str(folder / TRAIN_FILE))
     pattern = re.compile(read_task(cli).answer_pattern)
     lines, answers = [], []
     for row in read_conversations(str(folder / TEST_FILE)):
@@ -77,19 +65,16 @@ def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
             raise ConfigurationError(f"{row.place}: answer_pattern={pattern.pattern!r} finds no answer in the reply")
         lines.append(get_text_content(row.messages[0]))
         answers.append(answer)
-    agreement = partial(
-        AgreementEvaluator, renderer, lines, answers, pattern, Sampling(cli.max_answer_tokens, seed=cli.seed)
-    )
-    config = train.Config(
-        **run_settings(cli, RECIPE, model),
-        dataset_builder=FromConversationFileBuilder(common_config=common, file_path=str(folder / TRAIN_FILE)),
-        learning_rate=learning_rate(cli, cli.learning_rate, SL_LEARNING_RATE),
-        lr_schedule=cli.lr_schedule,
-        num_epochs=cli.num_epochs,
-        evaluator_builders=[agreement],
+    sampling = Sampling(cli.max_answer_tokens, seed=cli.seed)
+    config = cli.fill(
+        train.Config,
+        log_path=log_path,
+        recipe_name=RECIPE,
+        dataset_builder=data,
+        evaluator_builders=[partial(AgreementEvaluator, data.renderer, lines, answers, pattern, sampling)],
     )
     train.check_config(config)
-    return chz.replace(config, log_path=log_path)
+    return config
 
 
 async def main(cli: CLIConfig) -> None:
@@ -101,7 +86,6 @@ async def main(cli: CLIConfig) -> None:
         _check_data(Path(cli.data).expanduser())
     task = read_task(cli)
     resolve_model(cli)
-    learning_rate(cli, cli.learning_rate, SL_LEARNING_RATE)
     log_path = open_log_path(cli, RECIPE, f"{len(task.lines)}-lines")
     folder = Path(cli.data).expanduser() if cli.data is not None else Path(log_path) / "data"
     if cli.data is None and not (folder / TRAIN_FILE).is_file():

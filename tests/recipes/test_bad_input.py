@@ -72,7 +72,7 @@ class TestBeforeAnyModelIsLoaded:
             (debate_rs_grpo, "num_groups=0", "num_groups: must be greater than 0, got 0"),
             (rl_basic, "group_size=1", "group_size: must be greater than 1"),
             (rl_basic, "loss_fn=reinforce", "loss_fn='reinforce' is unknown; use importance_sampling, ppo"),
-            (single_turn, "baseline=median", "baseline"),
+            (single_turn, "advantage.baseline=median", "baseline"),
             (sl_basic, "train_on_what=everything", "train_on_what"),
             (sl_basic, "max_steps=0", "nothing to train on"),
             *((recipe, "task=poetry", "task='poetry' is unknown; use qa, summary") for recipe in TASK_RECIPES),

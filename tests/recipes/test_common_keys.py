@@ -19,7 +19,12 @@ GIVEN: dict[str, Any] = {
     "load_checkpoint_path": "tinker://run/weights/start",
     "eval_every": 4,
     "save_every": 7,
+    "save_every_tokens": 1000,
+    "save_every_seconds": 60.0,
+    "ttl_seconds": 90,
     "rolling_save_every": 3,
+    "rolling_ttl_seconds": 30,
+    "async_periodic_saves": True,
     **{key: True if value is False else key for key, value in tracker_settings(TrackerConfig()).items()},
 }
 RECIPES = (

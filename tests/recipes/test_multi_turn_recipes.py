@@ -13,14 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import chz
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes import guess_number, math_rl, tool_use, twenty_questions
+from recipes.common import settle
+from recipes.rl_common import train_config
 from recipes.warm_up import GENTLE_RATE, TINY_RATE, Player, demonstrate
 from tests.debate.arena import make_renderer
+from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 
@@ -64,8 +66,8 @@ def test_from_command_line_to_files(name: str, tmp_path: Path) -> None:
 def test_the_learning_rate_is_gentle_unless_given(
     recipe: ModuleType, argv: tuple[str, ...], rate: float, tmp_path: Path
 ) -> None:
-    cli = chz.Blueprint(recipe.CLIConfig).make_from_argv([*argv, f"log_path={tmp_path / 'run'}"])
-    assert recipe.build_config(cli, recipe.make_dataset_builder(cli)).learning_rate == rate
+    cli = settle(config_tree.parse(recipe.CLIConfig, [*argv, f"log_path={tmp_path / 'run'}"]))
+    assert train_config(cli, "test", recipe.make_dataset_builder(cli), []).learning_rate == rate
 
 
 def test_the_learning_rate_does_not_reach_the_warm_up(tmp_path: Path) -> None:

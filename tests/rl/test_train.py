@@ -317,6 +317,12 @@ class TestEvaluation:
         assert {call.params.temperature for call in service.sampled} == {0.5}
         assert service.trainers[0].passes[0].config == config
 
+    def test_from_the_tokens_that_training_samples_from(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        dataset = NumberDatasetBuilder(batches=1, with_test=True)
+        run(make_config(tmp_path, dataset, eval_every=1, top_k=3, top_p=0.9))
+        assert len(service.sampled) > 2
+        assert {(call.params.top_k, call.params.top_p) for call in service.sampled} == {(3, 0.9)}
+
     def test_with_the_termination_policy_of_training(
         self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import chz
-import tinker
 
 from tinker_cookbook import model_info
 from tinker_cookbook.benchmarks.runner import task_items
@@ -24,6 +23,7 @@ from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get
 from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.weights_config import Policy
 
 MAX_CONNECTIONS = 256

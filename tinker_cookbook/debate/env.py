@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import tinker
+from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.debate.injection import TurnInjection, make_injection
@@ -30,14 +28,17 @@ from tinker_cookbook.rl.types import (
     EnvGroupBuilder,
     InitialObservationOverflow,
     Metrics,
-    Observation,
     Record,
     StepResult,
     Trajectory,
     TrajectoryGroup,
 )
 from tinker_cookbook.tasks.types import Task, TaskItem
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
+
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.types import Observation
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,13 @@ The student answers the prompts and gets no reward: what it learns comes from th
 RLDatasetBuilder may stand here too; then the environment's reward and the teacher both count.
 """
 
+from __future__ import annotations
+
 import logging
 import random
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import chz
 
@@ -22,6 +25,9 @@ from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = [
     "CompositeDataset",

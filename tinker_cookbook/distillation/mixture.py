@@ -3,16 +3,17 @@
 Everything follows from (step, seed) alone, so a run can resume at any step without having drawn what came before.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TypeAlias
-
-import tinker
 
 from tinker_cookbook.data.epochs import Epochs
 from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights
 from tinker_cookbook.supervised.types import SupervisedDataset, as_rows
+from tinker_cookbook.utils.lazy import tinker
 
-Example: TypeAlias = tuple[int, tinker.Datum]
+Example: TypeAlias = tuple[int, "tinker.Datum"]
 """The number of its dataset, and the datum."""
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tinker
-
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.distillation.mixture import Example
 from tinker_cookbook.distillation.targets import TeacherScores, score_datum, soft_target_datum, soft_target_metrics
 from tinker_cookbook.eval.evaluators import TrainingClientEvaluator
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
-import tinker
+from typing import TYPE_CHECKING
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.kl import full_sequence
+from tinker_cookbook.utils.lazy import np, tinker
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 LEAST_TOP_LOGPROB = -40.0
 """The likeliest of V tokens has at least the probability 1 / V; anything below this is a filler for "not computed"."""

@@ -8,14 +8,15 @@ share a pass, and with it the last bit of a probability, is the same in a resume
 Left out: a learning-rate schedule, and what the teacher thinks of anything but its likeliest tokens (see `targets`).
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import chz
-import tinker
-from tinker.types import OptimStepResponse
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import SamplingClient, TrainingClient
@@ -26,11 +27,15 @@ from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all, timed
+
+if TYPE_CHECKING:
+    from tinker.types import OptimStepResponse
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +58,9 @@ class DatasetWithTeacher:
 
 
 @chz.chz(typecheck=True)
-class Config(RunConfig):
-    """An off-policy distillation run."""
+class OffPolicyOptions(RunOptions):
+    """Settings of the off-policy distillation loop."""
 
-    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
-    dataset_configs: list[DatasetWithTeacher] = chz.field(doc="what is learnt, and from whom")
     n_teacher_targets: int = chz.field(
         default=20, doc="the teacher's likeliest tokens per position that are learnt", validator=chz.validators.gt(0)
     )
@@ -76,6 +79,14 @@ class Config(RunConfig):
     save_every: int = chz.field(
         default=10, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
     )
+
+
+@chz.chz(typecheck=True)
+class Config(OffPolicyOptions, RunConfig):
+    """An off-policy distillation run."""
+
+    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    dataset_configs: list[DatasetWithTeacher] = chz.field(doc="what is learnt, and from whom")
     evaluator_builders: list[EvaluatorBuilder] = chz.field(
         default_factory=list, doc="run with the KL to the teacher on the test sets"
     )

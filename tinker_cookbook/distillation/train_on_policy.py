@@ -9,11 +9,12 @@ Sampling, datums, the step, checkpoints and resume are those of the reinforcemen
 "On-Policy Distillation of Language Models", for learning from one's own samples.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 
 import chz
-import torch
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
@@ -28,16 +29,14 @@ from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
-from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.config import RunConfig, RunOptions
+from tinker_cookbook.utils.lazy import torch
 
 
 @chz.chz(typecheck=True)
-class Config(RunConfig):
-    """An on-policy distillation run."""
+class OnPolicyOptions(RunOptions):
+    """Settings of the on-policy distillation loop."""
 
-    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
-    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="what is asked, and who judges the answers")
-    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
     temperature: float = chz.field(
         default=1.0,
         doc="sampling temperature; the teacher scores at 1, so it must be 1",
@@ -60,11 +59,20 @@ class Config(RunConfig):
     compute_post_kl: bool = chz.field(
         default=False, doc="score each batch again after its update, for optim/kl_pre_post"
     )
-    evaluator_builders: list[SamplingClientEvaluatorBuilder] = chz.field(
-        default_factory=list, doc="run with the KL to the teacher on held-out prompts"
-    )
     write_records: bool = chz.field(
         default=True, doc="write each group's and each step's tokens, logprobs and advantages"
+    )
+
+
+@chz.chz(typecheck=True)
+class Config(OnPolicyOptions, RunConfig):
+    """An on-policy distillation run."""
+
+    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="what is asked, and who judges the answers")
+    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    evaluator_builders: list[SamplingClientEvaluatorBuilder] = chz.field(
+        default_factory=list, doc="run with the KL to the teacher on held-out prompts"
     )
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, get_args
 
-import tinker
-import torch
-
 from tinker_cookbook.clients import CustomLossFn, SamplingClient, TrainingClient
 from tinker_cookbook.eval.evaluators import TrainingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all
 
 LossType: TypeAlias = Literal["dpo", "ipo", "dpo_norm"]
-Scalars: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+Scalars: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 
 
 def compute_dpo_loss(

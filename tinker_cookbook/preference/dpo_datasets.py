@@ -1,10 +1,11 @@
 """Labeled comparisons as pairs of sequences for DPO: each batch is chosen, rejected, chosen, rejected, ..."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass
 
 import chz
-import tinker
 
 from tinker_cookbook.data.rows import located
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
@@ -12,6 +13,7 @@ from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuil
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker
 
 logger = logging.getLogger(__name__)
 

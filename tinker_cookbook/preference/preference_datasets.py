@@ -5,12 +5,13 @@ A line of a JSONL file is `{"comparison": {"prompt_conversation": [...], "comple
 the rejected reply.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import chz
-import tinker
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
@@ -28,6 +29,7 @@ from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import messages_of_row
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
 _COMPARISON_KEYS = ("prompt_conversation", "completion_A", "completion_B")

@@ -11,13 +11,14 @@ Reference logprobs are not fetched ahead: while a batch trains nothing else is c
 uninterrupted one to the last bit.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from functools import partial
 from typing import Any
 
 import chz
-import tinker
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import SamplingClient
@@ -34,6 +35,7 @@ from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.epochs import (
     EpochConfig,
+    EpochOptions,
     adam_params,
     check_resumed,
     count_steps,
@@ -44,6 +46,7 @@ from tinker_cookbook.supervised.epochs import (
     progress_metrics,
 )
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 __all__ = ["Config", "LossType", "check_config", "compute_dpo_loss", "main", "main_async"]
@@ -57,12 +60,9 @@ CHECKED_BATCHES = 64
 
 
 @chz.chz(typecheck=True)
-class Config(EpochConfig):
-    """A DPO run."""
+class DPOOptions(EpochOptions):
+    """Settings of the DPO loop."""
 
-    dataset_builder: SupervisedDatasetBuilder = chz.field(
-        doc="makes batches of pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)"
-    )
     dpo_beta: float = chz.field(
         default=0.1, doc="how much a log-ratio counts; small: far from the reference", validator=chz.validators.gt(0)
     )
@@ -71,6 +71,15 @@ class Config(EpochConfig):
     )
     reference: KLReferenceConfig | None = chz.field(
         default=None, doc="reference policy (of the same tokenizer); None: the weights that the run starts from"
+    )
+
+
+@chz.chz(typecheck=True)
+class Config(DPOOptions, EpochConfig):
+    """A DPO run."""
+
+    dataset_builder: SupervisedDatasetBuilder = chz.field(
+        doc="makes batches of pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)"
     )
     learning_rate: float = chz.field(default=1e-5, doc="peak learning rate", validator=chz.validators.gt(0))
 

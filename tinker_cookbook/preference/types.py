@@ -4,6 +4,8 @@ How comparisons are read from files is in preference_datasets.py; training on th
 envs.py (through a preference model).
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from abc import ABC, abstractmethod
@@ -11,13 +13,12 @@ from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias, get_args
 
 import chz
-import tinker
-import torch
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.weights_config import WeightsConfig
 

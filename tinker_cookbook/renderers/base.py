@@ -11,19 +11,19 @@ Model output enters as token ids and stays token ids in training data; a parsed 
 prompts.
 """
 
+from __future__ import annotations
+
 import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import tinker
-import torch
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.content import get_text_content, thinking_of
 from tinker_cookbook.renderers.decoding import encode_text
 from tinker_cookbook.renderers.types import Message, MessageDelta, ParseTermination, Role, ToolSpec, TrainOnWhat
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
+from tinker_cookbook.utils.lazy import tinker, torch
 
 _SPLIT_BY_MESSAGE = (
     TrainOnWhat.LAST_ASSISTANT_MESSAGE,

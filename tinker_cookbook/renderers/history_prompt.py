@@ -4,11 +4,12 @@ A message is the last one only where nothing follows it. In a prompt the message
 every message that is present is history, as in the chat templates of these formats.
 """
 
-import tinker
+from __future__ import annotations
 
 from tinker_cookbook.renderers.base import Renderer, merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import encode_text
 from tinker_cookbook.renderers.types import Message, Role
+from tinker_cookbook.utils.lazy import tinker
 
 
 class HistoryPromptRenderer(Renderer):

@@ -13,11 +13,10 @@ it stands, it is written just before the last user message, as the models were t
 system prompt, a prompt does not extend the one before the last question.
 """
 
+from __future__ import annotations
+
 import json
 import re
-
-import tinker
-import torch
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.base import RenderContext, RenderedMessage
@@ -26,6 +25,7 @@ from tinker_cookbook.renderers.decoding import decode_tokens, is_encodable, spec
 from tinker_cookbook.renderers.end_token import EndTokenRenderer
 from tinker_cookbook.renderers.types import Message, Role, ToolCall, ToolSpec, TrainOnWhat, UnparsedToolCall
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker, torch
 
 _BOS, _END = "<s>", "</s>"
 _TOOL_CALLS = "[TOOL_CALLS]"

@@ -3,14 +3,16 @@
 The losses are sums over tokens, so a mean over tokens is a division of the advantages, done here and visible in the records.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import chz
-import torch
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, ZeroAdvantageError
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.lazy import torch
 
 Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role", "constant"]
 Scale: TypeAlias = Literal["sum", "sequence", "token"]

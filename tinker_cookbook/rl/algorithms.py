@@ -3,14 +3,15 @@
 The engine computes the losses; here is only what a config may say of them.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import tinker
-
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.utils.lazy import tinker
 
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
 _LOCAL_ONLY = frozenset({"temperature"})

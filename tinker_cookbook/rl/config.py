@@ -1,6 +1,7 @@
 """The config of a reinforcement learning run, and everything about it that can be wrong before a model is loaded."""
 
-from typing import Literal
+import logging
+from typing import Any, Literal
 
 import chz
 
@@ -14,10 +15,22 @@ from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strategy_from_config
 from tinker_cookbook.rl.types import RLDatasetBuilder
-from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.reference import KLReferenceConfig
 
+logger = logging.getLogger(__name__)
+
 ZeroAdvantages = Literal["raise", "skip"]
+
+
+def _top_k(owner: Any, attribute: str) -> None:
+    if (value := getattr(owner, attribute)) != -1 and value < 1:
+        raise ConfigurationError(f"top_k={value}: must be at least 1, or -1 for all tokens")
+
+
+def _top_p(owner: Any, attribute: str) -> None:
+    if not 0 < (value := getattr(owner, attribute)) <= 1:
+        raise ConfigurationError(f"top_p={value}: must be above 0 and at most 1")
 
 
 @chz.chz(typecheck=True)
@@ -45,13 +58,16 @@ class AsyncConfig:
 
 
 @chz.chz(typecheck=True)
-class Config(RunConfig):
-    """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
+class RLOptions(RunOptions):
+    """Settings of the reinforcement learning loop."""
 
-    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
-    dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
-    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
+    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all", validator=_top_k)
+    top_p: float = chz.field(
+        default=1.0,
+        doc="sample from the likeliest tokens that together have this probability; 1: all",
+        validator=_top_p,
+    )
     loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None,
@@ -96,11 +112,6 @@ class Config(RunConfig):
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
-    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set")
-    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
-    infrequent_eval_every: int = chz.field(
-        default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
-    )
     write_records: bool = chz.field(
         default=True, doc="write each group's and each step's tokens, logprobs and advantages"
     )
@@ -119,11 +130,32 @@ class Config(RunConfig):
         return rollout_strategy_from_config(self.rollout_error_tolerance)
 
 
+@chz.chz(typecheck=True)
+class Config(RLOptions, RunConfig):
+    """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
+
+    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
+    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set")
+    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
+    infrequent_eval_every: int = chz.field(
+        default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
+    )
+
+
 def check_config(config: Config) -> None:
-    """Everything that can be wrong without loading a model. Raises ConfigurationError naming the mend."""
+    """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
     backend = backends.check_backend(config.backend, config.model_name, config.base_url)
     check_loss(config.loss_fn, config.loss_fn_config, backend)
     _check_temperature(config, backend)
+    if config.top_k != -1 or config.top_p < 1:
+        logger.warning(
+            "top_k=%d, top_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that training is "
+            "off-distribution and no ratio shows it; leave both out, unless that is what you study",
+            config.top_k,
+            config.top_p,
+        )
     if config.termination is not None and config.rollout is not None and config.rollout.termination is not None:
         raise ConfigurationError("termination and rollout.termination are both set; use one of them")
     if config.async_config is not None and config.stream_minibatch_config is not None:

@@ -7,12 +7,11 @@ are taken over verbatim, and only the messages after them are rendered.
 
 from __future__ import annotations
 
-import tinker
-
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 from tinker_cookbook.renderers.replies import strip_stop
+from tinker_cookbook.utils.lazy import tinker
 
 
 def continue_prompt(

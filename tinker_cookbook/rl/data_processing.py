@@ -9,10 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-import numpy as np
-import tinker
-import torch
-
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.advantages import (
     AdvantageConfig,
@@ -21,6 +17,7 @@ from tinker_cookbook.rl.advantages import (
     remove_constant_reward_groups,
 )
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, Trajectory, TrajectoryGroup
+from tinker_cookbook.utils.lazy import np, tinker, torch
 
 __all__ = [
     "AdvantageConfig",

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import tinker
-
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.lazy import np, tinker
 
 
 @dataclass(frozen=True)

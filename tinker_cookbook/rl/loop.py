@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
-import tinker
-
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
 from tinker_cookbook.eval.evaluators import Evaluator
@@ -34,6 +32,7 @@ from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_e
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 logger = logging.getLogger(__name__)
@@ -133,6 +132,8 @@ class Loop:
                 config.max_tokens,
                 config.temperature,
                 seed=derive_seed(config.seed, "rollouts", step),
+                top_k=config.top_k,
+                top_p=config.top_p,
             )
             group = await try_group_rollout(
                 builder,

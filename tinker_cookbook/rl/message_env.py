@@ -11,8 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-
-import tinker
+from typing import TYPE_CHECKING
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
@@ -29,10 +28,13 @@ from tinker_cookbook.rl.types import (
     InitialObservationOverflow,
     Logs,
     Metrics,
-    Observation,
     StepResult,
     StopReason,
 )
+from tinker_cookbook.utils.lazy import tinker
+
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.types import Observation
 
 
 @dataclass

@@ -98,7 +98,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
     """Rolls the policy out once on every group of a dataset; metrics come as <name>/env/all/...
 
     Args:
-        temperature: that of training, unless another is asked for.
+        temperature, top_k, top_p: those of training, unless others are asked for.
         strategy: what a failing rollout means, as in training; groups that were given up are counted and left out.
         termination: what a rollout that hit a limit is worth, as in training; None: what `config` says.
         config: how each rollout is run, as in training.
@@ -117,17 +117,26 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         termination: TerminationRewardPolicy | None = None,
         num_groups_to_log: int = 4,
         config: RolloutConfig | None = None,
+        top_k: int = -1,
+        top_p: float = 1.0,
     ):
         self._builders = dataset_to_env_group_builders(dataset)
         self._max_tokens = max_tokens
         self._name = name
-        self._temperature = temperature
+        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self._seed = seed
         self._strategy, self._termination, self._config = strategy, termination, config
         self._num_groups_to_log = num_groups_to_log
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
-        policy = TinkerTokenCompleter(sampling_client, self._max_tokens, self._temperature, seed=self._seed)
+        policy = TinkerTokenCompleter(
+            sampling_client,
+            self._max_tokens,
+            self._temperature,
+            seed=self._seed,
+            top_k=self._top_k,
+            top_p=self._top_p,
+        )
         page = eval_page(self._name)
         num_shown = self._num_groups_to_log if page is not None else 0
         outcomes = await do_batch_rollout(

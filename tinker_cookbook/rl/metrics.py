@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import tinker
-import torch
-
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.kl import compute_target_logprobs, discounted_future_sum_vectorized, incorporate_kl_penalty
+from tinker_cookbook.utils.lazy import np, tinker, torch
 
 __all__ = [
     "compute_kl_sample_train",

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import tinker
-import torch
-
 from tinker_cookbook.rl.advantages import (
     AdvantageConfig,
     RoleBaselines,
@@ -18,6 +15,7 @@ from tinker_cookbook.rl.advantages import (
 )
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.lazy import tinker, torch
 
 
 class Penalty(Protocol):

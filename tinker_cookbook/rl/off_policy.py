@@ -5,17 +5,18 @@ exp(p0 - q), and the loss then measures its own ratio from p0. This separates th
 update itself, so that a clip bounds the update alone (Hilton et al. 2022; truncation as in Ionides 2008 and Yao et al. 2025).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Literal
 
 import chz
-import numpy as np
-import tinker
 
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl.algorithms import loss_datum
 from tinker_cookbook.rl.data_processing import replace_inputs
+from tinker_cookbook.utils.lazy import np, tinker
 
 
 @chz.chz(typecheck=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import tinker
+from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -20,12 +18,15 @@ from tinker_cookbook.rl.types import (
     EnvGroupBuilder,
     InitialObservationOverflow,
     Metrics,
-    Observation,
     Record,
     StepResult,
     Trajectory,
     TrajectoryGroup,
 )
+from tinker_cookbook.utils.lazy import tinker
+
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.types import Observation
 
 
 @dataclass(frozen=True)

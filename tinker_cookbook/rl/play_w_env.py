@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import tinker
 from rich.console import Console
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
@@ -19,6 +18,7 @@ from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Env, RLDatasetBuilder, Trajectory
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker
 
 EMPTY_LINE_HINT = "(end with an empty line)"
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tinker_cookbook.renderers import Message, Renderer
+from tinker_cookbook.rl.types import (
+    Metrics,
+)
+
+if TYPE_CHECKING:
+    pass
+
 from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.types import Metrics
 
 
 class ProblemEnv(OneTurnEnv):

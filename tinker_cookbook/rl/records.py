@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-import tinker
-
 from tinker_cookbook.rl.data_processing import DatumMetadata
 from tinker_cookbook.rl.types import TrajectoryGroup, Transition
+from tinker_cookbook.utils.lazy import tinker
 
 
 def group_records(

@@ -23,11 +23,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tinker
-
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.rl.types import EnvGroupBuilder
+from tinker_cookbook.utils.lazy import tinker
 
 T = TypeVar("T")
 

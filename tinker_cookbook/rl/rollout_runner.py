@@ -16,9 +16,7 @@ one: it leaves no turn to keep, and a strategy (`rollout_strategy`) may try agai
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
-
-import tinker
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, RolloutTimeoutError
@@ -32,12 +30,15 @@ from tinker_cookbook.rl.types import (
     InitialObservationOverflow,
     Logs,
     Metrics,
-    Observation,
     StopReason,
     Trajectory,
     Transition,
 )
 from tinker_cookbook.utils import logtree
+from tinker_cookbook.utils.lazy import tinker
+
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.types import Observation
 
 TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
 """On the last transition: how many replies were cut off and the rollout went on. Absent when none was."""

@@ -121,6 +121,8 @@ def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluat
         config.effective_termination(),
         config.num_groups_to_log,
         config.rollout,
+        config.top_k,
+        config.top_p,
     )
 
 

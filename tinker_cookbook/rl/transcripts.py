@@ -13,17 +13,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import tinker
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.types import Observation, Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import logtree
+from tinker_cookbook.utils.lazy import tinker
 
-_Position: TypeAlias = int | tinker.ModelInputChunk
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.types import Observation
+
+_Position: TypeAlias = "int | tinker.ModelInputChunk"
 """A token id, or a whole image or other media."""
 
 

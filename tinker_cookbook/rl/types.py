@@ -11,19 +11,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict
 
 import chz
-import tinker
 
 from tinker_cookbook.completers import StopCondition, TokensWithLogprobs
 from tinker_cookbook.utils import logtree
+from tinker_cookbook.utils.lazy import tinker
 
 Action: TypeAlias = list[int]
-Observation: TypeAlias = tinker.ModelInput
 Logprobs: TypeAlias = list[float]
 Metrics: TypeAlias = dict[str, float | int]
 Logs: TypeAlias = dict[str, str | int | float]
+
+if TYPE_CHECKING:
+    Observation: TypeAlias = tinker.ModelInput
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Observation":  # looked up when it is used: the SDK is slow to import
+        return tinker.ModelInput
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 STOP_METRIC_PREFIX = "stop/"
 """The last transition of a trajectory has one metric stop/<reason>, of value 1, that says how it ended."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import Any, Literal
 
-import tinker
-import torch
-
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.rl.algorithms import loss_datum
+from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import split_list
 
 ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8

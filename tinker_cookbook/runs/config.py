@@ -1,4 +1,8 @@
-"""The settings that every training loop has, declared once: what is trained, where its files go, how often it is saved."""
+"""The settings that every training loop has, declared once: what is trained, where its files go, how often it is saved.
+
+The config of a loop is in two parts. Its options have defaults, and recipes inherit them as keys of the command line; the
+config proper adds what the loop needs to be told, data above all.
+"""
 
 from typing import Any
 
@@ -15,12 +19,9 @@ def _positive_or_none(owner: Any, attribute: str) -> None:
 
 
 @chz.chz(typecheck=True)
-class RunConfig(TrackerConfig):
-    """What a run is, whatever it trains on. The config of each loop inherits these fields."""
+class RunOptions(TrackerConfig):
+    """Settings that every run has a default for."""
 
-    log_path: str = chz.field(doc="folder of the run")
-    model_name: str = chz.field(doc="base model: a directory or a hub id")
-    recipe_name: str = chz.field(doc="name of the recipe, for metadata")
     backend: str | None = chz.field(default=None, doc="local or tinker; None: TINKER_BACKEND, else local")
     base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
     renderer_name: str | None = chz.field(
@@ -56,3 +57,12 @@ class RunConfig(TrackerConfig):
         default=7200, doc="life of a rolling checkpoint that nothing replaced", validator=chz.validators.gt(0)
     )
     async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
+
+
+@chz.chz(typecheck=True)
+class RunConfig(RunOptions):
+    """What a run is, whatever it trains on. The config of each loop inherits these fields."""
+
+    log_path: str = chz.field(doc="folder of the run")
+    model_name: str = chz.field(doc="base model: a directory or a hub id")
+    recipe_name: str = chz.field(doc="name of the recipe, for metadata")

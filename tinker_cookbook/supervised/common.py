@@ -1,20 +1,20 @@
 """From weighted tokens to datums, and from logprobs to the two numbers that a supervised loop reports."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal, TypeAlias
 
-import tinker
-import torch
-
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker, torch
 
 Reduction: TypeAlias = Literal["none", "mean"]
-Values: TypeAlias = Sequence[tinker.TensorData] | Sequence[torch.Tensor]
+Values: TypeAlias = "Sequence[tinker.TensorData] | Sequence[torch.Tensor]"
 
 
 def datum_from_model_input_weights(
@@ -133,11 +133,14 @@ def compute_mean_bpb(logprobs: Values, weights: Values, target_tokens: Values, t
 
 
 def _paired(
-    values: Values, weights: Values, dtype: torch.dtype = torch.float64
+    values: Values, weights: Values, dtype: torch.dtype | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if len(values) != len(weights):
         raise DataValidationError(f"{len(values)} arrays of values, but {len(weights)} of weights; give one per datum")
-    pairs = [(_tensor(v).to(dtype), _tensor(w).to(torch.float64)) for v, w in zip(values, weights, strict=True)]
+    pairs = [
+        (_tensor(v).to(dtype or torch.float64), _tensor(w).to(torch.float64))
+        for v, w in zip(values, weights, strict=True)
+    ]
     for i, (v, w) in enumerate(pairs):
         if v.shape != w.shape:
             raise DataValidationError(f"datum {i}: {v.numel()} values, but {w.numel()} weights; lengths must agree")

@@ -3,13 +3,14 @@
 Reading is left to `conversations`, streams to `streaming`, several datasets at once to `mixture`, the hub to `hub`.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import chz
-import tinker
 
 from tinker_cookbook.data.epochs import ShuffledItems, hold_out
 from tinker_cookbook.data.rows import located
@@ -19,6 +20,7 @@ from tinker_cookbook.supervised.common import Reduction, datum_from_model_input_
 from tinker_cookbook.supervised.conversations import ConversationRow, read_conversations
 from tinker_cookbook.supervised.streaming import StreamingSupervisedDatasetFromHFDataset
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, RowDataset, SupervisedDataset, rows_to_datums
+from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
     import datasets
@@ -114,7 +116,7 @@ class SupervisedDatasetFromHFDataset(SupervisedDatasetFromList[dict[str, Any]]):
 
     def __init__(
         self,
-        hf_dataset: "datasets.Dataset",
+        hf_dataset: datasets.Dataset,
         batch_size: int,
         map_fn: Callable[[dict[str, Any]], tinker.Datum] | None = None,
         flatmap_fn: Callable[[dict[str, Any]], list[tinker.Datum]] | None = None,

@@ -1,17 +1,19 @@
 """What the loops over epochs of a dataset share (supervised, DPO): their settings, the learning rate of a step, the cursor."""
 
+from __future__ import annotations
+
 import logging
 from typing import Any
 
 import chz
-import tinker
 
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_multiplier
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -21,10 +23,9 @@ BATCHES_KEY, SCHEDULE_KEY = "batches_per_epoch", "schedule_steps"
 
 
 @chz.chz(typecheck=True)
-class EpochConfig(RunConfig):
-    """A run over epochs of a dataset."""
+class EpochOptions(RunOptions):
+    """Settings of the loops over epochs of a dataset."""
 
-    learning_rate: float = chz.field(default=1e-4, doc="peak learning rate", validator=chz.validators.gt(0))
     lr_schedule: LRSchedule = chz.field(
         default="linear",
         doc="how it falls over the run, linear, cosine or constant: over all epochs, or over max_steps where that is less",
@@ -33,11 +34,6 @@ class EpochConfig(RunConfig):
     eval_every: int = chz.field(
         default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
     )
-    infrequent_eval_every: int = chz.field(
-        default=100, doc="the same for infrequent_evaluator_builders", validator=chz.validators.ge(0)
-    )
-    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set")
-    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
     adam_beta1: float = chz.field(default=0.9, doc="Adam's beta1")
     adam_beta2: float = chz.field(default=0.95, doc="Adam's beta2")
     adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
@@ -49,6 +45,18 @@ class EpochConfig(RunConfig):
                 raise ConfigurationError(f"{name}={beta}: must be at least 0 and less than 1")
         if self.adam_eps <= 0:
             raise ConfigurationError(f"adam_eps={self.adam_eps}: must be greater than 0")
+
+
+@chz.chz(typecheck=True)
+class EpochConfig(EpochOptions, RunConfig):
+    """A run over epochs of a dataset."""
+
+    learning_rate: float = chz.field(default=1e-4, doc="peak learning rate", validator=chz.validators.gt(0))
+    infrequent_eval_every: int = chz.field(
+        default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
+    )
+    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set")
+    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
 
 
 def count_steps(config: EpochConfig, dataset: SupervisedDataset) -> int:

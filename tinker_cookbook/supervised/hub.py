@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import chz
-import tinker
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
@@ -27,6 +26,7 @@ from tinker_cookbook.supervised.types import (
     ChatDatasetBuilderCommonConfig,
     SupervisedDataset,
 )
+from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
     import datasets

@@ -1,14 +1,16 @@
 """Several datasets as one: rows of each in given proportions, in an order that is fixed before the first is read."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import chz
-import tinker
 
 from tinker_cookbook.data.epochs import Epochs
 from tinker_cookbook.data.mixing import Mixer, check_weights, plan_quotas, schedule
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset, SupervisedDatasetBuilder, as_rows
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
 

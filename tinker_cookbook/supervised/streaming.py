@@ -1,13 +1,14 @@
 """Batches from a stream: a dataset too large to hold, read once per epoch from front to back."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
-
-import tinker
 
 from tinker_cookbook.data.rows import located
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
 from tinker_cookbook.supervised.types import RowDataset, rows_to_datums
+from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
     import datasets
@@ -38,7 +39,7 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
 
     def __init__(
         self,
-        hf_dataset: "datasets.IterableDataset",
+        hf_dataset: datasets.IterableDataset,
         batch_size: int,
         length: int,
         map_fn: Callable[[dict[str, Any]], tinker.Datum] | None = None,

@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import chz
-import tinker
 from rich.console import Console
-from tinker.types import OptimStepResponse
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import TrainingClient
@@ -28,6 +27,7 @@ from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll
 from tinker_cookbook.supervised.epochs import (
     EpochConfig,
+    EpochOptions,
     adam_params,
     check_resumed,
     count_steps,
@@ -40,7 +40,11 @@ from tinker_cookbook.supervised.epochs import (
 from tinker_cookbook.supervised.evaluators import NLLEvaluator
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
+
+if TYPE_CHECKING:
+    from tinker.types import OptimStepResponse
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +56,19 @@ SHOWN_TOKENS = 512
 
 
 @chz.chz(typecheck=True)
-class Config(EpochConfig):
-    """A supervised run."""
+class SupervisedOptions(EpochOptions):
+    """Settings of the supervised loop."""
 
-    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
     submit_ahead: int = chz.field(
         default=1, doc="batches submitted before the oldest is awaited", validator=chz.validators.ge(0)
     )
+
+
+@chz.chz(typecheck=True)
+class Config(SupervisedOptions, EpochConfig):
+    """A supervised run."""
+
+    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
 
     @chz.validate
     def _check(self) -> None:

@@ -1,15 +1,17 @@
 """What a supervised loop asks of its data: batches of datums, made by a builder that is plain, serialisable config."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import chz
-import tinker
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
+from tinker_cookbook.utils.lazy import tinker
 
 Row = TypeVar("Row")
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import chz
-from chz.blueprint import Blueprint
 
+from tinker_cookbook import config_tree
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.files import to_jsonable
 
@@ -138,7 +138,7 @@ def plan(recipe: Recipe, points: Sequence[Point], fixed: Point | None = None) ->
 def _plan_run(recipe: Recipe, point: Point, fixed: Point) -> PlannedRun:
     arguments = tuple(f"{key}={_argument_text(key, value)}" for key, value in {**fixed, **point}.items())
     try:
-        config = Blueprint(recipe.config_cls).apply_from_argv(list(arguments)).make()
+        config = config_tree.parse(recipe.config_cls, arguments)
     except Exception as error:
         # chz stores fields under a prefix, and tells of --help, which is the recipe's and not the sweep's.
         message = re.sub(r"\bX_(?=\w)", "", str(error)).replace(

@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from chz.blueprint import Blueprint
 from filelock import FileLock, Timeout
 
-from tinker_cookbook import backends
+from tinker_cookbook import backends, config_tree
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
@@ -147,7 +146,7 @@ async def _run_here(recipe: Recipe, name: str, arguments: list[str]) -> str | No
     """Run in this event loop; the error's text, or None."""
     with run_logs.label(name):
         try:
-            await recipe.main(Blueprint(recipe.config_cls).apply_from_argv(arguments).make())
+            await recipe.main(config_tree.parse(recipe.config_cls, arguments))
         except (Exception, SystemExit) as error:
             traceback.print_exception(error)
             return "; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error))

@@ -9,10 +9,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-
-from rouge_score.rouge_scorer import RougeScorer
+from typing import TYPE_CHECKING
 
 from tinker_cookbook.exceptions import ConfigurationError
+
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
 
 RewardFn = Callable[[str, str, str], float]
 
@@ -66,6 +68,8 @@ REWARDS: dict[str, RewardFn] = {
 
 @cache
 def _rouge_scorer() -> RougeScorer:
+    from rouge_score.rouge_scorer import RougeScorer  # imports nltk and numpy
+
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 

@@ -140,6 +140,8 @@ class TaskEvaluatorBuilder:
     max_items: int = chz.field(default=100, doc="how many items at most", validator=chz.validators.gt(0))
     max_tokens: int = chz.field(doc="longest reply", validator=chz.validators.gt(0))
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
+    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
+    top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens of this probability; 1: from all")
     max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
     seed: int = chz.field(default=0, doc="seed of the choice and of sampling")
 
@@ -158,4 +160,6 @@ class TaskEvaluatorBuilder:
         if dataset is None:
             raise ConfigurationError(f"evaluator {self.name!r}: the dataset has no {self.split} items")
         seed = derive_seed(self.seed, self.name, "sampling")
-        return RLTestSetEvaluator(dataset, self.max_tokens, self.name, self.temperature, seed)
+        return RLTestSetEvaluator(
+            dataset, self.max_tokens, self.name, self.temperature, seed, top_k=self.top_k, top_p=self.top_p
+        )

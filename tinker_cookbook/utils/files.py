@@ -4,6 +4,8 @@ Whole files are written to a temporary name and renamed; log lines are appended 
 every object looks as JSON. Which files exist and what they mean is left to the callers.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 import errno
@@ -18,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import chz
-import numpy as np
 
 from tinker_cookbook.exceptions import DataFormatError, DataValidationError
+from tinker_cookbook.utils.lazy import np
 
 CLASS_KEY = "class"
 """Key under which a chz object names its class. A Python keyword, so that no field can have the same name."""

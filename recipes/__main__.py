@@ -1,0 +1,41 @@
+"""`python -m recipes` lists the recipes; `python -m recipes NAME key=value ...` runs one, as `python -m recipes.NAME` does."""
+
+import ast
+import difflib
+import runpy
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def recipes() -> dict[str, str]:
+    """Name -> first sentence of its docstring, of every module here that is run; nothing is imported."""
+    found = {}
+    for path in sorted(FOLDER.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if path.name != "__main__.py" and 'if __name__ == "__main__":' in text:
+            name = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+            found[name] = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    known = recipes()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        width = max(map(len, known)) + 2
+        print("usage: python -m recipes.NAME key=value ...    (python -m recipes.NAME --help lists the keys)\n")
+        print("\n".join(f"  {name.ljust(width)}{line}" for name, line in known.items()))
+        return
+    name = arguments[0].removeprefix("recipes.")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else "python -m recipes lists them"
+        print(f"error: there is no recipe {name!r}; {hint}", file=sys.stderr)
+        raise SystemExit(2)
+    sys.argv = [f"recipes.{name}", *arguments[1:]]
+    runpy.run_module(f"recipes.{name}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

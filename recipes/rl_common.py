@@ -1,0 +1,183 @@
+"""What the recipes for reinforcement learning share: their keys, and the training loop's config made of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import chz
+
+from recipes.common import (
+    MAX_TOKENS,
+    RL_LEARNING_RATE,
+    TINY_CHAT,
+    TINY_LEARNING_RATE,
+    TINY_MAX_TOKENS,
+    CommonConfig,
+    by_model,
+    dataset_label,
+    prompt_room,
+    run_config,
+)
+from tinker_cookbook import backends
+from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.algorithms import PRESETS, get_preset
+from tinker_cookbook.rl.config import RLOptions
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.runs.outcome import print_rl_changes
+from tinker_cookbook.tasks.registry import get_task, known_tasks
+from tinker_cookbook.tasks.rewards import REWARDS
+from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
+
+_RETRY = "rollout_error_tolerance"
+
+
+class AppliedPreset(str):
+    """The name of a preset whose values stand below the keys of the command line already."""
+
+
+def preset_keys(name: str) -> dict[str, Any]:
+    """What a preset stands for, as keyword arguments of a recipe's CLIConfig. Raises ConfigurationError for an unknown name."""
+    preset = get_preset(name)
+    return {
+        "advantage": preset.advantage,
+        "loss_fn": preset.loss_fn,
+        "loss_fn_config": dict(preset.loss_fn_config) if preset.loss_fn_config else None,
+        "remove_constant_reward_groups": preset.remove_constant_reward_groups,
+    }
+
+
+def _is_applied(owner: Any, attribute: str) -> None:
+    value = getattr(owner, attribute)
+    if value is not None and not isinstance(value, AppliedPreset):
+        get_preset(value)
+        raise ConfigurationError(
+            f"preset={value!r} is a key of the command line; from Python give what it stands for: "
+            f"CLIConfig(**recipes.rl_common.preset_keys({value!r}))"
+        )
+
+
+@chz.chz(typecheck=True)
+class RLConfig(CommonConfig, RLOptions):
+    """Keys of every reinforcement learning recipe."""
+
+    MOVED_KEYS = {  # noqa: RUF012 (chz takes no annotation that is not a field's)
+        "baseline": "advantage.baseline",
+        "advantage_scale": "advantage.scale",
+        "clip_low": "loss_fn_config.clip_low_threshold",
+        "clip_high": "loss_fn_config.clip_high_threshold",
+        "kl_reference_path": "kl_reference_config.load_checkpoint_path",
+        "off_policy_cap": "off_policy_correction.cap",
+        "max_steps_off_policy": "async_config.max_steps_off_policy",
+        "stream_minibatches": "stream_minibatch_config.num_minibatches",
+        "rollout_retries": f"{_RETRY}.max_retries, with {_RETRY}=RetryOnFailure",
+        "rollout_timeout": f"{_RETRY}.per_rollout_timeout, with {_RETRY}=RetryOnFailure",
+    }
+
+    preset: str | None = chz.field(
+        default=None,
+        doc=f"{', '.join(PRESETS)}: loss, clip, advantages and filter of a published algorithm; keys that are given count more",
+        validator=_is_applied,
+    )
+    learning_rate: float | None = by_model("Adam's learning rate", TINY_LEARNING_RATE, RL_LEARNING_RATE)
+    max_tokens: int | None = by_model("longest completion of one turn", TINY_MAX_TOKENS, MAX_TOKENS)
+    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
+    eval_every: int = with_default(RLOptions, "eval_every", 10)
+
+    @classmethod
+    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
+        """Values that follow from the keys given on the command line, and stand below them."""
+        values: dict[str, Any] = {}
+        if (name := given.get("preset", "None")) != "None":
+            values = {"preset": AppliedPreset(name)} | _preset_layer(name, given)
+        reference = "kl_reference_config"
+        if f"{reference}.load_checkpoint_path" in given and f"{reference}.base_model" not in given:
+            model = given.get("model_name", TINY_CHAT)
+            values[f"{reference}.base_model"] = str(EXAMPLE_DATA / TINY_CHAT) if model == TINY_CHAT else model
+        return values
+
+
+def _preset_layer(name: str, given: Mapping[str, str]) -> dict[str, Any]:
+    keys = preset_keys(name)
+    advantage, settings = keys.pop("advantage"), keys.pop("loss_fn_config") or {}
+    if given.get("loss_fn", keys["loss_fn"]) != keys["loss_fn"]:
+        settings = {}  # the settings of another loss
+    for key, value in chz.asdict(advantage).items():
+        keys[f"advantage.{key}"] = value
+    for key, value in settings.items():
+        keys[f"loss_fn_config.{key}"] = value
+    return {key: value for key, value in keys.items() if not {key, key.partition(".")[0]} & given.keys()}
+
+
+_SHIPPED = "; ".join(f"{task.name}: {', '.join(task.shipped)}" for task in known_tasks() if task.shipped)
+
+
+@chz.chz(typecheck=True)
+class TaskConfig(RLConfig):
+    """Keys of the recipes that take a task."""
+
+    task: str = chz.field(default="qa", doc=" or ".join(task.name for task in known_tasks()))
+    dataset: str | None = chz.field(default=None, doc=f"shipped name ({_SHIPPED}), a .jsonl file, or a hub dataset id")
+    test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
+    reward_fn: str | None = chz.field(
+        default=None,
+        doc=f"{', '.join(REWARDS)}, or a mixture such as compression:0.5,rouge:0.3; default: the task's own",
+    )
+    num_rollouts: int = chz.field(default=64, doc="rollouts per batch", validator=chz.validators.gt(0))
+    num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))
+    max_eval_items: int = chz.field(default=100, doc="questions per evaluation", validator=chz.validators.gt(0))
+
+
+def train_config(
+    cli: RLConfig,
+    recipe: str,
+    dataset_builder: RLDatasetBuilder,
+    folder: Sequence[str],
+    evaluator_builders: Sequence[SamplingClientEvaluatorBuilder] = (),
+) -> train.Config:
+    """The training loop's config from a recipe's settled keys, checked; the run's folder (named after `folder`) comes last."""
+    own: dict[str, Any] = {"dataset_builder": dataset_builder, "evaluator_builders": list(evaluator_builders)}
+    # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
+    if cli.temperature != 1.0 and backends.resolve_backend(cli.backend) == "local":
+        own["loss_fn_config"] = {"temperature": cli.temperature} | (cli.loss_fn_config or {})
+    return run_config(cli, train.Config, train.check_config, recipe, folder, **own)
+
+
+async def train_and_show(config: train.Config, metrics: Sequence[str]) -> None:
+    """The run, and then how these metrics moved."""
+    await train.main(config)
+    print_rl_changes(config.log_path, metrics)
+
+
+def train_questions_evaluator(cli: TaskConfig, extra_request: str = "") -> TaskEvaluatorBuilder:
+    """Single-turn replies to a fixed choice of the training questions, to set beside the held-out ones."""
+    return cli.fill(
+        TaskEvaluatorBuilder,
+        name="train_questions",
+        extra_request=extra_request,
+        max_items=cli.max_eval_items,
+        max_prompt_tokens=prompt_room(cli),
+    )
+
+
+def run_folder(cli: TaskConfig, mode: str) -> list[str]:
+    """The words that name a run's folder: n<rollouts> g<groups> <mode> <task> <dataset>."""
+    label = dataset_label(cli.dataset, get_task(cli.task, cli.reward_fn).default_dataset)
+    return [f"n{cli.num_rollouts}", f"g{cli.num_groups}", mode, cli.task, label]
+
+
+def check_groups(num_rollouts: int, num_groups: int, multiple: int) -> int:
+    """Rollouts per group. Raises ConfigurationError unless they divide, into a multiple of `multiple` (2 for debates)."""
+    group_size, rest = divmod(num_rollouts, num_groups)
+    fitting = num_groups * multiple * max(1, -(-group_size // multiple))
+    if rest:
+        raise ConfigurationError(
+            f"num_rollouts={num_rollouts} is not divisible by num_groups={num_groups}; try num_rollouts={fitting}"
+        )
+    if group_size % multiple:
+        raise ConfigurationError(
+            f"num_rollouts / num_groups = {group_size} is odd, but a debate takes two rollouts; try num_rollouts={fitting}"
+        )
+    return group_size

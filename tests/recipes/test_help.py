@@ -1,0 +1,125 @@
+"""`--help` of every recipe: quick to answer, own keys first, and with the defaults that the recipe really has."""
+
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+
+import chz
+import pytest
+from chz.util import MISSING_TYPE
+
+from recipes import __main__ as listing
+from recipes.common import CommonConfig
+from recipes.rl_common import RLConfig
+from tests.child import python_path
+from tinker_cookbook import config_tree
+from tinker_cookbook.config_tree import default_of
+from tinker_cookbook.distillation.train_off_policy import OffPolicyOptions
+from tinker_cookbook.distillation.train_on_policy import OnPolicyOptions
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.preference.train_dpo import DPOOptions
+from tinker_cookbook.rl.config import RLOptions
+from tinker_cookbook.supervised.train import SupervisedOptions
+
+HEAVY = ("tinker", "torch", "transformers", "tinker_local_backend")
+RECIPES = sorted(listing.recipes())
+MAIN_ONES = ("rl_basic", "debate_rs_grpo", "sl_basic", "preference.train")
+OPTIONS = {
+    "rl_basic": RLOptions, "debate_rs_grpo": RLOptions, "single_turn": RLOptions, "math_rl": RLOptions,
+    "tool_use": RLOptions, "guess_number": RLOptions, "twenty_questions": RLOptions, "shorter": RLOptions,
+    "sl_basic": SupervisedOptions, "chat_sl": SupervisedOptions, "prompt_distillation.train": SupervisedOptions,
+    "preference.train": DPOOptions, "preference.rlhf_pipeline": RLOptions,
+    "distillation.on_policy": OnPolicyOptions, "distillation.off_policy": OffPolicyOptions,
+}  # fmt: skip
+
+
+def config_class(name: str) -> type:
+    module = importlib.import_module(f"recipes.{name}")
+    return getattr(module, "CLIConfig", None) or module.DemoConfig
+
+
+def shown_keys(name: str) -> dict[str, str]:
+    """Key -> default as text, in the order of the help."""
+    lines = config_tree.help_text(config_class(name)).splitlines()
+    rows = [(found[1], found[2]) for line in lines if (found := re.match(r"  ([\w.]+)=(\(.*?\)|\[.*?\]|\S*)", line))]
+    assert len({key for key, _ in rows}) == len(rows)
+    return dict(rows)
+
+
+def test_no_recipe_waits_for_the_large_packages() -> None:
+    """One child for all: were a single recipe to import one, it would be there at the end."""
+    code = (
+        "import importlib, json, sys\n"
+        "from tinker_cookbook import config_tree\n"
+        f"for name in {RECIPES!r}:\n"
+        "    module = importlib.import_module('recipes.' + name)\n"
+        "    config = getattr(module, 'CLIConfig', None) or module.DemoConfig\n"
+        "    assert len(config_tree.help_text(config)) > 100\n"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert child.returncode == 0, child.stderr
+    assert json.loads(child.stdout) == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_key_is_shown_with_its_default(name: str) -> None:
+    cls, shown = config_class(name), shown_keys(name)
+    fields = chz.chz_fields(cls)
+    assert {key.partition(".")[0] for key in shown} == set(fields)
+    required = {key for key, field in fields.items() if isinstance(default_of(field), MISSING_TYPE)}
+    config = cls(**{key: "given" for key in required})
+    for key, text in shown.items():
+        head, _, rest = key.partition(".")
+        value = getattr(config, head)
+        if head in required or (value is None and (rest or text == "")):
+            continue  # nested and not in use, or the documentation tells the default
+        for part in rest.split(".") if rest else ():
+            value = getattr(value, part) if value is not None else None
+        assert text in (str(value).partition(" ")[0], str(value), repr(value)), key
+
+
+@pytest.mark.parametrize("name", MAIN_ONES)
+def test_own_keys_come_first_then_shared_ones_then_what_is_nested(name: str) -> None:
+    keys = list(shown_keys(name))
+    inherited = {key for base in config_class(name).__mro__[1:] if chz.is_chz(base) for key in chz.chz_fields(base)}
+    inherited |= set(CommonConfig.SHARED_KEYS)
+    own = [key for key in inspect.get_annotations(config_class(name)) if key not in inherited]
+    shared = [key for key in CommonConfig.SHARED_KEYS if key in keys]
+    assert keys[: len(own)] == own
+    assert [key for key in keys if key in shared] == shared
+    start = keys.index("model_name")
+    assert keys[start : start + len(shared)] == shared
+    nested = [key for key in keys if "." in key]
+    assert keys[len(keys) - len(nested) :] == nested
+    assert bool(nested) == (name != "sl_basic")
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS.items())
+def test_no_setting_of_the_loop_is_out_of_reach(name: str, options: type) -> None:
+    assert set(chz.chz_fields(options)) <= set(chz.chz_fields(config_class(name)))
+
+
+@pytest.mark.parametrize(("key", "place"), RLConfig.MOVED_KEYS.items())
+def test_a_key_of_old_names_the_new_one(key: str, place: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^{key}=1: this key is now {re.escape(place)}$"):
+        config_tree.parse(config_class("rl_basic"), [f"{key}=1"])
+    head = place.partition(",")[0].partition(".")[0]
+    assert head in chz.chz_fields(config_class("rl_basic"))
+
+
+def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    listing.main([])
+    shown = capsys.readouterr().out
+    for name, line in listing.recipes().items():
+        assert re.search(rf"^  {re.escape(name)} +{re.escape(line)}$", shown, re.MULTILINE)
+    assert {"rl_basic", "preference.train", "sweep"} <= listing.recipes().keys()
+    with pytest.raises(SystemExit) as raised:
+        listing.main(["rl_basc", "seed=1"])
+    assert raised.value.code == 2
+    assert "there is no recipe 'rl_basc'; did you mean rl_basic?" in capsys.readouterr().err

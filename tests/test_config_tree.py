@@ -1,0 +1,93 @@
+"""Nested configs on a command line: given in part, switched on, preset, filled by name."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import chz
+import pytest
+
+from recipes import debate_rs_grpo, rl_basic, single_turn
+from recipes.common import settle
+from recipes.rl_common import preset_keys
+from tinker_cookbook import config_tree
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.config import AsyncConfig
+from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
+
+
+@chz.chz(typecheck=True)
+class Source:
+    rounds: int = 3
+    name: str = "mine"
+    extra: float = 0.5
+
+
+@chz.chz(typecheck=True)
+class Target:
+    rounds: int = chz.field(doc="rounds")
+    name: str = "none"
+
+
+def test_fill_takes_fields_of_the_same_name_and_what_is_given() -> None:
+    assert config_tree.fill(Target, Source()) == Target(rounds=3, name="mine")
+    assert config_tree.fill(Target, Source(), name="other") == Target(rounds=3, name="other")
+    with pytest.raises(TypeError):
+        config_tree.fill(Target, Source(), nme="other")
+
+
+def parsed(recipe: Any, *argv: str) -> Any:
+    return config_tree.parse(recipe.CLIConfig, argv)
+
+
+def test_a_part_of_a_nested_config_keeps_what_the_recipe_chose_for_the_rest() -> None:
+    assert parsed(single_turn).advantage == AdvantageConfig(baseline="zscore", scale="sequence")
+    assert parsed(single_turn, "advantage.scale=token").advantage == AdvantageConfig(baseline="zscore", scale="token")
+    assert parsed(single_turn, "advantage=AdvantageConfig").advantage == AdvantageConfig()
+    config = parsed(rl_basic, "async_config.max_steps_off_policy=2", "rollout_error_tolerance=RetryOnFailure",
+                    "rollout_error_tolerance.max_retries=1", "rollout.limits.max_turns=4")  # fmt: skip
+    assert config.async_config == AsyncConfig(max_steps_off_policy=2)
+    assert config.rollout_error_tolerance == RetryOnFailure(max_retries=1)
+    assert config.rollout.limits.max_turns == 4 and config.rollout.termination is None
+
+
+def test_a_preset_stands_below_the_keys_and_above_the_recipe() -> None:
+    config = parsed(single_turn, "preset=dapo")
+    assert {key: getattr(config, key) for key in preset_keys("dapo")} == preset_keys("dapo")
+    config = parsed(single_turn, "preset=dapo", "advantage.scale=sum", "loss_fn_config.clip_high_threshold=1.5")
+    assert config.advantage == AdvantageConfig(baseline="zscore", scale="sum")
+    assert config.loss_fn_config == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.5}
+    # The clip of one loss is nothing that another loss takes over.
+    assert parsed(single_turn, "preset=dapo", "loss_fn=importance_sampling").loss_fn_config is None
+    with pytest.raises(ConfigurationError, match="preset='grop' is unknown"):
+        parsed(single_turn, "preset=grop")
+    with pytest.raises(ConfigurationError, match=r"from Python give .*preset_keys\('grpo'\)"):
+        single_turn.CLIConfig(preset="grpo")
+
+
+def test_a_reference_needs_its_path_alone() -> None:
+    argv = ("kl_penalty_coef=0.1", "kl_reference_config.load_checkpoint_path=tinker://a/sampler_weights/b")
+    assert parsed(rl_basic, *argv).kl_reference_config.base_model == settle(rl_basic.CLIConfig()).model_name
+    assert parsed(rl_basic, *argv, "kl_reference_config.base_model=x").kl_reference_config.base_model == "x"
+
+
+def test_rejection_takes_no_other_advantages(tmp_path: Path) -> None:
+    cli = debate_rs_grpo.CLIConfig(debate_train="rejection", log_path=str(tmp_path / "run"))
+    assert debate_rs_grpo.build_config(cli).advantage == AdvantageConfig(baseline="constant", scale="sequence")
+    with pytest.raises(ConfigurationError, match="leave preset and advantage out"):
+        debate_rs_grpo.build_config(chz.replace(cli, advantage=AdvantageConfig(baseline="zscore")))
+
+
+def test_truncated_sampling_is_said_and_reaches_the_evaluations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cli = single_turn.CLIConfig(log_path=str(tmp_path / "run"), top_k=5, top_p=0.9)
+    with caplog.at_level(logging.WARNING):
+        config = single_turn.build_config(cli)
+    assert "top_k=5, top_p=0.9: rollouts are drawn from fewer tokens" in caplog.text
+    evaluator: Any = config.evaluator_builders[0]
+    assert (config.top_k, config.top_p, evaluator.top_k, evaluator.top_p) == (5, 0.9, 5, 0.9)
+    for wrong in ("top_k=0", "top_p=0", "top_p=1.5"):
+        with pytest.raises(ConfigurationError, match=wrong):
+            parsed(single_turn, wrong)

@@ -1,0 +1,42 @@
+"""The large packages, imported when something of theirs is first used: `from tinker_cookbook.utils.lazy import tinker, torch`.
+
+Together they take seconds to import, and a command line with a typing error, or with `--help`, needs none of them. A module
+that takes them from here names them only in functions, and begins with `from __future__ import annotations` if its annotations
+name them. (Not a module with a chz class that is a callable value of a field: chz cannot read the annotations of its __call__.)
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["np", "tinker", "torch", "transformers"]
+
+
+class LazyModule:
+    """Stands for a module, which is imported when an attribute of it is first asked for."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._module: ModuleType | None = None
+
+    def __getattr__(self, attribute: str) -> Any:
+        if self._module is None:
+            self._module = importlib.import_module(self._name)
+        return getattr(self._module, attribute)
+
+    def __repr__(self) -> str:
+        return f"<lazy module {self._name!r}>"
+
+
+if TYPE_CHECKING:
+    import numpy as np
+    import tinker
+    import torch
+    import transformers
+else:
+    np = LazyModule("numpy")
+    tinker = LazyModule("tinker")
+    torch = LazyModule("torch")
+    transformers = LazyModule("transformers")
