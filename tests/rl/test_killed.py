@@ -23,9 +23,13 @@ SAMPLE_GROUP = "tinker_cookbook.rl.loop:Loop.sample_group"
 GROUPS = 3
 MODES = {
     "sync": (),
-    "sync, two substeps, role baselines, KL penalty": ("num_substeps=2", "baseline=role", "kl_penalty_coef=0.1"),
-    "stream": ("stream_minibatches=2", "num_substeps=2"),
-    "async 0": ("max_steps_off_policy=0",),
+    "sync, two substeps, role baselines, KL penalty": (
+        "num_substeps=2",
+        "advantage.baseline=role",
+        "kl_penalty_coef=0.1",
+    ),
+    "stream": ("stream_minibatch_config.num_minibatches=2", "num_substeps=2"),
+    "async 0": ("async_config.max_steps_off_policy=0",),
 }
 
 
@@ -76,7 +80,7 @@ def test_sampling_zero_batches_ahead_is_the_synchronous_loop(whole: dict[str, Ou
     ids=lambda kills: "+".join(map(str, kills)),
 )
 def test_ahead_of_training_no_group_is_lost_or_trained_twice(tmp_path: Path, kills: list[KillPoint]) -> None:
-    outcome = run_killed(recipe("max_steps_off_policy=2"), tmp_path, kills)
+    outcome = run_killed(recipe("async_config.max_steps_off_policy=2"), tmp_path, kills)
     steps = [row for row in outcome.rows if "groups/sampled" in row]
     assert [row["step"] for row in steps] == list(range(STEPS))
     assert sum(row["groups/sampled"] for row in steps) == STEPS * GROUPS

@@ -10,6 +10,7 @@ from recipes import rl_basic
 from tests.rl.loop import rows
 from tinker_cookbook.exceptions import ZeroAdvantageError
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 
 SECONDS = 60
 """A run that has not ended by then hangs."""
@@ -24,7 +25,12 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def run(log_path: Path, **keys: Any) -> None:
     settings: dict[str, Any] = {"eval_every": 0, "max_tokens": 16, "lora_rank": 4, "max_steps": 3, **keys}
     cli = rl_basic.CLIConfig(
-        groups_per_batch=2, group_size=4, max_steps_off_policy=1, log_path=str(log_path), num_test=1, **settings
+        groups_per_batch=2,
+        group_size=4,
+        async_config=train.AsyncConfig(max_steps_off_policy=1),
+        log_path=str(log_path),
+        num_test=1,
+        **settings,
     )
 
     async def bounded() -> None:
@@ -68,7 +74,11 @@ def test_an_env_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_env_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Hang(monkeypatch)
-    run(tmp_path, on_zero_advantages="skip", rollout_retries=0, rollout_timeout=5.0)
+    run(
+        tmp_path,
+        on_zero_advantages="skip",
+        rollout_error_tolerance=RetryOnFailure(max_retries=0, per_rollout_timeout=5.0),
+    )
     written = rows(tmp_path)
     assert [row["groups/failed"] for row in written].count(1) == 1
     assert written[-1]["rollout_errors/RolloutTimeoutError"] == 1
@@ -77,7 +87,11 @@ def test_an_env_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_env_that_hangs_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Hang(monkeypatch)
-    run(tmp_path, on_zero_advantages="skip", rollout_retries=1, rollout_timeout=5.0)
+    run(
+        tmp_path,
+        on_zero_advantages="skip",
+        rollout_error_tolerance=RetryOnFailure(max_retries=1, per_rollout_timeout=5.0),
+    )
     written = rows(tmp_path)
     assert [row["groups/failed"] for row in written] == [0, 0, 0]
     assert written[-1]["rollout_errors/total"] == 1
