@@ -129,7 +129,7 @@ class TestPipeline:
         (dpo, "learning_rate=-1", "learning_rate: must be greater than 0"),
         (rlhf_pipeline, "group_size=5", "5 members in chunks of 4 leave somebody without an opponent"),
         (rlhf_pipeline, "max_steps=0", "max_steps=0: must be at least 1"),
-        (rlhf_pipeline, "max_tokens=0", "max_tokens=0: must be at least 1"),
+        (rlhf_pipeline, "max_tokens=0", "max_tokens: must be greater than 0, got 0"),
         (rlhf_pipeline, "demonstrations=all", "demonstrations"),
         (rlhf_pipeline, "max_length=40", "max_length=40 would cut off its label"),
         (shorter, "group_size=1", "group_size: must be greater than 1"),
