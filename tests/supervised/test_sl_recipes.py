@@ -119,7 +119,7 @@ def test_bad_mixtures(mixture: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("mixture=conversations:0,library:1",), "each must be greater than 0"),
+        (("mixture=conversations:0,library:1",), "must be greater than 0; leave the source out instead"),
         (
             ("mixture=conversations,nonesuch",),
             "dataset='nonesuch' is unknown; use a shipped name (conversations, library)",
