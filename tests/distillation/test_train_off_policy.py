@@ -226,7 +226,7 @@ class TestRefusals:
             ({"n_teacher_targets": 100_000}, r"n_teacher_targets=100000 is more than the \d+ tokens"),
             ({"max_steps": 0}, "max_steps=0: nothing to train"),
             ({"dataset_configs": [source(length=1024)]}, r"example of 1024 tokens.*Set max_length to at most 1023"),
-            ({"dataset_configs": [source(), source(weight=0.01)]}, "leaves none for dataset 1"),
+            ({"dataset_configs": [source(), source(weight=0.01)]}, "none for source 1"),
             ({"dataset_configs": [source("/no/such/model")]}, "/no/such/model"),
             ({"model_name": "/no/such/model"}, "/no/such/model"),
         ],
