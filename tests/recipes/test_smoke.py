@@ -9,22 +9,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recipe_runs import NOT_SMOKED, RECIPES, ROOT, RecipeRun, run_recipe
+from recipes.__main__ import recipes
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 
 
-def commands() -> set[str]:
-    """Modules of `recipes` that are run as commands."""
-    found = set()
-    for path in (ROOT / "recipes").rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if "__main__" in path.read_text() or parts[-1] == "__main__":
-            found.add(".".join(parts[:-1] if parts[-1] == "__main__" else parts))
-    return found
-
-
 def test_every_recipe_is_in_the_table() -> None:
-    assert commands() == {run.module for run in RECIPES} | NOT_SMOKED.keys()
+    listed = {f"recipes.{name}" for name in recipes()}
+    assert listed == {run.module for run in RECIPES} | NOT_SMOKED.keys()
 
 
 @pytest.mark.parametrize("run", RECIPES, ids=lambda run: run.module)
