@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import tinker
 
+from tinker_local_backend.errors import RequestError
+
 T = TypeVar("T")
-U = TypeVar("U")
+P = ParamSpec("P")
 
 
 class EngineFuture(tinker.APIFuture[T], Generic[T]):
@@ -62,48 +65,38 @@ class ClientFuture(EngineFuture[T]):
         return getattr(self.result(), name)
 
 
-class MappedFuture(EngineFuture[U], Generic[T, U]):
-    """A future whose result is a function of another's."""
-
-    def __init__(self, source: EngineFuture[T], convert: Callable[[T], U]):
-        mapped: Future[U] = Future()
-        super().__init__(mapped, source._waiting, source._cancellable)
-
-        def copy(done: Future[T]) -> None:
-            if done.cancelled():
-                mapped.cancel()
-                return
-            if not mapped.set_running_or_notify_cancel():
-                return
-            error = done.exception()
-            if error is not None:
-                mapped.set_exception(error)
-                return
-            try:
-                mapped.set_result(convert(done.result()))
-            except Exception as conversion_error:
-                mapped.set_exception(conversion_error)
-
-        source.future().add_done_callback(copy)
-        mapped.add_done_callback(lambda done: source.future().cancel() if done.cancelled() else None)
-
-
 def completed(function: Callable[[], T]) -> EngineFuture[T]:
     """The result or error of a function that is called at once, as a future."""
     future: Future[T] = Future()
-    _settle(future, function)
+    settle(future, function)
     return EngineFuture(future)
+
+
+def at_once(method: Callable[P, T]) -> Callable[P, EngineFuture[T]]:
+    """A method that does its work when it is called and returns a future of it. Only RequestErrors are raised at the call."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> EngineFuture[T]:
+        future = completed(lambda: method(*args, **kwargs))
+        if isinstance(error := future.future().exception(), RequestError):
+            raise error
+        return future
+
+    update_wrapper(call, method)
+    call.__annotations__ = {**method.__annotations__, "return": f"EngineFuture[{method.__annotations__['return']}]"}
+    return call
 
 
 def on_a_thread(function: Callable[[], T], name: str) -> EngineFuture[T]:
     """The result or error of a function that runs on a thread of its own; a program that ends waits for it."""
     future: Future[T] = Future()
-    threading.Thread(target=_settle, args=(future, function), name=name).start()
+    threading.Thread(target=settle, args=(future, function), name=name).start()
     return EngineFuture(future)
 
 
-def _settle(future: Future[T], function: Callable[[], T]) -> None:
-    future.set_running_or_notify_cancel()
+def settle(future: Future[T], function: Callable[[], T]) -> None:
+    """Give a future the function's result or error, unless somebody has cancelled it."""
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except Exception as error:

@@ -26,7 +26,7 @@ from tinker_local_backend.engine.requests import (
 )
 from tinker_local_backend.engine.tickets import SampledSequence, SamplingResult
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture, MappedFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture
 from tinker_local_backend.storage.checkpoints import load_adapter
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
@@ -101,9 +101,7 @@ class SamplingClient:
             topk_sample_logprobs,
         )
         layout = SparseLayout.of(target_prompt_logprobs)
-        return MappedFuture(
-            self._engine.sample(self._model.name, request), lambda result: self._response(result, request, layout)
-        )
+        return self._engine.sample(self._model.name, request, lambda result: self._response(result, request, layout))
 
     sample_async = awaited(sample)
 
@@ -144,7 +142,7 @@ class SamplingClient:
         tokens = prompt_tokens(prompt, self._model)
         scoring = prompt_scoring(self._model, len(tokens), True, 0, None, 0, prompt_logprobs_last_n)
         request = SamplingRequest(tokens, self._adapter, num_samples=0, max_tokens=0, scoring=scoring)
-        return MappedFuture(self._engine.sample(self._model.name, request), _only_prompt_logprobs)
+        return self._engine.sample(self._model.name, request, _only_prompt_logprobs)
 
     compute_logprobs_async = awaited(compute_logprobs)
 

@@ -23,7 +23,7 @@ from tinker_local_backend.rest_client import RestClient, shipped_models, support
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage.info import check_user_metadata, read_info
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
-from tinker_local_backend.storage.registry import Registry, Session
+from tinker_local_backend.storage.registry import Registry, Run, Session
 from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
 
 
@@ -179,11 +179,12 @@ class ServiceClient:
 
     create_sampling_client_async = awaited(create_sampling_client)
 
-    def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: Mapping[str, str]) -> TrainingRun:
+    def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: dict[str, str]) -> TrainingRun:
         model = self._engine.load(base_model)
         adapter = model.new_adapter(spec, seed)
         state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
-        return TrainingRun(self._engine, self._registry, self._session, uuid.uuid4().hex, model, state, user_metadata)
+        entry = Run(uuid.uuid4().hex, self._session.session_id, base_model, spec, user_metadata)
+        return TrainingRun(self._engine, self._registry, self._session, entry, model, state)
 
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None

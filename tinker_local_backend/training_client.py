@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -27,7 +27,7 @@ from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom
-from tinker_local_backend.engine.datums import freeze_data
+from tinker_local_backend.engine.datums import LossConfig, freeze_data
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture
@@ -48,12 +48,10 @@ class TrainingRun:
     engine: Engine
     registry: Registry
     session: Session
-    run_id: str
+    entry: Run
+    """as it was created; its metadata go with every checkpoint"""
     model: BaseModel
     state: trainer.TrainState
-    user_metadata: Mapping[str, str]
-    """given at creation; every checkpoint carries it"""
-    created: float = field(default_factory=time.time)
 
     @property
     def home(self) -> Path:
@@ -61,17 +59,8 @@ class TrainingRun:
 
     def record(self, has_saved: bool) -> None:
         """Tell the registry that the run exists, or that it has saved something."""
-        run = Run(
-            run_id=self.run_id,
-            session_id=self.session.session_id,
-            base_model=self.model.name,
-            spec=self.state.adapter.spec,
-            created=self.created,
-            last_request_time=time.time(),
-            has_saved=has_saved,
-            user_metadata=dict(self.user_metadata),
-        )
-        self.registry.record_run(run, self.session)
+        now = replace(self.entry, last_request_time=time.time(), has_saved=has_saved)
+        self.registry.record_run(now, self.session)
 
     def save(
         self,
@@ -82,7 +71,7 @@ class TrainingRun:
     ) -> None:
         """Write a checkpoint, on the worker; `weights` hold the optimizer's state too."""
         optimizer = self.state.optimizer if path.kind == "weights" else None
-        metadata = {**self.user_metadata, **check_user_metadata(user_metadata)}
+        metadata = {**self.entry.user_metadata, **check_user_metadata(user_metadata)}
         checkpoints.save(
             self.home, path, self.model.name, self.state.adapter, optimizer, ttl_seconds, overwrite, metadata
         )
@@ -98,7 +87,7 @@ class TrainingClient:
 
     @property
     def model_id(self) -> str:
-        return self._run.run_id
+        return self._run.entry.run_id
 
     def _train(self, operation: Callable[[], T]) -> EngineFuture[T]:
         """Submit an operation that needs the memory of the samplers' prefix cache."""
@@ -110,13 +99,10 @@ class TrainingClient:
         return self._submit(run)
 
     def _submit(self, operation: Callable[[], T]) -> EngineFuture[T]:
-        return self._run.engine.submit(self._run.run_id, operation)
+        return self._run.engine.submit(self._run.entry.run_id, operation)
 
     def forward(
-        self,
-        data: list[tinker.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
+        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Loss and logprobs without gradients."""
         return self._pass(data, loss_fn, loss_fn_config, backward=False)
@@ -124,10 +110,7 @@ class TrainingClient:
     forward_async = as_coroutine(forward)
 
     def forward_backward(
-        self,
-        data: list[tinker.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
+        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Loss, logprobs, and gradients that accumulate until optim_step.
 
@@ -154,11 +137,7 @@ class TrainingClient:
     forward_backward_custom_async = as_coroutine(forward_backward_custom)
 
     def _pass(
-        self,
-        data: list[tinker.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None,
-        backward: bool,
+        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig, backward: bool
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         run, datums, config = self._run, freeze_data(data), copy(loss_fn_config)
         return self._train(lambda: trainer.forward_backward(run.model, run.state, datums, loss_fn, config, backward))
@@ -183,7 +162,12 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsResponse]:
         """Save adapter and optimizer state, to go on from. `.path` is the tinker:// path."""
         path = self._path("weights", name)
-        return self._save(path, SaveWeightsResponse(path=str(path)), ttl_seconds, overwrite, user_metadata)
+
+        def save() -> SaveWeightsResponse:
+            self._run.save(path, ttl_seconds, overwrite, user_metadata)
+            return SaveWeightsResponse(path=str(path))
+
+        return self._submit(save)
 
     save_state_async = as_coroutine(save_state)
 
@@ -196,7 +180,12 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsForSamplerResponse]:
         """Save the adapter alone, to sample from. `.path` is the tinker:// path."""
         path = self._path("sampler_weights", name)
-        return self._save(path, SaveWeightsForSamplerResponse(path=str(path)), ttl_seconds, overwrite, user_metadata)
+
+        def save() -> SaveWeightsForSamplerResponse:
+            self._run.save(path, ttl_seconds, overwrite, user_metadata)
+            return SaveWeightsForSamplerResponse(path=str(path))
+
+        return self._submit(save)
 
     save_weights_for_sampler_async = as_coroutine(save_weights_for_sampler)
 
@@ -260,21 +249,7 @@ class TrainingClient:
         return self._submit(run)
 
     def _path(self, kind: CheckpointKind, name: str) -> CheckpointPath:
-        return CheckpointPath(self._run.run_id, kind, check_name(name, "checkpoint name"))
-
-    def _save(
-        self,
-        path: CheckpointPath,
-        response: T,
-        ttl_seconds: int | None,
-        overwrite: bool,
-        user_metadata: Mapping[str, str] | None,
-    ) -> EngineFuture[T]:
-        def run() -> T:
-            self._run.save(path, ttl_seconds, overwrite, user_metadata)
-            return response
-
-        return self._submit(run)
+        return CheckpointPath(self._run.entry.run_id, kind, check_name(name, "checkpoint name"))
 
     def get_info(self) -> GetInfoResponse:
         """Base model, LoRA rank and tokenizer of this run."""
@@ -283,7 +258,7 @@ class TrainingClient:
         return GetInfoResponse.model_validate(
             {
                 "type": "get_info",
-                "model_id": self._run.run_id,
+                "model_id": self._run.entry.run_id,
                 "model_data": data,
                 "is_lora": True,
                 "lora_rank": self._run.state.adapter.spec.rank,

@@ -26,6 +26,10 @@ _DTYPES = {
 }
 
 
+LossConfig = Mapping[str, float | str] | None
+"""As clients give it: numbers by name (the type is the SDK's)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Example:
     """A checked datum: N input tokens and, per loss input, an array of shape (N,) or (N, K) aligned with them."""
@@ -75,7 +79,7 @@ def _frozen_tensor(tensor: tinker.TensorData) -> tinker.TensorData:
     )
 
 
-def loss_function(name: str, config: Mapping[str, float | str] | None) -> tuple[LossFn, dict[str, float], float]:
+def loss_function(name: str, config: LossConfig) -> tuple[LossFn, dict[str, float], float]:
     """Look up a loss and complete its config. Returns (loss, config, temperature).
 
     `temperature` is understood for every loss: logits are divided by it, so that lp is on the distribution that was sampled.

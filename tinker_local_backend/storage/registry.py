@@ -67,11 +67,11 @@ class Run:
     """None for a run that was adopted from its folder"""
     base_model: str
     spec: LoraSpec
-    created: float
-    last_request_time: float
-    """of its creation or its latest save"""
-    has_saved: bool
     user_metadata: dict[str, str]
+    created: float = field(default_factory=time.time)
+    last_request_time: float = field(default_factory=time.time)
+    """of its creation or its latest save"""
+    has_saved: bool = False
 
 
 class Registry:
@@ -219,7 +219,7 @@ def _adopt(home: Path, run_id: str) -> Run | None:
         return None
     first, last = entries[0].info, entries[-1].info
     agreed = set(first.user_metadata.items()).intersection(*(entry.info.user_metadata.items() for entry in entries))
-    return Run(run_id, None, last.base_model, last.spec, first.created, last.created, True, dict(sorted(agreed)))
+    return Run(run_id, None, last.base_model, last.spec, dict(sorted(agreed)), first.created, last.created, True)
 
 
 def _reconcile(connection: sqlite3.Connection, gone: list[str], adopted: list[Run]) -> None:
