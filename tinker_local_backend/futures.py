@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -81,8 +82,10 @@ def at_once(method: Callable[P, T]) -> Callable[P, EngineFuture[T]]:
             raise error
         return future
 
+    returns = f"EngineFuture[{method.__annotations__['return']}]"
     update_wrapper(call, method)
-    call.__annotations__ = {**method.__annotations__, "return": f"EngineFuture[{method.__annotations__['return']}]"}
+    call.__annotations__ = {**method.__annotations__, "return": returns}
+    call.__signature__ = inspect.signature(method).replace(return_annotation=returns)  # pyright: ignore
     return call
 
 

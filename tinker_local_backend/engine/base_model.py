@@ -375,13 +375,10 @@ class BaseModel:
         kv_heads, head_dim = self._kv_shape()
         config = self.config
         width = 8 * config.hidden_size + 8 * (config.num_attention_heads + kv_heads) * head_dim
-        width += 5 * max(_as_list(config.intermediate_size))
+        sizes = config.intermediate_size  # one for all layers, or one for each
+        width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)
         return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
 
     def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
         """Within: every pass goes through these adapters. For a backward pass that runs layers again."""
         return self._routing.use(adapters if isinstance(adapters, list) else one_for_all(adapters))
-
-
-def _as_list(value: int | list[int]) -> list[int]:
-    return value if isinstance(value, list) else [value]
