@@ -1,20 +1,24 @@
-"""Futures of the local clients: await them, or call `.result()`, as with the SDK's."""
+"""How the clients' methods give their results: futures, to await or to ask for `.result()`, as with the SDK's.
+
+For scripts written for older SDKs a method also has a coroutine, `sample_async = awaited(sample)`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import tinker
 
 from tinker_local_backend.errors import RequestError
 
+C = TypeVar("C")
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -82,11 +86,7 @@ def at_once(method: Callable[P, T]) -> Callable[P, EngineFuture[T]]:
             raise error
         return future
 
-    returns = f"EngineFuture[{method.__annotations__['return']}]"
-    update_wrapper(call, method)
-    call.__annotations__ = {**method.__annotations__, "return": returns}
-    call.__signature__ = inspect.signature(method).replace(return_annotation=returns)  # pyright: ignore
-    return call
+    return _described(call, method, f"EngineFuture[{method.__annotations__['return']}]")
 
 
 def on_a_thread(function: Callable[[], T], name: str) -> EngineFuture[T]:
@@ -104,3 +104,40 @@ def settle(future: Future[T], function: Callable[[], T]) -> None:
         future.set_result(function())
     except Exception as error:
         future.set_exception(error)
+
+
+def as_coroutine(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
+    """The method's `_async` twin: a coroutine that returns what the method returns; the caller awaits a future in turn.
+
+    A twin calls whatever the object has under the method's name, so that a subclass overrides both.
+    """
+
+    async def twin(self: C, *args: P.args, **kwargs: P.kwargs) -> T:
+        return getattr(self, method.__name__)(*args, **kwargs)
+
+    return _named_async(twin, method, f"`{method.__name__}(...)`", method.__annotations__["return"])
+
+
+def awaited(method: Callable[Concatenate[C, P], Awaitable[T]]) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
+    """The method's `_async` twin: a coroutine that awaits the method's future and returns its result."""
+
+    async def twin(self: C, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await getattr(self, method.__name__)(*args, **kwargs)
+
+    result = method.__annotations__["return"].partition("[")[2].removesuffix("]")  # of "EngineFuture[...]"
+    return _named_async(twin, method, f"`await {method.__name__}(...)`", result)
+
+
+def _named_async(twin: Any, method: Callable, call: str, returns: str) -> Any:
+    _described(twin, method, returns)
+    twin.__name__, twin.__qualname__ = f"{method.__name__}_async", f"{method.__qualname__}_async"
+    twin.__doc__ = f"{call}, as older scripts spell it."
+    return twin
+
+
+def _described(function: Any, method: Callable, returns: str) -> Any:
+    """The function with the name, docstring and signature of the method, as `inspect` shows them, but for its result."""
+    update_wrapper(function, method)
+    function.__annotations__ = {**method.__annotations__, "return": returns}
+    function.__signature__ = inspect.signature(method).replace(return_annotation=returns)
+    return function

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from tinker_local_backend.errors import RequestError
 
 _FILES = "save_weights_for_sampler writes PEFT files, get_checkpoint_archive_url_from_tinker_path packs them"
@@ -20,10 +18,6 @@ REST_CALLS = {
     "get_external_weights_urls": f"there are no external weights; {_FILES}",
 }
 """Method of RestClient -> why there is none, or what to use."""
-
-
-def refuse_call(name: str) -> NoReturn:
-    raise RequestError(f"RestClient.{name} has no meaning with the local engine: {REST_CALLS[name]}")
 
 
 def refuse_arguments(**arguments: object) -> None:

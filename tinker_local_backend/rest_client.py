@@ -26,9 +26,8 @@ from typing import Literal, NoReturn
 from tinker import types
 
 from tinker_local_backend import hosted_only
-from tinker_local_backend.async_twins import awaited
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import EngineFuture, at_once, on_a_thread
+from tinker_local_backend.futures import EngineFuture, at_once, awaited, on_a_thread
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import CheckpointEntry
 from tinker_local_backend.storage.info import read_info
@@ -90,8 +89,6 @@ class RestClient:
         """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
         return types.GetServerCapabilitiesResponse(supported_models=self._supported_models())
 
-    get_server_capabilities_async = awaited(get_server_capabilities)
-
     # Training runs
 
     @at_once
@@ -105,23 +102,17 @@ class RestClient:
         page = [self._training_run(run) for run in runs[offset : offset + limit]]
         return types.TrainingRunsResponse(training_runs=page, cursor=_cursor(limit, offset, runs))
 
-    list_training_runs_async = awaited(list_training_runs)
-
     @at_once
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> types.TrainingRun:
         """One training run. RequestError when the home has none of this id."""
         check_name(training_run_id, "training run id")
         return self._training_run(self._run(training_run_id))
 
-    get_training_run_async = awaited(get_training_run)
-
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> EngineFuture[types.TrainingRun]:
         """The training run that a checkpoint belongs to."""
         return self.get_training_run(CheckpointPath.parse(tinker_path).run_id)
-
-    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
 
     @at_once
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> types.WeightsInfoResponse:
@@ -136,8 +127,6 @@ class RestClient:
             train_attn=info.spec.train_attn,
         )
 
-    get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
-
     # Checkpoints
 
     @at_once
@@ -147,8 +136,6 @@ class RestClient:
         self._run(training_run_id)
         entries = catalog.list_run(self._home, training_run_id).entries
         return types.CheckpointsListResponse(checkpoints=[_checkpoint(entry) for entry in entries])
-
-    list_checkpoints_async = awaited(list_checkpoints)
 
     @at_once
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
@@ -162,41 +149,29 @@ class RestClient:
             cursor=_cursor(limit, offset, entries),
         )
 
-    list_user_checkpoints_async = awaited(list_user_checkpoints)
-
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> EngineFuture[None]:
         """Delete a checkpoint by run and id, which is `weights/<name>` or `sampler_weights/<name>`."""
         return self.delete_checkpoint_from_tinker_path(_path_of(training_run_id, checkpoint_id))
-
-    delete_checkpoint_async = awaited(delete_checkpoint)
 
     @at_once
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> None:
         """Delete a checkpoint and its archive. Clients that were made from it go on."""
         catalog.remove(self._home, CheckpointPath.parse(tinker_path))
 
-    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
-
     @at_once
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> None:
         """Mark a checkpoint as public."""
         catalog.set_public(self._home, CheckpointPath.parse(tinker_path), True)
-
-    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
 
     @at_once
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> None:
         """Take the mark away."""
         catalog.set_public(self._home, CheckpointPath.parse(tinker_path), False)
 
-    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
-
     @at_once
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> None:
         """Let a checkpoint expire this many seconds from now; None: never. An expired checkpoint cannot be brought back."""
         catalog.set_ttl(self._home, CheckpointPath.parse(tinker_path), ttl_seconds)
-
-    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
     def copy_weights(
         self,
@@ -222,15 +197,11 @@ class RestClient:
 
         return on_a_thread(work, "tinker-local-rest")
 
-    copy_weights_async = awaited(copy_weights)
-
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> EngineFuture[CheckpointArchiveUrlResponse]:
         """As get_checkpoint_archive_url_from_tinker_path, by run and id (`weights/<name>` or `sampler_weights/<name>`)."""
         return self.get_checkpoint_archive_url_from_tinker_path(_path_of(training_run_id, checkpoint_id))
-
-    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
@@ -246,8 +217,6 @@ class RestClient:
 
         return on_a_thread(run, "tinker-local-rest")
 
-    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
-
     # Sessions
 
     @at_once
@@ -258,8 +227,6 @@ class RestClient:
         _check_page(limit, offset)
         ids = [session.session_id for session in self._registry.sessions()]
         return types.ListSessionsResponse(sessions=ids[offset : offset + limit])
-
-    list_sessions_async = awaited(list_sessions)
 
     @at_once
     def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> types.GetSessionResponse:
@@ -275,14 +242,18 @@ class RestClient:
                 )
         raise RequestError(f"there is no session {session_id!r} under {self._home}; list_sessions names them")
 
-    get_session_async = awaited(get_session)
-
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """The refusals of what only the hosted service has."""
         base = name.removesuffix("_async")
-        if base in hosted_only.REST_CALLS:
-            return lambda *args, **kwargs: hosted_only.refuse_call(base)
-        raise AttributeError(f"RestClient has no {name}")
+        if base not in hosted_only.REST_CALLS:
+            raise AttributeError(f"RestClient has no {name}")
+
+        def refuse(*args: object, **kwargs: object) -> NoReturn:
+            raise RequestError(
+                f"RestClient.{base} has no meaning with the local engine: {hosted_only.REST_CALLS[base]}"
+            )
+
+        return refuse
 
     def _run(self, run_id: str) -> Run:
         for run in self._registry.runs():
@@ -305,6 +276,26 @@ class RestClient:
             last_sampler_checkpoint=last.get("sampler_weights"),
             user_metadata=run.user_metadata or None,
         )
+
+    # As older scripts spell it
+
+    get_server_capabilities_async = awaited(get_server_capabilities)
+    list_training_runs_async = awaited(list_training_runs)
+    get_training_run_async = awaited(get_training_run)
+    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
+    get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
+    list_checkpoints_async = awaited(list_checkpoints)
+    list_user_checkpoints_async = awaited(list_user_checkpoints)
+    delete_checkpoint_async = awaited(delete_checkpoint)
+    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
+    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
+    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
+    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
+    copy_weights_async = awaited(copy_weights)
+    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
+    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
+    list_sessions_async = awaited(list_sessions)
+    get_session_async = awaited(get_session)
 
 
 def _checkpoint(entry: CheckpointEntry) -> types.Checkpoint:

@@ -6,18 +6,16 @@ import uuid
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from tinker import types
 
-from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import check_model_name
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture, completed
+from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
 from tinker_local_backend.hosted_only import refuse_arguments
 from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
@@ -70,8 +68,6 @@ class ServiceClient:
         """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
         return self.create_rest_client().get_server_capabilities().result()
 
-    get_server_capabilities_async = as_coroutine(get_server_capabilities)
-
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> EngineFuture[str]:
@@ -109,8 +105,6 @@ class ServiceClient:
 
         return self._engine.make_client(create)
 
-    create_lora_training_client_async = awaited(create_lora_training_client)
-
     def create_training_client_from_state(
         self,
         path: str,
@@ -126,8 +120,6 @@ class ServiceClient:
         refuse_arguments(weights_access_token=weights_access_token, optimizer=_other_than_adamw(optimizer))
         return self._from_state(path, base_model, user_metadata, with_optimizer=False)
 
-    create_training_client_from_state_async = awaited(create_training_client_from_state)
-
     def create_training_client_from_state_with_optimizer(
         self,
         path: str,
@@ -138,8 +130,6 @@ class ServiceClient:
         """A training client that goes on from a saved state as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._from_state(path, base_model, user_metadata, with_optimizer=True)
-
-    create_training_client_from_state_with_optimizer_async = awaited(create_training_client_from_state_with_optimizer)
 
     def _from_state(
         self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
@@ -177,8 +167,6 @@ class ServiceClient:
         check_model_name(base_model)
         return self._engine.make_client(lambda: SamplingClient(self._engine, self, self._engine.load(base_model), None))
 
-    create_sampling_client_async = awaited(create_sampling_client)
-
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: dict[str, str]) -> TrainingRun:
         model = self._engine.load(base_model)
         adapter = model.new_adapter(spec, seed)
@@ -199,10 +187,16 @@ class ServiceClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
+
+    # As older scripts spell it
+
+    get_server_capabilities_async = as_coroutine(get_server_capabilities)
+    create_lora_training_client_async = awaited(create_lora_training_client)
+    create_training_client_from_state_async = awaited(create_training_client_from_state)
+    create_training_client_from_state_with_optimizer_async = awaited(create_training_client_from_state_with_optimizer)
+    create_sampling_client_async = awaited(create_sampling_client)
 
 
 def _other_than_adamw(optimizer: types.OptimizerConfig | None) -> types.OptimizerConfig | None:

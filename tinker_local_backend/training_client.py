@@ -21,16 +21,16 @@ from tinker.types import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
+from tinker.types.get_info_response import ModelData
 from transformers import PreTrainedTokenizerBase
 
-from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom
 from tinker_local_backend.engine.datums import LossConfig, freeze_data
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import CheckpointError, RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage import checkpoints
@@ -107,8 +107,6 @@ class TrainingClient:
         """Loss and logprobs without gradients."""
         return self._pass(data, loss_fn, loss_fn_config, backward=False)
 
-    forward_async = as_coroutine(forward)
-
     def forward_backward(
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
@@ -118,8 +116,6 @@ class TrainingClient:
         `loss_fn_config["temperature"]` scores on the tempered distribution that was sampled.
         """
         return self._pass(data, loss_fn, loss_fn_config, backward=True)
-
-    forward_backward_async = as_coroutine(forward_backward)
 
     def forward_backward_custom(
         self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
@@ -133,8 +129,6 @@ class TrainingClient:
         if loss_type_input not in (None, "logprobs"):
             raise RequestError(f"loss_type_input={loss_type_input!r}: a custom loss always gets logprobs; leave it out")
         return self._train(lambda: forward_backward_custom(run.model, run.state, datums, loss_fn))
-
-    forward_backward_custom_async = as_coroutine(forward_backward_custom)
 
     def _pass(
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig, backward: bool
@@ -150,8 +144,6 @@ class TrainingClient:
         if not isinstance(params, tinker.AdamParams):
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
         return self._train(lambda: trainer.optim_step(self._run.state, params))
-
-    optim_step_async = as_coroutine(optim_step)
 
     def save_state(
         self,
@@ -169,8 +161,6 @@ class TrainingClient:
 
         return self._submit(save)
 
-    save_state_async = as_coroutine(save_state)
-
     def save_weights_for_sampler(
         self,
         name: str,
@@ -187,16 +177,12 @@ class TrainingClient:
 
         return self._submit(save)
 
-    save_weights_for_sampler_async = as_coroutine(save_weights_for_sampler)
-
     def create_sampling_client(
         self, model_path: str, retry_config: object = None, record_stability_info: bool = False
     ) -> ClientFuture[SamplingClient]:
         """Sample from saved weights, of this run or another, as with ServiceClient.create_sampling_client(model_path)."""
         refuse_arguments(record_stability_info=record_stability_info)
         return open_checkpoint(self._run.engine, self._owner, self._run.home, model_path)
-
-    create_sampling_client_async = awaited(create_sampling_client)
 
     def save_weights_and_get_sampling_client(
         self,
@@ -221,14 +207,10 @@ class TrainingClient:
 
         return ClientFuture(self._submit(run))
 
-    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
-
     def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
         """Replace the adapter by a checkpoint's; the optimizer is reset and accumulated gradients are dropped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=False)
-
-    load_state_async = as_coroutine(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -236,8 +218,6 @@ class TrainingClient:
         """Replace adapter and optimizer state by a checkpoint's: training goes on as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=True)
-
-    load_state_with_optimizer_async = as_coroutine(load_state_with_optimizer)
 
     def _load(self, path: str, with_optimizer: bool) -> EngineFuture[LoadWeightsResponse]:
         parsed = CheckpointPath.parse(path)
@@ -254,22 +234,31 @@ class TrainingClient:
     def get_info(self) -> GetInfoResponse:
         """Base model, LoRA rank and tokenizer of this run."""
         model = self._run.model
-        data = {"arch": model.config.model_type, "model_name": model.name, "tokenizer_id": model.name}
-        return GetInfoResponse.model_validate(
-            {
-                "type": "get_info",
-                "model_id": self._run.entry.run_id,
-                "model_data": data,
-                "is_lora": True,
-                "lora_rank": self._run.state.adapter.spec.rank,
-                "model_name": model.name,
-            }
+        return GetInfoResponse(
+            type="get_info",
+            model_id=self._run.entry.run_id,
+            model_data=ModelData(arch=model.config.model_type, model_name=model.name, tokenizer_id=model.name),
+            is_lora=True,
+            lora_rank=self._run.state.adapter.spec.rank,
+            model_name=model.name,
         )
-
-    get_info_async = as_coroutine(get_info)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._run.model.tokenizer
+
+    # As older scripts spell it
+
+    forward_async = as_coroutine(forward)
+    forward_backward_async = as_coroutine(forward_backward)
+    forward_backward_custom_async = as_coroutine(forward_backward_custom)
+    optim_step_async = as_coroutine(optim_step)
+    save_state_async = as_coroutine(save_state)
+    save_weights_for_sampler_async = as_coroutine(save_weights_for_sampler)
+    create_sampling_client_async = awaited(create_sampling_client)
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
+    load_state_async = as_coroutine(load_state)
+    load_state_with_optimizer_async = as_coroutine(load_state_with_optimizer)
+    get_info_async = as_coroutine(get_info)
 
 
 def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -62,11 +63,7 @@ class PackedPlan:
     @classmethod
     def whole(cls, lengths: Sequence[int]) -> PackedPlan:
         """Whole sequences of these lengths, end to end."""
-        segments, start = [], 0
-        for length in lengths:
-            segments.append(Segment(start, start + length))
-            start += length
-        return cls(segments)
+        return cls([Segment(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)])
 
 
 @dataclass

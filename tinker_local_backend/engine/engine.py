@@ -137,7 +137,7 @@ class Engine:
             return EngineClosedError(
                 f"the engine stopped after an internal error: {self._death!r}; create a new client"
             )
-        return EngineClosedError("this service client is closed; create a new one")
+        return EngineClosedError("this service client was closed before this request ran; create a new one")
 
     def _gate(self) -> LoopGate[_Work] | None:
         """The gate of the running event loop, if this thread runs one."""
@@ -224,17 +224,14 @@ class Engine:
         return max(1, available // model.kv_bytes_per_token())
 
     def _work(self) -> None:
-        error: BaseException
         try:
             self._serve()
-            error = EngineClosedError("the service client was closed before this request ran")
         except BaseException as death:  # a bug, but nobody must wait forever for it
             self._death = death
-            error = EngineClosedError(f"the engine stopped after an internal error: {death!r}")
         with self._condition:
             self._closing = True
             rest, self._inbox = list(self._inbox), deque()
-        self._fail_rest(rest, error)
+        self._fail_rest(rest, self._closed_error())
 
     def _serve(self) -> None:
         # A step is a call of its own, so that an idle worker keeps no reference to what it did last.
@@ -245,7 +242,7 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         with self._condition:
-            while not (self._inbox or self._closing or self._has_work()):
+            while not (self._inbox or self._closing or self._queues or any(g.busy for g in self._generators.values())):
                 self._condition.wait()
             return not self._closing
 
@@ -254,9 +251,6 @@ class Engine:
             arrived, self._inbox = self._inbox, deque()
         for work in arrived:
             work.proceed()
-
-    def _has_work(self) -> bool:
-        return bool(self._queues) or any(generator.busy for generator in self._generators.values())
 
     def _turn(self) -> None:
         """One operation of the client whose turn it is, and some steps of each model's sampler."""

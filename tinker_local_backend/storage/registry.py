@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.storage.catalog import list_run
@@ -174,24 +174,20 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 def _put_session(connection: sqlite3.Connection, session: Session) -> None:
-    connection.execute(
-        "INSERT OR REPLACE INTO sessions VALUES (:session_id, :created, :display_name, :user_metadata)",
-        {**vars(session), "user_metadata": json.dumps(session.user_metadata)},
-    )
+    _insert(connection, "sessions", "REPLACE", vars(session))
 
 
 def _put_run(connection: sqlite3.Connection, run: Run, conflict: str) -> None:
-    connection.execute(
-        f"INSERT OR {conflict} INTO runs VALUES (:run_id, :session_id, :base_model, :lora_rank, :lora_alpha,"
-        " :train_attn, :train_mlp, :train_unembed, :created, :last_request_time, :has_saved, :user_metadata)",
-        {
-            **{key: value for key, value in vars(run).items() if key != "spec"},
-            **{key: value for key, value in vars(run.spec).items() if key.startswith("train_")},
-            "lora_rank": run.spec.rank,
-            "lora_alpha": run.spec.alpha,
-            "user_metadata": json.dumps(run.user_metadata),
-        },
-    )
+    row, spec = dict(vars(run)), vars(run.spec)
+    del row["spec"]
+    renamed = {key if key.startswith("train_") else f"lora_{key}": value for key, value in spec.items()}
+    _insert(connection, "runs", conflict, row | renamed)
+
+
+def _insert(connection: sqlite3.Connection, table: str, conflict: str, row: dict[str, Any]) -> None:
+    columns, places = ", ".join(row), ", ".join(f":{key}" for key in row)
+    values = {**row, "user_metadata": json.dumps(row["user_metadata"])}
+    connection.execute(f"INSERT OR {conflict} INTO {table} ({columns}) VALUES ({places})", values)
 
 
 def _session(row: sqlite3.Row) -> Session:
