@@ -1,7 +1,7 @@
 """Serve base models to the Tinker SDK.
 
-    python -m tinker_local_backend.server model=Qwen/Qwen3-4B-Instruct-2507
-    python -m tinker_local_backend.server models=A,B host=0.0.0.0 port=8000 api_keys_file=keys.txt
+python -m tinker_local_backend.server model=Qwen/Qwen3-4B-Instruct-2507
+python -m tinker_local_backend.server models=A,B host=0.0.0.0 port=8000 api_keys_file=keys.txt
 """
 
 import sys

@@ -37,9 +37,7 @@ class Access:
     """
 
     def __init__(self, keys: Mapping[str, str], home: Path):
-        self._digests = [
-            (_digest(key), Tenant(name, home / "tenants" / name)) for name, key in sorted(keys.items())
-        ]
+        self._digests = [(_digest(key), Tenant(name, home / "tenants" / name)) for name, key in sorted(keys.items())]
         self._everybody = None if keys else Tenant("local", home)
 
     @property

@@ -23,7 +23,8 @@ class ServerConfig:
     port: int = chz.field(default=8000, doc="port to bind; 0 takes a free one", validator=chz.validators.ge(0))
     home: str | None = chz.field(default=None, doc="where checkpoints live; default: TINKER_LOCAL_HOME")
     api_keys_file: str | None = chz.field(
-        default=None, doc="file with a line `tenant=tml-...` per tenant; default: TINKER_LOCAL_API_KEYS, separated by commas"
+        default=None,
+        doc="file with a line `tenant=tml-...` per tenant; default: TINKER_LOCAL_API_KEYS, separated by commas",
     )
     tls_certfile: str | None = chz.field(default=None, doc="certificate (PEM): serve https")
     tls_keyfile: str | None = chz.field(default=None, doc="private key (PEM) of the certificate")
@@ -34,7 +35,9 @@ class ServerConfig:
     )
     max_connections: int = chz.field(default=20000, doc="open connections", validator=chz.validators.gt(0))
     max_sessions: int = chz.field(default=100, doc="live sessions of a tenant", validator=chz.validators.gt(0))
-    max_models: int = chz.field(default=32, doc="adapters that a tenant trains at a time", validator=chz.validators.gt(0))
+    max_models: int = chz.field(
+        default=32, doc="adapters that a tenant trains at a time", validator=chz.validators.gt(0)
+    )
     max_rank: int = chz.field(default=512, doc="largest LoRA rank", validator=chz.validators.gt(0))
     max_snapshots: int = chz.field(
         default=64,
@@ -42,7 +45,9 @@ class ServerConfig:
         validator=chz.validators.gt(0),
     )
     max_sampling_requests: int = chz.field(
-        default=4096, doc="waiting or running sampling requests of a tenant; beyond, 429", validator=chz.validators.gt(0)
+        default=4096,
+        doc="waiting or running sampling requests of a tenant; beyond, 429",
+        validator=chz.validators.gt(0),
     )
     max_training_requests: int = chz.field(
         default=1024, doc="waiting or running requests of one trained model", validator=chz.validators.gt(0)
@@ -57,7 +62,9 @@ class ServerConfig:
         validator=chz.validators.gt(0),
     )
     poll_seconds: float = chz.field(
-        default=30.0, doc="how long a question for a result is held; clients give up at 45", validator=chz.validators.gt(0)
+        default=30.0,
+        doc="how long a question for a result is held; clients give up at 45",
+        validator=chz.validators.gt(0),
     )
     result_seconds: float = chz.field(
         default=120.0, doc="how long a fetched result can be fetched again", validator=chz.validators.gt(0)

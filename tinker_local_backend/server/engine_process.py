@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from typing import Any
 
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import (
@@ -41,8 +43,8 @@ class EngineProcess:
         self._socket = sock
         self._engine = Engine()
         self._operations = Operations(self._engine)
-        self._running: dict[int, Future[Frame]] = {}
-        self._ended: queue.SimpleQueue[tuple[int, Future[Frame]] | None] = queue.SimpleQueue()
+        self._running: dict[int, Future[Any]] = {}
+        self._ended: queue.SimpleQueue[tuple[int, Future[Any], Callable[[Any], Frame]] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Until the socket closes. The first frame names the models, which are loaded before it is answered."""
@@ -72,19 +74,21 @@ class EngineProcess:
             return
         number: int = frame.fields["id"]
         try:
-            future = self._operations.run(frame).future()
+            reply, encode = self._operations.run(frame)
+            future = reply.future()
         except Exception as error:
-            future = Future()
+            future, encode = Future(), _never
             future.set_exception(error)
         self._running[number] = future
-        future.add_done_callback(lambda done: self._ended.put((number, done)))
+        future.add_done_callback(lambda done: self._ended.put((number, done, encode)))
 
     def _answer(self) -> None:
         while (ended := self._ended.get()) is not None:
-            number, future = ended
+            number, future, encode = ended
             self._running.pop(number, None)
             try:
-                reply = Frame({"id": number, **future.result().fields}, future.result().body)
+                encoded = encode(future.result())
+                reply = Frame({"id": number, **encoded.fields}, encoded.body)
             except (Exception, CancelledError) as error:
                 reply = Frame({"id": number, **_failure(error)})
             try:
@@ -94,6 +98,10 @@ class EngineProcess:
             if isinstance(future.exception() if not future.cancelled() else None, EngineClosedError):
                 logger.error("the engine has stopped; ending its process")
                 os._exit(1)
+
+
+def _never(result: object) -> Frame:
+    raise AssertionError("an operation that failed has no result")
 
 
 def _failure(error: BaseException) -> dict[str, str]:

@@ -62,7 +62,9 @@ class Guard:
         if scope["path"] not in OPEN_ROUTES:
             tenant = self._access.tenant(_key(headers))
             if tenant is None:
-                raise Refused(401, "the API key is missing or not known here; set TINKER_API_KEY to one of this server's")
+                raise Refused(
+                    401, "the API key is missing or not known here; set TINKER_API_KEY to one of this server's"
+                )
             scope.setdefault("state", {})["tenant"] = tenant
         limit = self._config.max_body_mib * MIB
         length = headers.get(b"content-length", b"0")
@@ -72,7 +74,9 @@ class Guard:
             async with asyncio.timeout(self._config.body_seconds):
                 body = await _read(receive, limit)
         except TimeoutError:
-            raise Refused(400, f"the body did not arrive within {self._config.body_seconds:g} s (body_seconds)") from None
+            raise Refused(
+                400, f"the body did not arrive within {self._config.body_seconds:g} s (body_seconds)"
+            ) from None
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
         if encoding in ("", "identity"):
             return body

@@ -58,7 +58,9 @@ class EngineLink:
         ready = await frames.receive_async(link._reader)
         if ready is None or "error" in ready.fields:
             await link.close()
-            raise ModelLoadError(ready.fields["error"] if ready else "the engine's process ended while loading; see above")
+            raise ModelLoadError(
+                ready.fields["error"] if ready else "the engine's process ended while loading; see above"
+            )
         link.models = [ServedModel(**model) for model in ready.fields["models"]]
         link._reading = asyncio.create_task(link._read())
         return link

@@ -18,9 +18,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._http = Counter(
-            "tinker_http_requests", "HTTP requests", ["route", "status"], registry=self._registry
-        )
+        self._http = Counter("tinker_http_requests", "HTTP requests", ["route", "status"], registry=self._registry)
         self._operations = Counter(
             "tinker_operations", "operations that ended", ["kind", "outcome"], registry=self._registry
         )

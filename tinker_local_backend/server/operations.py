@@ -9,21 +9,21 @@ from typing import Any
 
 import tinker
 
-from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import EngineFuture, MappedFuture, completed
+from tinker_local_backend.futures import EngineFuture, completed, settle
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.server import codec
 from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
-from tinker_local_backend.storage.registry import Registry, Session
+from tinker_local_backend.storage.registry import Registry, Run, Session
 from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
 
 Fields = Mapping[str, Any]
-Reply = EngineFuture[Frame]
+Reply = tuple[EngineFuture[Any], Callable[[Any], Frame]]
+"""What is waited for, and how its result is put into a frame, which happens off the engine's worker."""
 
 
 class Operations:
@@ -75,19 +75,19 @@ class Operations:
     def _new_run(
         self, fields: Fields, base_model: str, spec: LoraSpec, seed: int, metadata: Mapping[str, str]
     ) -> TrainingRun:
-        model = self._engine.load(base_model)
-        adapter = model.new_adapter(spec, seed)
-        state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
         registry, session = Registry(Path(fields["home"])), Session(**fields["session"])
-        return TrainingRun(self._engine, registry, session, fields["model_id"], model, state, metadata)
+        entry = Run(fields["model_id"], session.session_id, base_model, spec, dict(metadata))
+        return TrainingRun.create(self._engine, registry, session, entry, seed)
 
     def _keep_model(self, fields: Fields, create: Callable[[], TrainingClient]) -> Reply:
         def keep(client: TrainingClient) -> Frame:
             self._models[fields["model_id"]] = client
             info = client.get_info()
-            return Frame({"base_model": info.model_data.model_name, "rank": info.lora_rank, "arch": info.model_data.arch})
+            return Frame(
+                {"base_model": info.model_data.model_name, "rank": info.lora_rank, "arch": info.model_data.arch}
+            )
 
-        return MappedFuture(self._engine.make_client(create), keep)
+        return self._engine.make_client(create), keep
 
     def _model(self, fields: Fields) -> TrainingClient:
         model = self._models.get(fields["model_id"])
@@ -99,40 +99,40 @@ class Operations:
         message = codec.parse_forward_backward(body)
         model, data, config = self._model(fields), codec.datums(message), codec.loss_config(message)
         call = model.forward if message.forward_only else model.forward_backward
-        return MappedFuture(
+        return (
             call(data, message.loss_fn, config),
             lambda output: Frame({"tokens": output.metrics["tokens:sum"]}, codec.encode_forward_backward(output)),
         )
 
     def op_optim_step(self, fields: Fields, body: bytes) -> Reply:
         step = self._model(fields).optim_step(tinker.AdamParams(**fields["adam_params"]))
-        return MappedFuture(step, lambda response: Frame({"json": {"metrics": response.metrics}}))
+        return (step, lambda response: Frame({"json": {"metrics": response.metrics}}))
 
     def op_save_weights(self, fields: Fields, body: bytes) -> Reply:
         saved = self._model(fields).save_state(
             fields["name"], fields["ttl_seconds"], fields["overwrite"], fields["user_metadata"]
         )
-        return MappedFuture(saved, lambda response: Frame({"json": {"type": "save_weights", "path": response.path}}))
+        return (saved, lambda response: Frame({"json": {"type": "save_weights", "path": response.path}}))
 
     def op_save_weights_for_sampler(self, fields: Fields, body: bytes) -> Reply:
         kind = "save_weights_for_sampler"
         saved = self._model(fields).save_weights_for_sampler(
             fields["name"], fields["ttl_seconds"], fields["user_metadata"]
         )
-        return MappedFuture(saved, lambda response: Frame({"json": {"type": kind, "path": response.path}}))
+        return (saved, lambda response: Frame({"json": {"type": kind, "path": response.path}}))
 
     def op_snapshot(self, fields: Fields, body: bytes) -> Reply:
         """A sampler of the weights as they are now, kept in memory as `sampler_id`."""
         snapshot = self._model(fields).save_weights_and_get_sampling_client()
         self._samplers[fields["sampler_id"]] = snapshot.future()
         reply = {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": fields["sampler_id"]}
-        return MappedFuture(snapshot, lambda _: Frame({"json": reply}))
+        return (snapshot, lambda _: Frame({"json": reply}))
 
     def op_load_weights(self, fields: Fields, body: bytes) -> Reply:
         model, path = self._model(fields), fields["path"]
         load = model.load_state_with_optimizer if fields["optimizer"] else model.load_state
         reply = {"type": "load_weights", "path": path, "model_id": fields["model_id"]}
-        return MappedFuture(load(path), lambda _: Frame({"json": reply}))
+        return (load(path), lambda _: Frame({"json": reply}))
 
     # Samplers
 
@@ -145,7 +145,7 @@ class Operations:
         else:
             client = open_checkpoint(engine, engine, Path(fields["home"]), fields["path"])
         self._samplers[fields["sampler_id"]] = client.future()
-        return MappedFuture(client, lambda _: Frame())
+        return (client, lambda _: Frame())
 
     def op_sample(self, fields: Fields, body: bytes) -> Reply:
         opened = self._samplers.get(fields["sampler_id"])
@@ -153,8 +153,8 @@ class Operations:
             raise RequestError(f"sampling session {fields['sampler_id']!r} is not loaded: its session has ended")
         arguments = codec.sample_arguments(fields["request"])
         if opened.done():
-            return _sample(opened.result(), arguments)
-        return _sample_when_open(opened, arguments)
+            return opened.result().sample(**arguments), _sampled
+        return _sample_when_open(opened, arguments), _sampled
 
     def op_drop(self, fields: Fields, body: bytes) -> Reply:
         """Forget models and samplers; their memory is free once nothing that runs needs it."""
@@ -162,11 +162,7 @@ class Operations:
             self._models.pop(model_id, None)
         for sampler_id in fields["sampler_ids"]:
             self._samplers.pop(sampler_id, None)
-        return completed(Frame)
-
-
-def _sample(client: SamplingClient, arguments: Mapping[str, Any]) -> Reply:
-    return MappedFuture(client.sample(**arguments), _sampled)
+        return completed(Frame), lambda frame: frame
 
 
 def _sampled(response: tinker.types.SampleResponse) -> Frame:
@@ -174,23 +170,19 @@ def _sampled(response: tinker.types.SampleResponse) -> Frame:
     return Frame({"tokens": tokens}, codec.encode_sample(response))
 
 
-def _sample_when_open(opened: Future[SamplingClient], arguments: Mapping[str, Any]) -> Reply:
-    """The reply of a request that came while its sampler was still being made."""
-    reply: Future[Frame] = Future()
-
-    def settle(done: Future[Frame]) -> None:
-        if reply.set_running_or_notify_cancel():
-            error = done.exception()
-            if error is not None:
-                reply.set_exception(error)
-            else:
-                reply.set_result(done.result())
+def _sample_when_open(
+    opened: Future[SamplingClient], arguments: Mapping[str, Any]
+) -> EngineFuture[tinker.types.SampleResponse]:
+    """For a request that comes while its sampler is still being made."""
+    response: Future[tinker.types.SampleResponse] = Future()
 
     def begin(done: Future[SamplingClient]) -> None:
         try:
-            _sample(done.result(), arguments).future().add_done_callback(settle)
+            sampling = done.result().sample(**arguments).future()
         except Exception as error:
-            reply.set_exception(error)
+            response.set_exception(error)
+        else:
+            sampling.add_done_callback(lambda sampled: settle(response, sampled.result))
 
     opened.add_done_callback(begin)
-    return EngineFuture(reply)
+    return EngineFuture(response)

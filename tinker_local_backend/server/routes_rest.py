@@ -95,7 +95,9 @@ def _add_checkpoints(routes: APIRouter) -> None:
             raise Refused(400, "weights_access_token is only understood by the hosted service; leave it out")
 
         async def copy() -> str:
-            return await _ask(lambda: RestClient(tenant.home).copy_weights(body.source_path, ttl_seconds=body.ttl_seconds))
+            return await _ask(
+                lambda: RestClient(tenant.home).copy_weights(body.source_path, ttl_seconds=body.ttl_seconds)
+            )
 
         return {"tinker_path": await once.run(tenant, key, copy)}
 

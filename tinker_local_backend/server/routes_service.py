@@ -48,7 +48,12 @@ def router() -> APIRouter:
     @routes.get("/api/v1/get_server_capabilities")
     async def capabilities(service: ServiceOf) -> Any:
         models = [
-            {"model_name": model.name, "max_context_length": model.context_length, "trainable": True, "sampleable": True}
+            {
+                "model_name": model.name,
+                "max_context_length": model.context_length,
+                "trainable": True,
+                "sampleable": True,
+            }
             for model in service.link.models
         ]
         return {"supported_models": models}

@@ -62,7 +62,9 @@ def router() -> APIRouter:
         if body.model_id is not None and body.seq_id is not None:
             return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
         if body.session_id is None or body.model_seq_id is None:
-            raise Refused(422, "give model_id and seq_id (a model that exists) or session_id and model_seq_id (a new one)")
+            raise Refused(
+                422, "give model_id and seq_id (a model that exists) or session_id and model_seq_id (a new one)"
+            )
         if body.base_model is not None:
             service.check_served(body.base_model)
         fields |= {"op": "load_model", "base_model": body.base_model, "user_metadata": body.user_metadata or {}}

@@ -42,7 +42,9 @@ class Service:
 
     # Sessions
 
-    async def create_session(self, tenant: Tenant, user_metadata: Mapping[str, str], display_name: str | None) -> Session:
+    async def create_session(
+        self, tenant: Tenant, user_metadata: Mapping[str, str], display_name: str | None
+    ) -> Session:
         self.check_open()
         if sum(session.tenant == tenant for session in self._sessions.values()) >= self.config.max_sessions:
             raise Refused(
@@ -365,4 +367,3 @@ def _gone(what: str, identifier: str) -> str:
         f"there is no {what} {identifier!r}: it has ended, or the server was restarted since; make a new ServiceClient and "
         "go on from a saved checkpoint"
     )
-
