@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tinker
@@ -21,7 +21,7 @@ from tinker_local_backend.errors import RequestError
 MAX_ELEMENTS = 1 << 26
 """Of one dense tensor, also after a sparse one is filled up."""
 
-_DTYPES: dict[int, tuple[np.dtype, str]] = {
+_DTYPES: dict[int, tuple[np.dtype, Literal["float32", "int64"]]] = {
     pb.DTYPE_FLOAT32: (np.dtype("<f4"), "float32"),
     pb.DTYPE_INT64: (np.dtype("<i8"), "int64"),
     pb.DTYPE_INT32: (np.dtype("<i4"), "int64"),
@@ -151,7 +151,9 @@ def _close(record: pb.ArrayRecord | None, parts: Mapping[str, Sequence[np.ndarra
 
 def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of SamplingClient.sample from the JSON object of the route, whose types are already checked."""
-    chunks = [_json_chunk(chunk, f"prompt.chunks[{i}]") for i, chunk in enumerate(request["prompt"]["chunks"])]
+    chunks: list[tinker.ModelInputChunk] = [
+        _json_chunk(chunk, f"prompt.chunks[{i}]") for i, chunk in enumerate(request["prompt"]["chunks"])
+    ]
     targets = request.get("target_prompt_logprobs")
     return {
         "prompt": tinker.ModelInput(chunks=chunks),

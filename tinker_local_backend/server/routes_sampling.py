@@ -70,7 +70,7 @@ def router() -> APIRouter:
                 again = {"type": "try_again", "request_id": request.request_id, "queue_state": "active"}
                 return JSONResponse(again, status_code=408)
         assert request.reply is not None
-        request.fetched = time.monotonic()
+        request.fetched = request.fetched or time.monotonic()
         fields = request.reply.fields
         if "error" in fields:
             return JSONResponse({"error": fields["error"], "category": fields["category"]})

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 
@@ -20,6 +24,7 @@ from tinker_local_backend.server.service import Service
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
+BACKLOG = 2048
 
 
 def serve(config: ServerConfig) -> None:
@@ -41,6 +46,7 @@ async def _serve(config: ServerConfig, access: Access) -> None:
     service = Service(config, link, metrics)
     metrics.watch(lambda: service.live)
     server = _Server(_uvicorn_config(config, make_app(service, access)), service)
+    sock.listen(BACKLOG)
     _announce(config, access, sock, link)
     sweeping = asyncio.create_task(service.sweep())
     watching = asyncio.create_task(server.stop_when_the_engine_died())
@@ -78,6 +84,7 @@ def _uvicorn_config(config: ServerConfig, app: object) -> uvicorn.Config:
         ssl_certfile=config.tls_certfile,
         ssl_keyfile=config.tls_keyfile,
         server_header=False,
+        backlog=BACKLOG,
     )
 
 
@@ -88,8 +95,24 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's own, does not raise the signal again afterwards: there is still the engine to end."""
+        loop = asyncio.get_running_loop()
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sign, self.handle_exit, sign, None)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets what is queued end; the second does not."""
+        if self.should_exit:
+            self._service.hurry.set()
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._service.drain(0 if self._service.link.died.is_set() else self._service.config.shutdown_seconds)
+        if self._service.link.died.is_set():
+            self._service.hurry.set()
+        await self._service.drain(self._service.config.shutdown_seconds)
         await super().shutdown(sockets)
 
     async def stop_when_the_engine_died(self) -> None:

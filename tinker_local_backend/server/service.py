@@ -34,6 +34,8 @@ class Service:
         self.link = link
         self.metrics = metrics
         self.closing = False
+        self.hurry = asyncio.Event()
+        """set when nobody wants to wait for what is still running"""
         self._sessions: dict[str, Session] = {}
         self._requests: dict[str, Request] = {}
         self._sampling: dict[str, int] = {}
@@ -347,17 +349,16 @@ class Service:
         }
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what was accepted end, and fail the rest."""
+        """Take nothing new, let what was accepted end (until `hurry` is set), and fail the rest."""
         self.closing = True
         waiting = [request for request in self._requests.values() if request.reply is None]
         if waiting:
-            logger.info("finishing %d requests, for at most %g s", len(waiting), seconds)
-        try:
-            async with asyncio.timeout(seconds):
-                for request in waiting:
-                    await request.done.wait()
-        except TimeoutError:
-            pass
+            logger.info("finishing %d requests, for at most %g s; stop again to fail them", len(waiting), seconds)
+            ended = asyncio.gather(*(request.done.wait() for request in waiting))
+            hurry = asyncio.create_task(self.hurry.wait())
+            await asyncio.wait([ended, hurry], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            hurry.cancel()
         for request in waiting:
             request.fail("the server was shut down before this request was carried out", "server")
 

@@ -14,8 +14,9 @@ from tinker_local_backend.errors import RequestError
 
 CheckpointKind = Literal["weights", "sampler_weights"]
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-_RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]*")
+# File systems take 255 bytes, and a folder that is being written has some more in its name.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,199}")
 
 
 def local_home() -> Path:
@@ -25,9 +26,11 @@ def local_home() -> Path:
 
 
 def check_name(name: str, what: str) -> str:
-    """A name that is one path component: letters, digits, `_`, `-`, `.`, not starting with a dot."""
+    """A name that is one path component: letters, digits, `_`, `-`, `.`, not starting with a dot, at most 200 of them."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(f"{what} {name!r} must be letters, digits, '_', '-' or '.', and not start with '.' or '-'")
+        raise RequestError(
+            f"{what} {name!r} must be at most 200 letters, digits, '_', '-' or '.', and not start with '.' or '-'"
+        )
     return name
 
 
@@ -35,7 +38,8 @@ def check_run_id(run_id: str) -> str:
     """A run id: a name in which the SDK's own ids, `<session>:train:<number>`, may have colons."""
     if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
         raise RequestError(
-            f"training run id {run_id!r} must be letters, digits, '_', '-', '.' or ':', and not start with '.', '-' or ':'"
+            f"training run id {run_id!r} must be at most 200 letters, digits, '_', '-', '.' or ':', and not start with "
+            "'.', '-' or ':'"
         )
     return run_id
 
