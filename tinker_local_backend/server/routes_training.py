@@ -36,7 +36,13 @@ ON_A_THREAD = 1 << 18
 
 def router() -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
+    _add_models(routes)
+    _add_steps(routes)
+    _add_saves(routes)
+    return routes
 
+
+def _add_models(routes: APIRouter) -> None:
     @routes.post("/create_model")
     async def create_model(body: CreateModel, service: ServiceOf, tenant: TenantOf) -> Any:
         service.check_served(body.base_model)
@@ -86,6 +92,8 @@ def router() -> APIRouter:
             "model_name": name,
         }
 
+
+def _add_steps(routes: APIRouter) -> None:
     @routes.post("/forward_backward")
     async def forward_backward(http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Any:
         body = await http.body()
@@ -104,6 +112,8 @@ def router() -> APIRouter:
         params = (body.adam_params or AdamParams()).model_dump()
         return _accepted(service, tenant, body, body.model_id, body.seq_id, {"op": "optim_step", "adam_params": params})
 
+
+def _add_saves(routes: APIRouter) -> None:
     @routes.post("/save_weights")
     async def save_weights(body: SaveWeights, service: ServiceOf, tenant: TenantOf) -> Any:
         fields = {
@@ -134,8 +144,6 @@ def router() -> APIRouter:
         identity = digest(body, "sampling_session_seq_id")
         request = service.model_request(tenant, body.model_id, body.seq_id, fields, identity)
         return {"request_id": request.request_id, "model_id": body.model_id}
-
-    return routes
 
 
 def _accepted(
