@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from typing import Any
 
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.utils.files import flatten, to_jsonable, write_json
+from tinker_cookbook.utils.git_rev import git_state
 
 CONFIG_BASE_NAME = "config.json"
 METADATA_BASE_NAME = "run_metadata.json"
@@ -99,23 +99,6 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout that this code runs from and whether tracked files differ from it; None outside of git."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
-
-
-def _git(*arguments: str) -> str | None:
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cuda_version() -> str | None:
