@@ -6,12 +6,15 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tests.ecosystem.data import DATASETS, facts, search_rows
+
+Files = Mapping[str, Sequence[str | dict[str, Any]]]
+"""Path -> lines of a text file, or rows of a JSONL file."""
 
 HUB_MODELS = ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-9B")
 """Models that recipes name in their code, where no key can change it."""
@@ -113,6 +116,9 @@ def _module(name: str, **members: Any) -> ModuleType:
     return module
 
 
-def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_files(folder: Path, files: Files) -> None:
+    """Write lines of text as they are and rows as JSON, below `folder`."""
+    for name, rows in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
