@@ -1,7 +1,7 @@
 """An in-process LoRA engine behind the Tinker SDK's client classes: batched sampling with exact logprobs, and training.
 
 `ServiceClient` here has the method names and results of `tinker.ServiceClient`; everything else is reached through it.
-Each of the clients' methods that has an `_async` twin in the SDK has one here too (async_twins.py).
+Each of the clients' methods that has an `_async` twin in the SDK has one here too (futures.py).
 `RestClient` lists and manages what was saved, also without one. `use_local` binds programs written for the SDK to this engine.
 """
 

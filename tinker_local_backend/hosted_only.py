@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import NoReturn
 
 from tinker_local_backend.errors import RequestError
 
@@ -23,10 +22,6 @@ REST_CALLS = {
     "get_external_weights_urls": f"there are no external weights; {_FILES}",
 }
 """Method of RestClient -> why there is none, or what to use."""
-
-
-def refuse_call(name: str) -> NoReturn:
-    raise RequestError(f"RestClient.{name} has no meaning with the local engine: {REST_CALLS[name]}")
 
 
 def refuse_arguments(**arguments: object) -> None:

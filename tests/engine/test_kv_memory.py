@@ -113,7 +113,7 @@ def test_growing_takes_one_more_layer_for_a_moment(meter: Meter, shape: tuple[in
         cache.resize(rows, length)
         larger = max(before, rows * length)
         assert meter.most <= (larger * layers + before) * token
-    cache.release()
+    cache.resize(0, 0)
     meter.most = 0
     meter.look()
     assert meter.most == 0

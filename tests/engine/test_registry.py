@@ -22,7 +22,7 @@ SPEC = LoraSpec(4, train_mlp=False)
 
 
 def make_run(run_id: str, created: float = 1.0, has_saved: bool = False) -> Run:
-    return Run(run_id, "session", "model", SPEC, created, created, has_saved, {"a": "b"})
+    return Run(run_id, "session", "model", SPEC, {"a": "b"}, created, created, has_saved)
 
 
 def ids(home: Path) -> set[str]:
