@@ -15,7 +15,7 @@ from tinker_cookbook import model_families
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_families import ModelAttributes
 from tinker_cookbook.renderers import known_renderer_names
-from tinker_cookbook.renderers.qwen2_5 import DEFAULT_SYSTEM_PROMPT as QWEN2_5_SYSTEM_PROMPT
+from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
 from tinker_cookbook.utils.lazy import transformers
 
 __all__ = [

@@ -148,7 +148,7 @@ def test_tool_declarations() -> None:
     assert f"\n{BEGIN}{shown}{{additional_tool_calls}}{END}\n\nWhere:\n- `tool_call_name` must" in text
     assert text.endswith("chain them directly without separators or spaces")
     assert get_text_content(renderer.create_conversation_prefix_with_tools(tools)[0]).startswith("\n\n## Tools\n")
-    with pytest.raises(RendererError, match="declares nothing"):
+    with pytest.raises(RendererError, match="tools is empty"):
         renderer.create_conversation_prefix_with_tools([])
 
 
