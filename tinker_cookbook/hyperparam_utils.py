@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.tokenizer_utils import base_model_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,11 +29,9 @@ HIDDEN_SIZE_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 _FAMILIES = {"llama": "llama", "qwen2": "qwen", "qwen2_moe": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen"}
 """`model_type` of a config -> family. Later generations of these organizations were not part of the fit."""
 
-_ATTENTION, _MLP, _UNEMBED = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("gate_proj", "up_proj", "down_proj"),
-    ("lm_head",),
-)
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_UNEMBED = ("lm_head",)
 
 
 def _llama(hidden: int, layers: int, mlp: int, heads: int, head_dim: int = 128, tied: bool = False) -> dict[str, Any]:
@@ -175,7 +174,7 @@ def _skeleton(model_name: str) -> "nn.Module":
 def _config(model_name: str) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
-    name = model_name.split(":peft:")[0]
+    name = base_model_of(model_name)
     folder = Path(name).expanduser()
     shapes = _SHAPES.get(_VARIANT.sub("", name.replace("/Meta-Llama", "/Llama")))
     if shapes is not None and not folder.is_dir():

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
+from tinker_cookbook.tokenizer_utils import base_model_of
 from tinker_cookbook.utils.lazy import transformers
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ def get_model_attributes(model_name: str) -> ModelAttributes:
 
     Raises ConfigurationError for a local folder, which says less, and for a hub id of no known family.
     """
-    name = _without_adapter(model_name)
+    name = base_model_of(model_name)
     if Path(name).expanduser().is_dir():
         raise ConfigurationError(
             f"model_name={model_name!r} is a local folder, whose name says nothing of its version and size; "
@@ -207,7 +208,7 @@ def get_recommended_renderer_names(model_name: str) -> list[str]:
 
     Raises ConfigurationError when no renderer is known to fit.
     """
-    name = _without_adapter(model_name)
+    name = base_model_of(model_name)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return list(_of_folder(folder))
@@ -246,12 +247,6 @@ def get_context_length(model_name: str) -> int | None:
     return _read_context_length(str(folder)) if folder.is_dir() else _context_length_of_hub_name(model_name)
 
 
-@cache
-def _context_length_of_hub_name(name: str) -> int | None:
-    """Asked of the hub once: loops check every batch against it."""
-    return _read_context_length(name)
-
-
 def _read_context_length(source: str) -> int | None:
     try:
         config = transformers.AutoConfig.from_pretrained(source).get_text_config()
@@ -260,8 +255,8 @@ def _read_context_length(source: str) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _without_adapter(model_name: str) -> str:
-    return model_name.split(":peft:")[0]
+# Asked of the hub once: loops check every batch against it.
+_context_length_of_hub_name = cache(_read_context_length)
 
 
 def _of_folder(folder: Path) -> tuple[str, ...]:

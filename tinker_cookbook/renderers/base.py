@@ -265,11 +265,7 @@ class Renderer(ABC):
             converted["reasoning_content"] = thinking
         if calls := message.get("tool_calls"):
             converted["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
-        if tool_call_id := message.get("tool_call_id"):
-            converted["tool_call_id"] = tool_call_id
-        if name := message.get("name"):
-            converted["name"] = name
-        return converted
+        return converted | {key: value for key in ("tool_call_id", "name") if (value := message.get(key))}
 
     def _contexts(self, messages: list[Message]) -> list[RenderContext]:
         last_user_index = self._last_user_index(messages)

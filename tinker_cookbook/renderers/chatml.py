@@ -10,12 +10,10 @@ for reasoning, a default system prompt) is in its own file.
 
 import json
 
-from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import BlockScanner
 from tinker_cookbook.renderers.content import (
     assistant_message,
-    ensure_list,
     ensure_text,
     parse_content_blocks,
     text_of,
@@ -82,11 +80,8 @@ class ChatMLRenderer(EndTokenRenderer):
         return [] if after_result else self._header("user", ctx), [result] if before_result else [result, _END]
 
     def _assistant_body(self, message: Message, ctx: RenderContext) -> str:
-        content = message["content"]
-        media = {part["type"] for part in ensure_list(content)} - {"text", "thinking"}
-        if media:
-            raise RendererError(f"message {ctx.idx}: the Qwen text format cannot hold {', '.join(sorted(media))}")
-        think_block, text = self._think_block_and_text(content, ctx)
+        self._parts(message, ctx)
+        think_block, text = self._think_block_and_text(message["content"], ctx)
         calls = [_tool_call_text(call) for call in message.get("tool_calls", [])]
         calls += [call.raw_text for call in message.get("unparsed_tool_calls", [])]
         return think_block + "\n".join([text, *calls] if text else calls)
@@ -95,13 +90,11 @@ class ChatMLRenderer(EndTokenRenderer):
         """(think block set apart, text). Here: parts in their order, nothing added or taken away; a string verbatim."""
         if isinstance(content, str):
             return "", content
-        written = ""
-        for part in content:
-            if part["type"] == "text":
-                written += part["text"]
-            elif part["type"] == "thinking":
-                written += self._think_block(part["thinking"], ctx)
-        return "", written
+        written = (
+            self._think_block(part["thinking"], ctx) if part["type"] == "thinking" else text_of([part])
+            for part in content
+        )
+        return "", "".join(written)
 
     def _think_block(self, reasoning: str, ctx: RenderContext) -> str:
         return f"<think>\n{reasoning}\n</think>\n\n"

@@ -77,7 +77,9 @@ class DeepSeekV3DisableThinkingRenderer(EndTokenRenderer):
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         role = message["role"]
         if role == "assistant":
-            return self._header(ctx), [self._assistant_text(message, ctx), _EOS]
+            self._parts(message, ctx)
+            body = self._body(_parts_of(message["content"], ctx), ctx)
+            return self._header(ctx), [body, _calls_text(message), _EOS]
         text = ensure_text(message["content"])
         if role == "user":
             return [_USER], [text]
@@ -89,14 +91,6 @@ class DeepSeekV3DisableThinkingRenderer(EndTokenRenderer):
                 "beginning: join it with the first message, or give it the role 'user'"
             )
         return [], [text]
-
-    def _assistant_text(self, message: Message, ctx: RenderContext) -> str:
-        text = self._body(_parts_of(message["content"], ctx), ctx) + _calls_text(message)
-        if _EOS in text:
-            raise RendererError(
-                f"message {ctx.idx}: an assistant message holds {_EOS!r}, which would end it; remove it"
-            )
-        return text
 
     def _header(self, ctx: RenderContext) -> Row:
         """What the prompt supplies: nothing after a tool result, else the role and the state of the think block."""
@@ -183,8 +177,6 @@ def _parts_of(content: Content, ctx: RenderContext) -> list[ContentPart]:
         ]
     parts = [part for part in ensure_list(content) if part["type"] != "thinking" or part["thinking"]]
     for part in parts:
-        if part["type"] not in ("text", "thinking"):
-            raise RendererError(f"message {ctx.idx}: the DeepSeek format cannot hold {part['type']}")
         if part["type"] == "thinking" and THINK_CLOSE in part["thinking"]:
             raise RendererError(
                 f"message {ctx.idx}: its reasoning holds {THINK_CLOSE!r}, which would end it; remove it"

@@ -12,8 +12,10 @@ from typing import ClassVar
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, Renderer, text_chunk
 from tinker_cookbook.renderers.blocks import BlockKind, BlockScanner, Piece
+from tinker_cookbook.renderers.content import ensure_list
 from tinker_cookbook.renderers.decoding import Utf8TokenDecoder, decode_tokens, special_token_id
 from tinker_cookbook.renderers.types import (
+    ContentPart,
     Message,
     MessageDelta,
     ParseTermination,
@@ -77,6 +79,13 @@ class FormatRenderer(Renderer):
         # Each is encoded on its own: the prompt ends where the header ends.
         chunk = text_chunk(self._encode(output))
         return RenderedMessage(header=text_chunk(self._encode(header)), output=[chunk] if chunk is not None else [])
+
+    def _parts(self, message: Message, ctx: RenderContext) -> list[ContentPart]:
+        """The parts of an assistant's message. Raises RendererError for any but text and thinking."""
+        parts = ensure_list(message["content"])
+        if media := sorted({part["type"] for part in parts} - {"text", "thinking"}):
+            raise RendererError(f"message {ctx.idx}: the {self.format_name} format cannot hold {', '.join(media)}")
+        return parts
 
     @abstractmethod
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:

@@ -24,7 +24,7 @@ from datetime import date
 
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
 from tinker_cookbook.renderers.base import RenderContext
-from tinker_cookbook.renderers.content import assistant_message, check_arguments, ensure_list, ensure_text, text_of
+from tinker_cookbook.renderers.content import assistant_message, check_arguments, ensure_text, text_of, thinking_of
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import FormatRenderer, Row, Token
 from tinker_cookbook.renderers.types import (
@@ -173,11 +173,7 @@ class GptOssRenderer(FormatRenderer):
 
     def _part_rows(self, message: Message, ctx: RenderContext, answers: bool) -> list[list[str]]:
         """The parts as Harmony messages; one that answers ends in a final one, empty if need be."""
-        parts = ensure_list(message["content"])
-        media = {part["type"] for part in parts} - {"text", "thinking"}
-        if media:
-            raise RendererError(f"message {ctx.idx}: the Harmony text format cannot hold {', '.join(sorted(media))}")
-        parts = [part for part in parts if text_of([part]) or (part["type"] == "thinking" and part["thinking"])]
+        parts = [part for part in self._parts(message, ctx) if text_of([part]) or thinking_of([part])]
         if answers and (not parts or parts[-1]["type"] != "text"):
             parts = [*parts, TextPart(type="text", text="")]
         if _forgets_reasoning(ctx):

@@ -59,8 +59,13 @@ class MistralRenderer(EndTokenRenderer):
         if len(declarations) > 1:
             raise RendererError(f"{len(declarations)} messages have role 'tool_declare'; declare all tools in one")
         rest = [message for message in messages if message["role"] != "tool_declare"]
-        at = _last_user(rest, "tools are declared just before the last user message")
+        at = self._last_user(rest, "tools are declared just before the last user message")
         return [*rest[:at], *declarations, *rest[at:]]
+
+    def _last_user(self, messages: list[Message], why: str) -> int:
+        if (at := self._last_user_index(messages)) < 0:
+            raise RendererError(f"the conversation has no user message, and {why}; add one")
+        return at
 
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         if message["role"] == "assistant":
@@ -111,7 +116,7 @@ class MistralV3Renderer(MistralRenderer):
         if not messages or messages[0]["role"] != "system":
             return messages
         system, rest = messages[0], messages[1:]
-        at = _last_user(rest, "the system prompt opens the last user message")
+        at = self._last_user(rest, "the system prompt opens the last user message")
         user = rest[at]
         if system.get("trainable") != user.get("trainable"):
             raise RendererError(
@@ -188,10 +193,3 @@ def _checked_id(call_id: str | None, place: str) -> str:
     if call_id is None or not _ID.fullmatch(call_id):
         raise RendererError(f"{place} is {call_id!r}; the Mistral format needs nine letters and digits")
     return call_id
-
-
-def _last_user(messages: list[Message], why: str) -> int:
-    at = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    if at < 0:
-        raise RendererError(f"the conversation has no user message, and {why}; add one")
-    return at
