@@ -36,7 +36,9 @@ def _experts(width: int, inner: int, number: int, matrices: int = 3) -> int:
 def _attention(config: Any, query_scale: int = 1) -> int:
     """Queries, keys, values and the output; gated queries have twice the outputs."""
     heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return (config.hidden_size + query_scale * heads) + 2 * (config.hidden_size + kv_heads) + (heads + config.hidden_size)
+    return (
+        (config.hidden_size + query_scale * heads) + 2 * (config.hidden_size + kv_heads) + (heads + config.hidden_size)
+    )
 
 
 def _qwen3_moe(config: Any) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Released models by hub name: the patterns that say what a name means, and the names that belong to each organization.
 
-Only models whose chat format a renderer writes: a near relative (Thinking-2507, Qwen2.5-1M, DeepSeek-V3) is no match. Reading a local folder, and what to do with the answers, is model_info's.
+Only models whose chat format a renderer writes: a near relative (Qwen3.5, Thinking-2507, Qwen2.5-1M, DeepSeek-V3) is no
+match. Reading a local folder, and what to do with the answers, is model_info's.
 """
 
 import re

@@ -158,7 +158,10 @@ THINK_REPLIES = [
     "<think>hm</think>b<think>so</think>c" + END,
 ]
 _JSON_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-_XML_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=s>\nx\ny\n</parameter>\n</function>\n</tool_call>"
+_XML_CALL = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=s>\nx\ny\n</parameter>\n</function>\n</tool_call>"
+)
 _KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 _KIMI_CALL = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
 _DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"

@@ -25,7 +25,8 @@ def differences(family: str, renderer: str) -> dict[str, tuple[str, str]]:
 
 @cache
 def _recorded(family: str) -> dict[str, Any]:
-    return json.loads((GOLDEN / f"{family}.json").read_text(encoding="utf-8"))
+    recorded = json.loads((GOLDEN / f"{family}.json").read_text(encoding="utf-8"))
+    return {**recorded, "texts": unpack(recorded["texts"])}
 
 
 @cache
@@ -40,7 +41,7 @@ def _tool_call(name: str, arguments: str, call_id: str | None) -> ToolCall:
 
 def _of(found: dict[str, Any], renderer: str) -> tuple[dict[str, Any], list[str]]:
     observed = found["renderers"][renderer]
-    return found["renderers"][observed] if isinstance(observed, str) else observed, unpack(found["texts"])
+    return found["renderers"][observed] if isinstance(observed, str) else observed, found["texts"]
 
 
 def _named(family: Family, observed: dict[str, Any], texts: list[str]) -> Iterator[tuple[str, str]]:

@@ -5,17 +5,16 @@ Tokens are the tokenizer's own pieces, joined by spaces, so that a recording can
 
 import itertools
 import json
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from . import cases
-from .subjects import FAMILIES, Family
+from tests.reference import cases
+from tests.reference.subjects import FAMILIES, Family
 
 
 class Texts:
-    """Rows of tokens and other texts, each stored once, and as what it changes of the middle of an earlier one."""
+    """Rows of tokens and other texts, each once."""
 
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
@@ -23,22 +22,28 @@ class Texts:
     def index(self, row: str) -> int:
         return self.rows.setdefault(row, len(self.rows))
 
-    def packed(self) -> list[list[Any]]:
-        """Per row: [which earlier row, characters of its beginning, characters of its end, what stands between]."""
-        rows, packed = list(self.rows), []
-        for i, row in enumerate(rows):
-            found: list[Any] = [0, 0, 0, row]
-            for j in range(i):
-                head = len(os.path.commonprefix([rows[j], row]))
-                tail = len(os.path.commonprefix([rows[j][head:][::-1], row[head:][::-1]]))
-                if len(row) - head - tail < len(found[3]):
-                    found = [j, head, tail, row[head : len(row) - tail]]
-            packed.append(found)
-        return packed
+
+def pack(rows: list[str]) -> list[list[Any]]:
+    """Per row: [which earlier row, characters of its beginning, characters of its end, what stands between]."""
+    packed: list[list[Any]] = []
+    for i, row in enumerate(rows):
+        found: list[Any] = [0, 0, 0, row]
+        for j, earlier in enumerate(rows[:i]):
+            head = _shared(earlier, row)
+            tail = _shared(earlier[head:][::-1], row[head:][::-1])
+            if len(row) - head - tail < len(found[3]):
+                found = [j, head, tail, row[head : len(row) - tail]]
+        packed.append(found)
+    return packed
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters at the beginning are the same."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def unpack(packed: list[list[Any]]) -> list[str]:
-    """The rows that Texts.packed packed."""
+    """The rows that `pack` packed."""
     rows: list[str] = []
     for which, head, tail, middle in packed:
         earlier = rows[which] if rows else ""
@@ -169,4 +174,4 @@ def observe_family(
     for renderer in family.renderers:
         observed = Observer(make(renderer), tool_call, texts).everything(family)
         found[renderer] = next((known for known, earlier in found.items() if earlier == observed), observed)
-    return {"renderers": found, "texts": texts.packed()}
+    return {"renderers": found, "texts": list(texts.rows)}

@@ -1,26 +1,42 @@
-"""Records what the reference package does: cd tests; python -m reference.record TOKENIZERS GOLDEN
+"""Records what the reference package, tinker-cookbook of the package index, does with the cases: golden/*.json.
 
-To be run by the interpreter of an environment of its own, which holds the reference (README.md says how it is made). This
-file and those it imports must not import our package: both are called tinker_cookbook.
+Both packages are called tinker_cookbook, so the reference lives in an environment of its own, and this runs in a folder in
+which only these tests can be imported:
+
+    python -m venv /tmp/reference && /tmp/reference/bin/pip install tinker-cookbook==0.5.8 transformers==5.3.0
+    python -m tests.reference.write_tokenizers /tmp/alone/tokenizers
+    ln -s "$PWD/tests" /tmp/alone/tests
+    (cd /tmp/alone && /tmp/reference/bin/python -m tests.reference.record tokenizers tests/reference/golden)
+
+Nothing that this file imports may import our package.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .observe import observe_family
-from .subjects import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
+from tests.reference.observe import observe_family, pack
+from tests.reference.subjects import FAMILIES
 from tinker_cookbook import hyperparam_utils, model_info
 from tinker_cookbook.renderers import ToolCall, get_renderer
 
+GPT_OSS_DATE = "2025-08-05"  # that of our renderer, so that neither depends on the day
 HOSTED = ("llama", "qwen", "deepseek", "gpt_oss", "moonshot", "nvidia")
 
 
 def tool_call(name: str, arguments: str, call_id: str | None) -> ToolCall:
     return ToolCall(function=ToolCall.FunctionBody(name=name, arguments=arguments), id=call_id)
+
+
+def make(tokenizer: PreTrainedTokenizerFast, name: str) -> Any:
+    renderer = get_renderer(name, tokenizer)
+    if name.startswith("gpt_oss"):
+        renderer.current_date = GPT_OSS_DATE
+    return renderer
 
 
 def record_models() -> dict[str, Any]:
@@ -59,7 +75,8 @@ def main(tokenizers: Path, golden: Path) -> None:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(tokenizers / f"{name}.json"), bos_token=family.bos, eos_token=family.eos
         )
-        write(golden, name, observe_family(name, lambda renderer: get_renderer(renderer, tokenizer), tool_call))  # noqa: B023
+        observed = observe_family(name, partial(make, tokenizer), tool_call)
+        write(golden, name, {**observed, "texts": pack(observed["texts"])})
     write(golden, "models", record_models())
 
 
