@@ -2,9 +2,10 @@
 
 `ServiceClient` here has the method names and results of `tinker.ServiceClient`; everything else is reached through it.
 Each of the clients' methods that has an `_async` twin in the SDK has one here too (futures.py).
-`RestClient` lists and manages what was saved, also without one.
+`RestClient` lists and manages what was saved, also without one. `use_local` binds programs written for the SDK to this engine.
 """
 
+from tinker_local_backend.binding import use_local
 from tinker_local_backend.errors import (
     CheckpointError,
     EngineClosedError,
@@ -27,4 +28,5 @@ __all__ = [
     "SamplingClient",
     "ServiceClient",
     "TrainingClient",
+    "use_local",
 ]

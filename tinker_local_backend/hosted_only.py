@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from tinker_local_backend.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 _FILES = "save_weights_for_sampler writes PEFT files, get_checkpoint_archive_url_from_tinker_path packs them"
 
@@ -27,3 +31,10 @@ def refuse_arguments(**arguments: object) -> None:
             raise RequestError(
                 f"{name}={value!r} is only offered by the hosted service; leave it out, or use backend=tinker"
             )
+
+
+def say_without_effect(**arguments: object) -> None:
+    """Log the names, and never the values, of arguments that are set and mean nothing to a local engine."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        logger.info("%s: no effect, this client is the local engine's", ", ".join(given))

@@ -16,7 +16,7 @@ from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
-from tinker_local_backend.hosted_only import refuse_arguments
+from tinker_local_backend.hosted_only import refuse_arguments, say_without_effect
 from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage.info import check_user_metadata, read_info
@@ -29,20 +29,38 @@ class ServiceClient:
     """One engine: its clients share base models, KV cache and the worker thread.
 
     Args:
-        home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
         user_metadata: kept with the session, which is this client and its training runs (RestClient.get_session).
+        project_id, base_url, api_key, default_headers_overrides: what the SDK's client takes to find the hosted service.
+            A program written for it may pass them; they have no effect here, and a line in the log says so.
         display_name: of the session, for people.
+        home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
+
+    Raises:
+        RequestError: an argument that this client does not know.
 
     Close it (or use `with`) to free the models; it also closes when it is garbage or the program ends.
     """
 
     def __init__(
         self,
-        home: Path | str | None = None,
-        *,
         user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        *,
         display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        home: Path | str | None = None,
+        **unknown: object,
     ):
+        for name, value in unknown.items():
+            raise RequestError(f"ServiceClient({name}={value!r}) is unknown to the local engine; leave it out")
+        say_without_effect(
+            project_id=project_id,
+            base_url=base_url,
+            api_key=api_key,
+            default_headers_overrides=default_headers_overrides,
+        )
         self._home = Path(home) if home is not None else local_home()
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)

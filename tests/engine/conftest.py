@@ -104,7 +104,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def service(home: Path) -> Iterator[ServiceClient]:
-    with ServiceClient(home) as service:
+    with ServiceClient(home=home) as service:
         yield service
 
 

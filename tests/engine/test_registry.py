@@ -177,7 +177,7 @@ def test_a_registry_that_cannot_be_written_stops_nothing(
     tied_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / REGISTRY_FILE).mkdir()  # no file can be opened there
-    with ServiceClient(tmp_path) as service, caplog.at_level(logging.WARNING):
+    with ServiceClient(home=tmp_path) as service, caplog.at_level(logging.WARNING):
         client = service.create_lora_training_client(tied_model, rank=1).result()
         path = client.save_state("x").result().path
         listed = service.create_rest_client().list_user_checkpoints().result().checkpoints
