@@ -124,6 +124,7 @@ async def warm_up(
             learning_rate=TINY_RATE if cli.is_tiny else SL_LEARNING_RATE,
             max_steps=None,
             eval_every=0,
+            infrequent_eval_every=0,
             **tracker_settings(TrackerConfig()),
         )
     )

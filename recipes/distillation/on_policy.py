@@ -94,7 +94,7 @@ def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
         RECIPE,
         [dataset_label(cli.dataset, SHIPPED)],
         dataset_configs=[data],
-        evaluator_builders=[evaluator] if shipped else [],
+        evaluator_builders=[*cli.evaluator_builders, *([evaluator] if shipped else [])],
     )
     return config, teacher is None
 

@@ -13,8 +13,8 @@ from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights
 from tinker_cookbook.supervised.types import SupervisedDataset, as_rows
 from tinker_cookbook.utils.lazy import tinker
 
-Example: TypeAlias = tuple[int, "tinker.Datum"]
-"""The number of its dataset, and the datum."""
+SourcedDatum: TypeAlias = tuple[int, "tinker.Datum"]
+"""The number of the dataset that a datum comes from, and the datum."""
 
 
 class SupervisedMixture:
@@ -50,6 +50,6 @@ class SupervisedMixture:
         """Steps in which every dataset is gone through at least once; the shorter ones begin again meanwhile."""
         return max(-(-data.num_rows // share) for data, share in zip(self._datasets, self._shares, strict=True))
 
-    def get_batch(self, step: int) -> list[Example]:
-        """The examples of a step, dataset after dataset."""
+    def get_batch(self, step: int) -> list[SourcedDatum]:
+        """The datums of a step, dataset after dataset."""
         return [(d, datum) for d, row in self._mixer.get_batch(step, self._batch_size) for datum in row]

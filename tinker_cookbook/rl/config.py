@@ -6,7 +6,6 @@ from typing import Any, Literal
 import chz
 
 from tinker_cookbook import backends
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
@@ -58,7 +57,35 @@ class AsyncConfig:
 
 
 @chz.chz(typecheck=True)
-class RLOptions(RunOptions):
+class UpdateOptions(RunOptions):
+    """Settings of an update on sampled tokens, whatever gives them their advantages."""
+
+    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
+    loss_fn_config: dict[str, float] | None = chz.field(
+        default=None,
+        doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
+    )
+    num_substeps: int = chz.field(
+        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
+    )
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
+    )
+    compute_post_kl: bool = chz.field(
+        default=False, doc="score each batch again after its update, for optim/kl_pre_post"
+    )
+    write_records: bool = chz.field(
+        default=True, doc="write each group's and each step's tokens, logprobs and advantages"
+    )
+    num_groups_to_log: int = chz.field(
+        default=4,
+        doc="groups per step and per evaluation whose transcripts are written; 0: none",
+        validator=chz.validators.ge(0),
+    )
+
+
+@chz.chz(typecheck=True)
+class RLOptions(UpdateOptions):
     """Settings of the reinforcement learning loop."""
 
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
@@ -68,23 +95,12 @@ class RLOptions(RunOptions):
         doc="sample from the likeliest tokens that together have this probability; 1: all",
         validator=_top_p,
     )
-    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
-    loss_fn_config: dict[str, float] | None = chz.field(
-        default=None,
-        doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
-    )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
     on_zero_advantages: ZeroAdvantages = chz.field(
         default="raise", doc="what to do with a batch in which no advantage differs from zero"
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="groups whose rewards are all equal neither train nor count in a mean over tokens"
-    )
-    num_substeps: int = chz.field(
-        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
     )
     kl_penalty_coef: float = chz.field(
         default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
@@ -94,9 +110,6 @@ class RLOptions(RunOptions):
     )
     kl_reference_config: KLReferenceConfig | None = chz.field(
         default=None, doc="the reference policy; None: the weights that the run started from"
-    )
-    compute_post_kl: bool = chz.field(
-        default=False, doc="score each batch again after its update, for optim/kl_pre_post"
     )
     off_policy_correction: OffPolicyCorrection | None = chz.field(
         default=None, doc="weight tokens by the truncated ratio of trainer and sampler (one more forward pass)"
@@ -112,14 +125,6 @@ class RLOptions(RunOptions):
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
-    write_records: bool = chz.field(
-        default=True, doc="write each group's and each step's tokens, logprobs and advantages"
-    )
-    num_groups_to_log: int = chz.field(
-        default=4,
-        doc="groups per step and per evaluation whose transcripts are written; 0: none",
-        validator=chz.validators.ge(0),
-    )
 
     def effective_termination(self) -> TerminationRewardPolicy | None:
         """`termination`, or that of `rollout`."""
@@ -137,11 +142,6 @@ class Config(RLOptions, RunConfig):
     learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
-    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set")
-    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
-    infrequent_eval_every: int = chz.field(
-        default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
-    )
 
 
 def check_config(config: Config) -> None:
@@ -184,14 +184,14 @@ def check_config(config: Config) -> None:
 def _check_temperature(config: Config, backend: str) -> None:
     trainer_temperature = (config.loss_fn_config or {}).get("temperature", 1.0)
     if trainer_temperature != config.temperature:
-        mend = (
+        fix = (
             f"set loss_fn_config={{'temperature': {config.temperature}}}"
             if backend == "local"
             else "the hosted trainer scores at temperature 1: set temperature=1.0"
         )
         raise ConfigurationError(
             f"temperature={config.temperature} samples on another distribution than "
-            f"loss_fn_config temperature={trainer_temperature} scores on, which biases every ratio; {mend}"
+            f"loss_fn_config temperature={trainer_temperature} scores on, which biases every ratio; {fix}"
         )
     if config.temperature != 1.0 and (config.kl_penalty_coef > 0 or config.compute_post_kl):
         raise ConfigurationError(

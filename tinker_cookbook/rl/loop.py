@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
-from tinker_cookbook.eval.evaluators import Evaluator
-from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
+from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
 from tinker_cookbook.rl.batches import TrainingBatches

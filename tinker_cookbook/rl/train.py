@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
 
-from tinker_cookbook.completers import derive_seed
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder
-from tinker_cookbook.eval.run import EvaluationRounds
 from tinker_cookbook.rl.algorithms import LOSS_FNS
 from tinker_cookbook.rl.batches import TrainingBatches
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
@@ -38,6 +35,7 @@ from tinker_cookbook.rl.types import RLDataset
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.utils.seeds import derive_seed
 
 __all__ = [
     "LOSS_FNS",
@@ -84,11 +82,8 @@ async def run(config: Config, *, penalties: Sequence[Penalty] = (), rollout_exec
 async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     dataset, test_dataset = await config.dataset_builder()
     pacing = config.async_config or config.stream_minibatch_config
-    builders: list[EvaluatorBuilder] = list(config.evaluator_builders)
-    if test_dataset is not None:
-        builders.append(partial(_test_evaluator, config, test_dataset))
-    rounds = EvaluationRounds.build(
-        builders, config.eval_every, config.infrequent_evaluator_builders, config.infrequent_eval_every
+    rounds = config.evaluation_rounds(
+        *([partial(_test_evaluator, config, test_dataset)] if test_dataset is not None else [])
     )
     batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
     async with open_session(config, {"kl_reference_config": config.kl_reference_config}) as session:
