@@ -23,8 +23,8 @@ from recipes.common import TINY_CHAT, CommonConfig, resolve_model
 from recipes.prompt_distillation.multilingual import FILE, labelled_lines
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.distillation.datasets import read_lines
 from tinker_cookbook.distillation.prompt_distillation import Labelled, Sampling, check_pattern, label_lines
-from tinker_cookbook.distillation.prompts import read_lines
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
