@@ -231,9 +231,9 @@ def _read(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigurationError(f"{path} is not valid JSON ({error}); mend or replace the file") from error
+        raise ConfigurationError(f"{path} is not valid JSON ({error}); fix or replace the file") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} must hold a JSON object; mend or replace the file")
+        raise ConfigurationError(f"{path} must hold a JSON object; fix or replace the file")
     return content
 
 

@@ -92,6 +92,14 @@ class SupervisedDatasetFromList(RowDataset, Generic[Row]):
         self._order.set_epoch(seed)
 
 
+def train_and_test(
+    train: Sequence[Row], test: Sequence[Row] | None, batch_size: int, flatmap_fn: Callable[[Row], list[tinker.Datum]]
+) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+    """What a builder returns for rows in memory; without test rows there is no test set."""
+    make = partial(SupervisedDatasetFromList, batch_size=batch_size, flatmap_fn=flatmap_fn)
+    return make(train), make(test) if test else None
+
+
 class SupervisedDatasetFromHFDataset(SupervisedDatasetFromList[dict[str, Any]]):
     """Rows of a map-style Hugging Face dataset, turned into datums when their batch is asked for.
 
@@ -240,11 +248,7 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         warn_of_rewritten_history([row.messages for row in rows], self)
         convert = conversation_mapper(self, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
         to_datums = partial(_placed, convert=convert)
-        batch_size = self.common_config.batch_size
-        return (
-            SupervisedDatasetFromList(train, batch_size, flatmap_fn=to_datums),
-            SupervisedDatasetFromList(test, batch_size, flatmap_fn=to_datums) if test else None,
-        )
+        return train_and_test(train, test, self.common_config.batch_size, to_datums)
 
 
 def _placed(row: ConversationRow, convert: Callable[[list[Message]], list[tinker.Datum]]) -> list[tinker.Datum]:
