@@ -17,12 +17,14 @@ from string import Formatter
 from typing import TYPE_CHECKING
 
 from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.distillation.targets import TeacherScores, score_datum
 from tinker_cookbook.distillation.teacher_kl import teacher_advantages
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
 from tinker_cookbook.rl.kl import compute_target_logprobs
+from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all
 
@@ -36,6 +38,46 @@ DEFAULT_DEMO_TEMPLATE = (
 """What the teacher is asked; {question} and {golden_answer} are filled in."""
 
 PREFIX = "sdft"
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A question, a good answer to it, and the environments that ask the question."""
+
+    question: str
+    golden_answer: str
+    group: EnvGroupBuilder
+
+
+class DemonstrationDataset:
+    """Demonstrations in batches, epoch after epoch; a batch may reach from one epoch into the next.
+
+    Args:
+        num_groups: groups over the whole run; None: every demonstration once.
+        seed: epoch e is shuffled by derive_seed(seed, "epoch", e); None: always the given order.
+    """
+
+    def __init__(
+        self,
+        demonstrations: Sequence[Demonstration],
+        groups_per_batch: int,
+        num_groups: int | None = None,
+        seed: int | None = None,
+    ):
+        self._epochs = Epochs(ShuffledItems(demonstrations), *(() if seed is None else (seed, "epoch")))
+        self._groups_per_batch = groups_per_batch
+        self._num_groups = len(demonstrations) if num_groups is None else num_groups
+
+    def get_batch(self, index: int) -> tuple[list[EnvGroupBuilder], list[str], list[str]]:
+        """Groups, questions and golden answers."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
+        first = index * self._groups_per_batch
+        drawn = [self._epochs.draw(i) for i in range(first, min(first + self._groups_per_batch, self._num_groups))]
+        return [d.group for d in drawn], [d.question for d in drawn], [d.golden_answer for d in drawn]
+
+    def __len__(self) -> int:
+        return -(-self._num_groups // self._groups_per_batch)
 
 
 def check_template(template: str) -> None:

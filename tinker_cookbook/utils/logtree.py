@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
@@ -154,21 +154,15 @@ def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bo
         write_trace(root, path)
 
 
-@contextmanager
-def write_into(node: Node) -> Iterator[None]:
+def write_into(node: Node) -> AbstractContextManager[None]:
     """Let what the body writes go to `node`, if a trace is open here; it need not be a part of that trace."""
-    if not is_enabled():
-        yield
-        return
-    with _inside(node):
-        yield
+    return _inside(node) if is_enabled() else nullcontext()
 
 
-@contextmanager
-def scope_header(title: str, **attrs: Any) -> Iterator[None]:
+def scope_header(title: str, **attrs: Any) -> AbstractContextManager[None]:
     """A section for what the body writes. `attrs`: attributes of its HTML element; `class_` stands for class."""
-    with _branch("section", title, attrs):
-        yield
+    parent, named = _current.get(), {key.rstrip("_"): value for key, value in attrs.items()}
+    return nullcontext() if parent is None else _inside(parent.section(title, named))
 
 
 def scope_header_decorator(title: str | Callable[P, T]) -> Any:
@@ -199,32 +193,25 @@ def scope_header_decorator(title: str | Callable[P, T]) -> Any:
     return decorate
 
 
-@contextmanager
-def scope_div(**attrs: Any) -> Iterator[None]:
+def scope_div(**attrs: Any) -> AbstractContextManager[None]:
     """A part without a heading for what the body writes. `attrs`: as for scope_header."""
-    with _branch("section", "", attrs):
-        yield
+    return scope_header("", **attrs)
 
 
-@contextmanager
-def scope_details(summary: str) -> Iterator[None]:
+def scope_details(summary: str) -> AbstractContextManager[None]:
     """A folded section for what the body writes."""
-    with _branch("details", summary):
-        yield
+    parent = _current.get()
+    return nullcontext() if parent is None else _inside(parent.details(summary))
 
 
-@contextmanager
-def scope_disable() -> Iterator[None]:
+def scope_disable() -> AbstractContextManager[None]:
     """Nothing that the body writes is kept."""
-    with _inside(None):
-        yield
+    return _inside(None)
 
 
-@contextmanager
-def optional_enable_logging(enable: bool) -> Iterator[None]:
+def optional_enable_logging(enable: bool) -> AbstractContextManager[None]:
     """`scope_disable`, unless `enable` is true."""
-    with nullcontext() if enable else scope_disable():
-        yield
+    return nullcontext() if enable else scope_disable()
 
 
 def log_text(text: str, label: str = "", *, div_class: str | None = None) -> None:
@@ -314,16 +301,6 @@ def write_trace(root: Node, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_trace_json(root, path.with_name(f"{path.stem}_logtree.json"))
     write_text(path, render_page(root))
-
-
-@contextmanager
-def _branch(kind: Literal["section", "details"], title: str, attrs: Mapping[str, Any] | None = None) -> Iterator[None]:
-    if (parent := _current.get()) is None:
-        yield
-        return
-    named = {key.rstrip("_"): value for key, value in (attrs or {}).items()}
-    with _inside(parent.section(title, named) if kind == "section" else parent.details(title)):
-        yield
 
 
 @contextmanager
