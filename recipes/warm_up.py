@@ -113,12 +113,8 @@ async def train_first(
 ) -> str:
     """One supervised pass over conversations, in a folder of its own below the run's; the path of the state it leaves."""
     folder = Path(config.log_path)
-    lines = [
-        json.dumps({"messages": [_jsonable(message) for message in conversation]}, ensure_ascii=False)
-        for conversation in conversations
-    ]
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "warm_up.jsonl", "\n".join(lines) + "\n")
+    write_jsonl(folder / "warm_up.jsonl", [{"messages": conversation} for conversation in conversations])
     common = ChatDatasetBuilderCommonConfig(
         model_name_for_tokenizer=config.model_name,
         renderer_name=renderer_name,

@@ -55,7 +55,7 @@ class CLIConfig(CommonConfig, sdft.SDFTOptions):
     max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
     max_test_items: int = chz.field(default=50, doc="questions held out", validator=chz.validators.ge(0))
     warm_up_steps: int = chz.field(
-        default=20,
+        default=50,
         doc="supervised steps that teach the shipped model to use a demonstration; no other model gets them",
         validator=chz.validators.ge(0),
     )

@@ -71,7 +71,12 @@ def run_recipe(recipe: PublicRecipe, package: Path, model: Path, folder: Path) -
     started = time.monotonic()
     with (folder / "output.txt").open("w") as output:
         done = subprocess.run(
-            command, cwd=folder, env=environment(folder, package), stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S
+            command,
+            cwd=folder,
+            env=environment(folder, package),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
         )
     return _look(recipe, folder, done.returncode, time.monotonic() - started)
 

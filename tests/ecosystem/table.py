@@ -42,7 +42,11 @@ RECIPES = (
     PublicRecipe(
         "sl_basic",
         "sl_basic",
-        {"dataset_builder.common_config.batch_size": 8, "dataset_builder.common_config.max_length": 512, "max_steps": 3},
+        {
+            "dataset_builder.common_config.batch_size": 8,
+            "dataset_builder.common_config.max_length": 512,
+            "max_steps": 3,
+        },
     ),
     PublicRecipe("sl_loop", "sl_loop", {"batch_size": 8, "max_length": 512, "save_every": 2, "max_steps": 3}),
     PublicRecipe(
@@ -52,7 +56,9 @@ RECIPES = (
     ),
     PublicRecipe("rl_loop", "rl_loop", {"batch_size": 4, "group_size": 4, "max_tokens": 24, "max_steps": 2}),
     PublicRecipe(
-        "chat_sl", "chat_sl.train", {"batch_size": 8, "max_length": 512, "eval_every": 2, "save_every": 2, "max_steps": 3}
+        "chat_sl",
+        "chat_sl.train",
+        {"batch_size": 8, "max_length": 512, "eval_every": 2, "save_every": 2, "max_steps": 3},
     ),
     PublicRecipe("math_rl", "math_rl.train", {"groups_per_batch": 8, "group_size": 4, "max_tokens": 8, "max_steps": 2}),
     PublicRecipe("preference.dpo", "preference.dpo.train", {"batch_size": 8, "max_length": 256, "max_steps": 3}),

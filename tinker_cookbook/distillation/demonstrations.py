@@ -221,8 +221,9 @@ def _known(
     is_known = np.ones(ids.shape, bool) if vocab_size is None else ids < vocab_size
     order = np.argsort(~is_known, axis=1, kind="stable")
     ids, logprobs, is_known = (np.take_along_axis(values, order, axis=1) for values in (ids, logprobs, is_known))
-    highest = np.where(is_known, logprobs, -np.inf).max(axis=1, keepdims=True, initial=-1e30)
-    p = np.where(is_known, np.exp(logprobs - highest), 0.0)
+    logprobs = np.where(is_known, logprobs, -np.inf)
+    highest = logprobs.max(axis=1, keepdims=True)
+    p = np.exp(logprobs - np.where(np.isfinite(highest), highest, 0.0))
     total = p.sum(axis=1, keepdims=True)
     return np.where(is_known, ids, 0), p / np.where(total > 0, total, 1.0)
 
