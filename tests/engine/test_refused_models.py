@@ -5,7 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     BertConfig,
     CohereConfig,
     DiffLlamaConfig,
@@ -18,9 +22,11 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
+    NemotronConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen3MoeConfig,
+    StableLmConfig,
     T5Config,
 )
 
@@ -29,6 +35,7 @@ from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
 from tinker_local_backend.engine import base_model
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.lora import LoraLinear
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -74,6 +81,14 @@ BY_TRYING: dict[str, tuple[PretrainedConfig, str]] = {
     "attention of its own": (
         GPTNeoConfig(vocab_size=1536, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
         r"\(gpt_neo\) cannot be loaded with the local engine's attention",
+    ),
+    "a plan that does not reach the attention": (
+        StableLmConfig(**SHAPE),
+        r"\(stablelm\) does not run in the local engine",
+    ),
+    "a plan that does not reach the attention either": (
+        NemotronConfig(**SHAPE),
+        r"\(nemotron\) does not run in the local engine",
     ),
 }
 """refused because the logits are not those of transformers"""
@@ -153,3 +168,28 @@ def test_a_model_that_lora_would_cover_in_part_is_sampled_from_but_not_trained(
     assert sampler.sample(prompt(random_tokens(5, 0)), 1, params(2)).result().sequences
     with pytest.raises(ModelLoadError, match=r"does not know \(gate_up_proj, qkv_proj\).*not trained"):
         service.create_lora_training_client(path, 4).result()
+
+
+class Halved(nn.Linear):
+    """A linear that does something else with its weight, as quantized and ternary ones do."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) / 2
+
+
+def test_a_special_linear_is_refused_and_not_replaced(tied_model: str) -> None:
+    module = AutoModelForCausalLM.from_pretrained(tied_model)
+    layer = module.model.layers[1].mlp
+    special = Halved(layer.up_proj.in_features, layer.up_proj.out_features, bias=False)
+    layer.up_proj = special
+    with pytest.raises(ModelLoadError, match="has linears of type Halved, to which LoRA here cannot be added"):
+        BaseModel.from_module("halved", module, AutoTokenizer.from_pretrained(tied_model))
+    assert layer.up_proj is special
+
+
+def test_the_engine_is_compared_with_the_model_as_it_came(tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what replaces the linears is checked, as the reference is computed before."""
+    forward = LoraLinear.forward
+    monkeypatch.setattr(LoraLinear, "forward", lambda self, x: forward(self, x) / 2)
+    with pytest.raises(ModelLoadError, match="has other logits in the local engine than in transformers"):
+        BaseModel(tied_model)

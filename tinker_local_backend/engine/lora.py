@@ -182,14 +182,19 @@ class LoraLinear(nn.Module):
         return y
 
 
-def install_lora(model: nn.Module, routing: AdapterRouting) -> dict[str, LoraLinear]:
-    """Replace every linear that LoRA may target, in place. Returns them by their path in the model."""
+def lora_targets(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Every linear that LoRA may target, by its path in the model; subclasses of nn.Linear too."""
     targets = {*ATTENTION_MODULES, *MLP_MODULES, UNEMBED_MODULE}
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in targets and isinstance(module, nn.Linear):
+            yield path, module
+
+
+def install_lora(model: nn.Module, routing: AdapterRouting) -> dict[str, LoraLinear]:
+    """Replace the targets of LoRA, in place. Returns them by their path in the model."""
     found: dict[str, LoraLinear] = {}
-    for path, module in list(model.named_modules()):
+    for path, module in list(lora_targets(model)):
         parent_path, _, leaf = path.rpartition(".")
-        if leaf in targets and isinstance(module, nn.Linear):
-            replacement = LoraLinear(module, path, routing)
-            setattr(model.get_submodule(parent_path), leaf, replacement)
-            found[path] = replacement
+        found[path] = LoraLinear(module, path, routing)
+        setattr(model.get_submodule(parent_path), leaf, found[path])
     return found
