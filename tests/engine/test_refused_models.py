@@ -15,6 +15,7 @@ from transformers import (
     DiffLlamaConfig,
     FalconConfig,
     FalconH1Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GPTNeoConfig,
     GraniteConfig,
@@ -35,7 +36,7 @@ from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
 from tinker_local_backend.engine import base_model
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import LoraLinear
+from tinker_local_backend.engine.lora import LoraLinear, LoraSpec
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -193,3 +194,16 @@ def test_the_engine_is_compared_with_the_model_as_it_came(tied_model: str, monke
     monkeypatch.setattr(LoraLinear, "forward", lambda self, x: forward(self, x) / 2)
     with pytest.raises(ModelLoadError, match="has other logits in the local engine than in transformers"):
         BaseModel(tied_model)
+
+
+def test_of_a_multimodal_model_the_text_is_trained_alone(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma3Config(
+        text_config={**SHAPE, "model_type": "gemma3_text"},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+    )
+    model = BaseModel(write_model(config, tmp_path, 0))
+    names = set(model.new_adapter(LoraSpec(2), 0).a)
+    assert "lm_head" in names and len(names) == 1 + 7 * SHAPE["num_hidden_layers"]
+    assert all(name == "lm_head" or name.startswith("model.language_model.layers.") for name in names)

@@ -32,6 +32,7 @@ from tinker_local_backend.engine.lora import (
     lora_targets,
     new_adapter,
     one_for_all,
+    text_stack,
 )
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
@@ -178,7 +179,7 @@ class BaseModel:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.device, self.dtype = torch.device(model.device), model.dtype
-        self._model: nn.Module = model.eval().requires_grad_(False)
+        self._model: PreTrainedModel = model.eval().requires_grad_(False)
         # Before anything of ours is in the module: afterwards it could only be compared with itself.
         expected = self._own_logits()
         model.set_attn_implementation(ATTENTION_NAME)
@@ -196,7 +197,7 @@ class BaseModel:
     def _wrap_layers(self) -> None:
         """Let each decoder layer drop its activations and compute them again in the backward pass when `recompute` says so."""
         count = self.config.num_hidden_layers
-        stacks = [m for m in self._body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        stacks = [m for m in text_stack(self._model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
             raise _refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._beyond_lora = sorted(  # LoraLinear has replaced the others
