@@ -59,14 +59,14 @@ def test_a_closed_client_refuses_new_work(own: tuple[ServiceClient, TrainingClie
         lambda: sampler.compute_logprobs(prompt([1, 2])),
     ]
     for call in calls:
-        with pytest.raises(EngineClosedError, match="closed; create a new one"):
+        with pytest.raises(EngineClosedError, match="closed before this request ran; create a new one"):
             call()
 
 
 def test_a_closed_client_refuses_to_sample(own: tuple[ServiceClient, TrainingClient, SamplingClient]) -> None:
     service, _, sampler = own
     service.close()
-    with pytest.raises(EngineClosedError, match="closed; create a new one"):
+    with pytest.raises(EngineClosedError, match="closed before this request ran; create a new one"):
         sampler.sample(prompt([1, 2]), 1, params())
 
 
