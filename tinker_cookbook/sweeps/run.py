@@ -105,7 +105,8 @@ async def _run_all(
 ) -> list[RunResult]:
     slots = asyncio.Semaphore(processes or concurrent)
     # While somebody holds the local client, every run of this process gets it, and the base weights are loaded once.
-    shared = [backends.create_service_client("local")] if processes == 0 and _is_local(runs) else []
+    is_local = any(backends.resolve_backend(run.config.get("backend")) == "local" for run in runs)
+    shared = [backends.create_service_client("local")] if processes == 0 and is_local else []
 
     async def run_one(run: PlannedRun) -> RunResult:
         log_path = folder / run.name
@@ -211,10 +212,6 @@ def _check_ways(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, conc
         raise ConfigurationError(f"processes=0: main of {recipe.module} is no coroutine function; use processes=1")
     if any(run.config.get("wandb_project") is not None for run in runs):
         raise ConfigurationError("processes=0 with wandb_project: W&B keeps one run per process; use processes=1")
-
-
-def _is_local(runs: Sequence[PlannedRun]) -> bool:
-    return any(backends.resolve_backend(run.config.get("backend")) == "local" for run in runs)
 
 
 def _tracker_name(run: PlannedRun) -> list[str]:
