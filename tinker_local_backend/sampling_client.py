@@ -107,7 +107,9 @@ class SamplingClient:
     def _response(
         self, result: SamplingResult, request: SamplingRequest, targets: tinker.TensorData | None
     ) -> tinker.types.SampleResponse:
-        scores, alternatives = result.prompt, None
+        scores, alternatives, target_logprobs = result.prompt, None, None
+        if scores.targets is not None and targets is not None:
+            target_logprobs = _tensor(scores.targets, targets)
         if scores.alternatives is not None:
             ids, logprobs = (tinker.TensorData.from_numpy(array) for array in scores.alternatives)
             alternatives = PromptAltTokens(tokens=ids, logprobs=logprobs)
@@ -115,7 +117,7 @@ class SamplingClient:
             sequences=[self._sequence(sequence, request.topk_logprobs) for sequence in result.sequences],
             prompt_logprobs_np=scores.logprobs,
             topk_prompt_logprobs_np=None if scores.topk is None else _topk(*scores.topk),
-            target_prompt_logprobs=None if targets is None else _tensor(scores.targets, targets),
+            target_prompt_logprobs=target_logprobs,
             prompt_cache_hit_tokens=result.cached_tokens,
             prompt_alt_tokens=alternatives,
         )

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from benchmarks.reference import Reference
 from tests.engine.devices import here
 from tests.engine.helpers import make_training_client, tokens_compared
-from tests.engine.reference import Reference
 from tests.engine.selection import (  # noqa: F401  (hooks of this folder)
     pytest_collection_modifyitems,
     pytest_configure,

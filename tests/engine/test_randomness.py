@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.reference import Reference
 from tests.engine.devices import here
 from tests.engine.helpers import (
     STEP,
@@ -19,7 +20,6 @@ from tests.engine.helpers import (
     random_tokens,
     tokens_of,
 )
-from tests.engine.reference import Reference
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.noise import mix_seed, uniforms
 

