@@ -13,10 +13,9 @@ from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.rollout_hooks import RolloutHooks, RolloutState
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig, agentic, simple
-from tinker_cookbook.rl.rollout_runner import run_rollout
+from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState, run_rollout
 from tinker_cookbook.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure, RolloutStrategy
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import StepResult

@@ -102,10 +102,11 @@ class RLOptions(RunOptions):
         default=None, doc="weight tokens by the truncated ratio of trainer and sampler (one more forward pass)"
     )
     rollout_error_tolerance: bool | RolloutStrategy | None = chz.field(
-        default=None, doc="what a failing rollout means: None or False ends the run, True tries again, or a strategy"
+        default=None,
+        doc="what a failing rollout means: False ends the run, True tries again, or a strategy; None: what `rollout` says",
     )
     termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="what a rollout that hit a limit is worth; None: what `rollout` says, else what it was graded"
+        default=None, doc="what a rollout that hit a limit is worth; None: what `rollout` says"
     )
     rollout: RolloutConfig | None = chz.field(
         default=None, doc="how rollouts are run, in training and on the test set; None: as the environments say"
@@ -121,13 +122,23 @@ class RLOptions(RunOptions):
         validator=chz.validators.ge(0),
     )
 
+    def effective_rollout(self) -> RolloutConfig:
+        """`rollout`, with what `termination` and `rollout_error_tolerance` say."""
+        rollout = self.rollout or RolloutConfig()
+        if self.termination is not None:
+            rollout = chz.replace(rollout, termination=self.termination)
+        if self.rollout_error_tolerance is not None:
+            strategy = rollout_strategy_from_config(self.rollout_error_tolerance)
+            rollout = chz.replace(rollout, strategy=strategy, retries=None)
+        return rollout
+
     def effective_termination(self) -> TerminationRewardPolicy | None:
-        """`termination`, or that of `rollout`."""
-        return self.termination if self.rollout is None else self.termination or self.rollout.termination
+        """What a rollout that hit a limit is worth."""
+        return self.effective_rollout().termination
 
     def effective_rollout_strategy(self) -> RolloutStrategy:
-        """What `rollout_error_tolerance` means."""
-        return rollout_strategy_from_config(self.rollout_error_tolerance)
+        """What a failing rollout means."""
+        return self.effective_rollout().effective_strategy()
 
 
 @chz.chz(typecheck=True)
@@ -156,8 +167,7 @@ def check_config(config: Config) -> None:
             config.top_k,
             config.top_p,
         )
-    if config.termination is not None and config.rollout is not None and config.rollout.termination is not None:
-        raise ConfigurationError("termination and rollout.termination are both set; use one of them")
+    _check_said_once(config)
     if config.async_config is not None and config.stream_minibatch_config is not None:
         raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
     if config.stream_minibatch_config is not None:
@@ -181,17 +191,26 @@ def check_config(config: Config) -> None:
         )
 
 
+def _check_said_once(config: Config) -> None:
+    if config.rollout is None:
+        return
+    for name, parts in (("termination", ["termination"]), ("rollout_error_tolerance", ["retries", "strategy"])):
+        for part in parts:
+            if getattr(config, name) is not None and getattr(config.rollout, part) is not None:
+                raise ConfigurationError(f"{name} and rollout.{part} are both set; use one of them")
+
+
 def _check_temperature(config: Config, backend: str) -> None:
     trainer_temperature = (config.loss_fn_config or {}).get("temperature", 1.0)
     if trainer_temperature != config.temperature:
-        mend = (
+        fix = (
             f"set loss_fn_config={{'temperature': {config.temperature}}}"
             if backend == "local"
             else "the hosted trainer scores at temperature 1: set temperature=1.0"
         )
         raise ConfigurationError(
             f"temperature={config.temperature} samples on another distribution than "
-            f"loss_fn_config temperature={trainer_temperature} scores on, which biases every ratio; {mend}"
+            f"loss_fn_config temperature={trainer_temperature} scores on, which biases every ratio; {fix}"
         )
     if config.temperature != 1.0 and (config.kl_penalty_coef > 0 or config.compute_post_kl):
         raise ConfigurationError(

@@ -77,7 +77,7 @@ class Loop:
         self.rounds, self.penalties = rounds, penalties
         self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
         self.start, self.end = session.start_step(), len(batches)
-        self.strategy = config.effective_rollout_strategy()
+        self.rollout = config.effective_rollout()
         self.errors = RolloutErrorCounter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.steps_done = self.start
@@ -138,9 +138,7 @@ class Loop:
             group = await try_group_rollout(
                 builder,
                 policy.fork("group", index),
-                self.strategy,
-                config.effective_termination(),
-                config.rollout,
+                self.rollout,
                 name=f"{index} of step {step}, {describe_group(builder)}",
                 with_notes=index < config.num_groups_to_log,
             )

@@ -17,8 +17,7 @@ from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ParseFailure, Renderer, classify_parse_failure
 from tinker_cookbook.rl.continuation import continue_prompt
-from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
-from tinker_cookbook.rl.rollout_presets import ToolExecution
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolExecution
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
     STOP_METRIC_PREFIX,

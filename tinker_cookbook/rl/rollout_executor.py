@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
@@ -29,6 +29,7 @@ from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.utils.lazy import tinker
 
 T = TypeVar("T")
+Play: TypeAlias = Callable[[EnvGroupBuilder, TokenCompleter], Coroutine[Any, Any, T]]
 
 _executor: Executor | None = None
 
@@ -54,14 +55,8 @@ def get_rollout_executor() -> Executor | None:
     return _executor
 
 
-async def run_in_executor(
-    executor: Executor,
-    play: Callable[..., Coroutine[Any, Any, T]],
-    builder: EnvGroupBuilder,
-    policy: TokenCompleter,
-    *settings: Any,
-) -> T:
-    """`await play(builder, policy, *settings)`, run in the executor. For anything but a thread pool, everything pickles.
+async def run_in_executor(executor: Executor, play: Play[T], builder: EnvGroupBuilder, policy: TokenCompleter) -> T:
+    """`await play(builder, policy)`, run in the executor. For anything but a thread pool, everything pickles.
 
     Raises:
         ConfigurationError: the builder cannot be pickled.
@@ -69,29 +64,27 @@ async def run_in_executor(
     """
     loop = asyncio.get_running_loop()
     if isinstance(executor, ThreadPoolExecutor):
-        at_home = _PolicyOnLoop(policy, loop)
-        return await loop.run_in_executor(executor, _run, play, builder, at_home, *settings)
+        return await loop.run_in_executor(executor, _run, play, builder, _PolicyOnLoop(policy, loop))
     if error := _pickle_error(builder):
         raise ConfigurationError(
             f"rollout executor: {type(builder).__name__} cannot be pickled ({error}), so it cannot go to another process; "
             "keep in it only what pickles, and open the rest in make_envs, or use a ThreadPoolExecutor"
         )
     if _pickle_error(policy) is None:
-        return await loop.run_in_executor(executor, _run_away, play, builder, policy, *settings)
+        return await loop.run_in_executor(executor, _run_away, play, builder, policy)
     async with _serve(policy) as address:
-        return await loop.run_in_executor(executor, _run_away, play, builder, _RemotePolicy(address), *settings)
+        return await loop.run_in_executor(executor, _run_away, play, builder, _RemotePolicy(address))
 
 
-def _run(play: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
-    return asyncio.run(play(*arguments))
+def _run(play: Play[T], builder: EnvGroupBuilder, policy: TokenCompleter) -> T:
+    return asyncio.run(play(builder, policy))
 
 
-def _run_away(play: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+def _run_away(play: Play[T], builder: EnvGroupBuilder, policy: TokenCompleter) -> T:
     try:
-        return _run(play, *arguments)
+        return _run(play, builder, policy)
     except Exception as error:
-        portable = _portable(error)
-        if portable is error:
+        if (portable := _portable(error)) is error:
             raise
         raise portable from error
 
@@ -111,9 +104,9 @@ def _portable(error: Exception) -> Exception:
 def _pickle_error(thing: object) -> str | None:
     try:
         pickle.dumps(thing)
+        return None
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return None
 
 
 class _PolicyOnLoop(TokenCompleter):

@@ -3,12 +3,15 @@
 Only settings: `rollout_runner` and the envs enforce limits and parse errors, `rollouts` applies the rewards.
 """
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.types import StopReason
+
+ToolExecution: TypeAlias = Literal["parallel", "sequential"]
+"""How the tool calls of one reply run."""
 
 
 def _positive_or_none(owner: Any, attribute: str) -> None:

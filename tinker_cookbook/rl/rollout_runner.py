@@ -16,13 +16,15 @@ one: it leaves no turn to keep, and a strategy (`rollout_strategy`) may try agai
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, RolloutTimeoutError
-from tinker_cookbook.rl.rollout_hooks import RolloutHooks, RolloutState
+from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
-from tinker_cookbook.rl.rollout_presets import RolloutConfig, simple
 from tinker_cookbook.rl.types import (
     STOP_METRIC_PREFIX,
     ActionExtra,
@@ -38,6 +40,7 @@ from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
+    from tinker_cookbook.rl.rollout_presets import RolloutConfig
     from tinker_cookbook.rl.types import Observation
 
 TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
@@ -46,6 +49,46 @@ TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
 
 class SamplingTurnTimeoutError(RolloutTimeoutError):
     """One sampling call took longer than `sampling_turn_timeout_seconds`."""
+
+
+@dataclass(frozen=True)
+class RolloutState:
+    """How far a rollout has come. `transitions` is the live list: look, do not touch."""
+
+    turn_index: int
+    """turns recorded so far"""
+    observation_tokens: int
+    """length of the prompt that would be next"""
+    sampled_tokens: int
+    num_length_truncations: int
+    """replies that were cut off, after which the rollout went on"""
+    elapsed_seconds: float
+    transitions: list[Transition]
+
+
+class RolloutHooks:
+    """Callbacks into a rollout, each of which does nothing unless overridden. For all of a run: `RolloutConfig.hooks`."""
+
+    async def on_turn_begin(self, state: RolloutState) -> list[Message] | None:
+        """Messages to put into the conversation before this turn.
+
+        The env must have `async add_messages(messages)`, which returns the prompt with them and what stops a reply.
+        """
+        return None
+
+    async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
+        """The reason to record, or None to go on.
+
+        Asked when the env ends the episode and when `max_turns` or a budget of tokens does; going on then means one turn
+        without that limit. Not asked about a timeout or a first prompt that is too long: these cannot be undone.
+        """
+        return reason
+
+    async def on_grade(self, state: RolloutState) -> None:
+        """After the env ended the episode, and so graded it. Not called when a limit ended the rollout."""
+
+    async def on_artifacts(self, state: RolloutState) -> None:
+        """Last thing before the trajectory is returned, however the rollout ended. Not called when it fails."""
 
 
 class SupportsToolCallLimit(Protocol):
@@ -64,6 +107,19 @@ def stop_reason_from_metrics(metrics: Metrics) -> str | None:
     """The <reason> of the first metric stop/<reason>, None without one."""
     reasons = (key.removeprefix(STOP_METRIC_PREFIX) for key in metrics if key.startswith(STOP_METRIC_PREFIX))
     return next(reasons, None)
+
+
+@asynccontextmanager
+async def time_limit(seconds: float | None, late: Callable[[], Exception]) -> AsyncIterator[None]:
+    """Raise `late()` when the body takes longer; None: it may take any time. A TimeoutError of the body's own is passed on."""
+    timer = asyncio.timeout(seconds)
+    try:
+        async with timer:
+            yield
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        raise late() from error
 
 
 async def run_rollout(
@@ -92,21 +148,19 @@ async def run_rollout(
             cannot take them.
         SamplingTurnTimeoutError: a sampling call took longer than its limit.
     """
-    config = config or simple()
-    limits = limits if limits is not None else config.limits
-    parse_errors = parse_errors if parse_errors is not None else config.parse_errors
-    if hooks is None:
-        hooks = config.hooks() if config.hooks is not None else RolloutHooks()
+    if config is not None:
+        limits = limits if limits is not None else config.limits
+        parse_errors = parse_errors if parse_errors is not None else config.parse_errors
+        hooks = hooks if hooks is not None or config.hooks is None else config.hooks()
     if limits is None:
-        offered: RolloutLimits | None = getattr(env, "rollout_limits", None)
-        limits = offered if offered is not None else RolloutLimits()
+        limits = getattr(env, "rollout_limits", None) or RolloutLimits()
     if limits.max_tool_calls is not None:
         _seam(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
     if parse_errors is not None:
         _seam(env, "set_parse_error_policy", "parse_errors")(parse_errors)
-    if config.tool_execution == "sequential":
+    if config is not None and config.tool_execution == "sequential":
         _seam(env, "set_tool_execution", "tool_execution=sequential")("sequential")
-    return await _Rollout(policy, env, limits, hooks).run()
+    return await _Rollout(policy, env, limits, hooks or RolloutHooks()).run()
 
 
 def _seam(env: Env, method: str, wanted_by: str) -> Any:
@@ -201,17 +255,15 @@ class _Rollout:
         # A completer need not know max_tokens as long as nothing bounds the tokens.
         budget = {} if max_tokens is None else {"max_tokens": max_tokens}
         seconds = self.limits.sampling_turn_timeout_seconds
-        timer = asyncio.timeout(seconds)
-        try:
-            async with timer:
-                return await self.policy(self.observation, self.stop, **budget)
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise SamplingTurnTimeoutError(
+
+        def late() -> SamplingTurnTimeoutError:
+            return SamplingTurnTimeoutError(
                 f"turn {len(self.transitions)} of {type(self.env).__name__}: the policy had not answered a prompt of "
                 f"{self.observation.length} tokens after sampling_turn_timeout_seconds={seconds}"
-            ) from error
+            )
+
+        async with time_limit(seconds, late):
+            return await self.policy(self.observation, self.stop, **budget)
 
     async def _step(self, action: TokensWithLogprobs) -> None:
         extra: ActionExtra = {"stop_reason": action.stop_reason}

@@ -114,15 +114,12 @@ def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluat
     return RLTestSetEvaluator(
         test_dataset,
         config.max_tokens,
-        "test",
-        config.temperature,
-        derive_seed(config.seed, "test"),
-        config.effective_rollout_strategy(),
-        config.effective_termination(),
-        config.num_groups_to_log,
-        config.rollout,
-        config.top_k,
-        config.top_p,
+        num_groups_to_log=config.num_groups_to_log,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=derive_seed(config.seed, "test"),
+        config=config.effective_rollout(),
     )
 
 

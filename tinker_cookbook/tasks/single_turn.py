@@ -11,6 +11,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.types import Metrics, RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
@@ -143,6 +144,7 @@ class TaskEvaluatorBuilder:
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
     top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens of this probability; 1: from all")
     max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
+    rollout: RolloutConfig | None = chz.field(default=None, doc="how rollouts are run; None: without limits")
     seed: int = chz.field(default=0, doc="seed of the choice and of sampling")
 
     def __call__(self) -> RLTestSetEvaluator:
@@ -159,7 +161,13 @@ class TaskEvaluatorBuilder:
         dataset = evaluation_set(items, build)
         if dataset is None:
             raise ConfigurationError(f"evaluator {self.name!r}: the dataset has no {self.split} items")
-        seed = derive_seed(self.seed, self.name, "sampling")
         return RLTestSetEvaluator(
-            dataset, self.max_tokens, self.name, self.temperature, seed, top_k=self.top_k, top_p=self.top_p
+            dataset,
+            self.max_tokens,
+            self.name,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=derive_seed(self.seed, self.name, "sampling"),
+            config=self.rollout,
         )

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
-from tinker_cookbook.rl.rollout_presets import ToolExecution
+from tinker_cookbook.rl.rollout_limits import ToolExecution
 from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, Metrics, StopReason
 from tinker_cookbook.tool_use.tools import ToolRegistry
 

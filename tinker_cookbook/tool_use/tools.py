@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ToolCall, ToolSpec
-from tinker_cookbook.rl.rollout_presets import ToolExecution
+from tinker_cookbook.rl.rollout_limits import ToolExecution
 
 ERROR_PREFIX = "Error: "
 
@@ -39,7 +39,7 @@ class Tool(Protocol):
         ...
 
     async def __call__(self, arguments: dict[str, Any]) -> str:
-        """The result as text. Raises ToolError for what the model can mend."""
+        """The result as text. Raises ToolError for what the model can do better."""
         ...
 
 
