@@ -24,7 +24,7 @@ from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.dataset import ADVANTAGES, DebateDatasetBuilder, DebateTrain
-from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig
+from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train

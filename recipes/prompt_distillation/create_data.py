@@ -29,7 +29,7 @@ from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import write_text

@@ -16,9 +16,8 @@ from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
-from tinker_cookbook.rl.continuation import continue_prompt
 from tinker_cookbook.rl.data_processing import trajectory_to_data
-from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult, continue_prompt
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder, SeededRLDataset
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState, run_rollout

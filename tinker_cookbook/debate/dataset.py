@@ -7,13 +7,13 @@ from typing import Literal
 import chz
 
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
-from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge, make_judge
+from tinker_cookbook.debate.judges import JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.data_processing import AdvantageConfig
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
-from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
+from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.tasks.single_turn import load_task_items, single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.debate.injection import TurnInjection, make_injection
 from tinker_cookbook.debate.judges import Judge, Verdict, Winner
-from tinker_cookbook.debate.metrics import member_metrics
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
-from tinker_cookbook.debate.records import debate_record
+from tinker_cookbook.debate.records import debate_record, member_metrics
 from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript, Turn
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer

@@ -1,18 +1,29 @@
-"""Judges: who won a debate. A, B and TIE are verdicts; INVALID means that none could be had. Nobody is favoured on a tie."""
+"""Judges: who won a debate, and which judge a config means.
 
-from __future__ import annotations
+A, B and TIE are verdicts; INVALID means that none could be had. Nobody is favoured on a tie.
+"""
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
-from tinker_cookbook.completers import MessageCompleter, TokenCompleter, TokensWithLogprobs, derive_seed
+import chz
+
+from tinker_cookbook.completers import (
+    MessageCompleter,
+    TinkerTokenCompleter,
+    TokenCompleter,
+    TokensWithLogprobs,
+    derive_seed,
+)
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, judge_user_prompt
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
+from tinker_cookbook.weights_config import WeightsConfig
 
 _VERDICT = re.compile(r"<VERDICT>\s*(A|B|TIE)\s*</VERDICT>")
 _REASONING = re.compile(r"<REASONING>(.*?)</REASONING>", re.DOTALL)
@@ -111,33 +122,27 @@ class LMJudge(Judge):
     ):
         if isinstance(completer, TokenCompleter) and renderer is None:
             raise ConfigurationError("an LMJudge over a TokenCompleter needs the renderer of its model")
-        self._completer = completer
-        self._renderer = renderer
-        self._system_prompt = system_prompt
-        self._max_retries = max_retries
-        self._max_prompt_tokens = max_prompt_tokens
+        self._completer, self._renderer, self._system_prompt = completer, renderer, system_prompt
+        self._max_retries, self._max_prompt_tokens = max_retries, max_prompt_tokens
 
     async def __call__(self, view: DebateView) -> Verdict:
         messages: list[Message] = [
             {"role": "system", "content": self._system_prompt},
             {"role": "user", "content": judge_user_prompt(view.context, view.rounds_a, view.rounds_b)},
         ]
-        if not self._fits(messages):
+        if (
+            self._max_prompt_tokens is not None
+            and self._renderer is not None
+            and self._renderer.build_generation_prompt(messages).length > self._max_prompt_tokens
+        ):
             return Verdict(Winner.INVALID, reasoning="the debate is too long for the judge's context")
-        for attempt in range(self._max_retries + 1):
+        attempt, winner, text, call = 0, None, "", None
+        while winner is None and attempt <= self._max_retries:
             text, call = await self._ask(messages, (*view.key, attempt))
-            winner = parse_verdict(text)
-            if winner is not None or attempt == self._max_retries:
-                reasoning = _REASONING.search(text)
-                return Verdict(
-                    winner or Winner.INVALID, reasoning.group(1).strip() if reasoning else "", text, call, attempt
-                )
-        raise AssertionError("unreachable: the last attempt returns")
-
-    def _fits(self, messages: list[Message]) -> bool:
-        if self._max_prompt_tokens is None or self._renderer is None:
-            return True
-        return self._renderer.build_generation_prompt(messages).length <= self._max_prompt_tokens
+            winner, attempt = parse_verdict(text), attempt + 1
+        reasoning = _REASONING.search(text)
+        told = reasoning.group(1).strip() if reasoning else ""
+        return Verdict(winner or Winner.INVALID, told, text, call, retries=attempt - 1)
 
     async def _ask(self, messages: list[Message], key: tuple[int, ...]) -> tuple[str, JudgeCall | None]:
         if isinstance(self._completer, MessageCompleter):
@@ -160,16 +165,8 @@ def _compare(a: float, b: float) -> Winner:
     return Winner.TIE if a == b else Winner.A if a > b else Winner.B
 
 
-def _always_a(view: DebateView) -> Winner:
-    return Winner.A
-
-
-def _always_b(view: DebateView) -> Winner:
-    return Winner.B
-
-
-def _always_tie(view: DebateView) -> Winner:
-    return Winner.TIE
+def _always(winner: Winner, view: DebateView) -> Winner:
+    return winner
 
 
 def _higher_reward(view: DebateView) -> Winner:
@@ -181,10 +178,70 @@ def _said_more(view: DebateView) -> Winner:
 
 
 SCRIPTS: dict[str, Callable[[DebateView], Winner]] = {
-    "A": _always_a,
-    "B": _always_b,
-    "TIE": _always_tie,
+    **{winner.value: partial(_always, winner) for winner in (Winner.A, Winner.B, Winner.TIE)},
     "truth": _higher_reward,
     "longer": _said_more,
 }
 """Scripted judges by name: always one side, the higher task reward (an oracle), or whoever said more."""
+
+WEIGHTS = "judge.weights"
+"""What the user calls the weights of an lm judge."""
+
+
+@chz.chz(typecheck=True)
+class JudgeConfig:
+    """Which judge, and for `lm` which weights. They are frozen: a base model or a checkpoint, never the live policy."""
+
+    name: str = chz.field(default="lm", doc="a name of JUDGES: mock, confidence, lm, scripted:...")
+    weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
+    system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm judge is told")
+    max_tokens: int = chz.field(default=96, doc="longest verdict", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=0.3, doc="of an lm judge; 0 is greedy", validator=chz.validators.ge(0))
+    max_retries: int = chz.field(
+        default=1, doc="how often an unreadable verdict is asked for again", validator=chz.validators.ge(0)
+    )
+    seed: int = chz.field(default=0, doc="seed of mock and lm judges")
+
+
+async def _mock(config: JudgeConfig) -> Judge:
+    return MockJudge(config.seed)
+
+
+async def _confidence(config: JudgeConfig) -> Judge:
+    return ConfidenceJudge()
+
+
+async def _scripted(config: JudgeConfig) -> Judge:
+    return ScriptedJudge(SCRIPTS[config.name.partition(":")[2]])
+
+
+async def _lm(config: JudgeConfig) -> Judge:
+    """One frozen snapshot, made here."""
+    policy = await config.weights.open_policy(WEIGHTS)
+    completer = TinkerTokenCompleter(policy.sampling_client, config.max_tokens, config.temperature, seed=config.seed)
+    room = None if policy.context_length is None else policy.context_length - config.max_tokens
+    return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room)
+
+
+JUDGES: dict[str, Callable[[JudgeConfig], Awaitable[Judge]]] = {
+    "mock": _mock,
+    "confidence": _confidence,
+    "lm": _lm,
+    **{f"scripted:{name}": _scripted for name in SCRIPTS},
+}
+"""Name -> what makes the judge of a config."""
+JUDGE_NAMES = ", ".join(JUDGES)
+
+
+def check_judge(config: JudgeConfig) -> None:
+    """Raise ConfigurationError for a name that is not in JUDGES, or for weights of an lm judge that cannot be opened."""
+    if config.name not in JUDGES:
+        raise ConfigurationError(f"judge={config.name!r} is unknown; use {JUDGE_NAMES}")
+    if config.name == "lm":
+        config.weights.check(WEIGHTS)
+
+
+async def make_judge(config: JudgeConfig) -> Judge:
+    """The judge that the config asks for. Raises ConfigurationError for an unknown name."""
+    check_judge(config)
+    return await JUDGES[config.name](config)

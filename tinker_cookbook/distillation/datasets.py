@@ -22,7 +22,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Content, Message, Renderer, get_renderer
 from tinker_cookbook.rl.interleaved import GroupSource
 from tinker_cookbook.rl.item_dataset import ItemDataset
-from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 

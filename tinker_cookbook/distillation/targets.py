@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.kl import full_sequence
+from tinker_cookbook.rl.metrics import full_sequence
 from tinker_cookbook.utils.lazy import np, tinker
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
-from tinker_cookbook.rl.batches import TrainingBatches
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import replace_inputs
+from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.metrics import compute_kl_sample_train, compute_post_kl, compute_sampling_client_metrics
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch

@@ -2,7 +2,7 @@
 
 A MessageEnv sees and writes chat messages only. EnvFromMessageEnv parses what the policy sampled, renders what the env
 answers, and decides what happens to replies that are cut off, cannot be read, or fill the context. The ids that the policy
-sampled stay as they are in every later prompt (`continuation`), so that a whole episode is one datum where the renderer has
+sampled stay as they are in every later prompt (`continue_prompt`), so that a whole episode is one datum where the renderer has
 the extension property. Limits on turns and time are `rollout_runner`'s matter.
 """
 
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ParseFailure, Renderer, classify_parse_failure
-from tinker_cookbook.rl.continuation import continue_prompt
+from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
+from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolExecution
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
@@ -268,3 +270,54 @@ class EnvFromMessageEnv(Env):
 
     def _flags(self, raised: str | None = None) -> Metrics:
         return {name: float(name == raised) for name in ("parse_error", "max_tokens_reached", "context_overflow")}
+
+
+def continue_prompt(
+    renderer: Renderer, prompt: tinker.ModelInput, response: list[int], reply: Message, following: list[Message]
+) -> tinker.ModelInput | None:
+    """prompt + response verbatim + (end of turn, if the response lacks one) + `following` + the assistant's header.
+
+    A renderer with the extension property promises that each prompt begins with the previous one and its response. Here the
+    promise holds for responses as they were sampled, however their text would be encoded.
+
+    Args:
+        prompt: what the response was sampled from.
+        response: sampled ids, with the stop that ended them if there was one.
+        reply: the response as parsed; only its tool calls matter, because a tool's result may name its call.
+        following: messages after the reply, none of which the model has seen.
+
+    Returns:
+        None when the format cannot go on like this: the renderer lacks the extension property, or the messages that follow
+        do not begin with what ended the response (role_colon, where only a user may follow). Render anew then.
+    """
+    if not renderer.has_extension_property:
+        return None
+    stand_in: Message = {"role": "assistant", "content": "."}
+    if calls := reply.get("tool_calls"):
+        stand_in["tool_calls"] = calls
+    before: list[Message] = [{"role": "user", "content": "."}, stand_in]
+    spoken = renderer.build_supervised_example(before)[0].to_ints()
+    first, *rest = renderer.build_generation_prompt([*before, *following]).chunks
+    if not isinstance(first, tinker.EncodedTextChunk) or list(first.tokens[: len(spoken)]) != spoken:
+        return None
+    stopped = len(strip_stop(renderer, response)) < len(response)
+    closing = [] if stopped else _stop_tokens(renderer, spoken)
+    delta = text_chunk([*response, *closing, *first.tokens[len(spoken) :]])
+    return tinker.ModelInput(chunks=merge_text_chunks([*prompt.chunks, *([delta] if delta else []), *rest]))
+
+
+def _stop_tokens(renderer: Renderer, spoken: list[int]) -> list[int]:
+    """The stop at the end of a rendered turn, in the tokens that the format writes it with."""
+    for stop in renderer.get_stop_sequences():
+        if isinstance(stop, int):
+            if spoken[-1] == stop:
+                return [stop]
+            continue
+        for length in range(1, len(spoken) + 1):
+            text = decode_tokens(renderer.tokenizer, spoken[-length:])
+            if text == stop:
+                return spoken[-length:]
+            if len(text) > len(stop):
+                # A token reaches from the text into the stop, so the turn's own tokens cannot be cut there.
+                return encode_text(renderer.tokenizer, stop)
+    raise ValueError(f"renderer {type(renderer).__name__} does not end a turn with one of its stop sequences")

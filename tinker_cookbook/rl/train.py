@@ -21,12 +21,12 @@ from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds
 from tinker_cookbook.rl.algorithms import LOSS_FNS
-from tinker_cookbook.rl.batches import TrainingBatches
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.data_processing import AdvantageConfig
-from tinker_cookbook.rl.kl import KLPenalty
+from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
+from tinker_cookbook.rl.metrics import KLPenalty
 from tinker_cookbook.rl.minibatch import Penalty, prepare_minibatch
 from tinker_cookbook.rl.pacing import (
     do_async_training,

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
-from tinker_cookbook.tasks.qa import QATask
+from tinker_cookbook.tasks.qa import QA_SYSTEM, QATask
 from tinker_cookbook.tasks.rewards import RewardSpec
 from tinker_cookbook.tasks.types import Score, TaskItem, parse_solution
 from tinker_cookbook.utils.arithmetic import evaluate, format_number

@@ -10,7 +10,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.types import Metrics, RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import load_items
