@@ -24,7 +24,7 @@ from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.metrics import compute_kl_sample_train, compute_post_kl, compute_sampling_client_metrics
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
-from tinker_cookbook.rl.off_policy import OffPolicyCorrection, correct_off_policy
+from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import group_records, training_step_record
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
@@ -32,7 +32,6 @@ from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_e
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.session import Session
-from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 logger = logging.getLogger(__name__)
@@ -89,13 +88,6 @@ class Loop:
             self.errors.counts.update(errors.get("counts", {}))
             self.errors.groups_skipped = errors.get("groups_skipped", 0)
         self._keep_state()
-
-    def new_metrics(self, step: int) -> LoopMetrics:
-        return {
-            "progress/batch": step,
-            "progress/done_frac": (step + 1) / self.end,
-            "optim/lr": self.config.learning_rate,
-        }
 
     async def evaluate(self, step: int) -> LoopMetrics:
         """What the evaluators that are due before this step say of the current snapshot."""
@@ -207,62 +199,54 @@ class Loop:
     def _write_sampled(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
         """Records of all groups and transcripts of the first, before the update: an error there does not lose them."""
         times: LoopMetrics = {}
-        if self.config.write_records:
+        config, run = self.config, self.session.run
+        if config.write_records:
+            settings = {
+                "max_tokens_per_turn": config.max_tokens,
+                "temperature": config.temperature,
+                "learning_rate": config.learning_rate,
+            }
             with timed("write_records", times):
-                self._write_group_records(step, batch.groups)
-        if self.config.num_groups_to_log:
+                for name, content in group_records(batch.groups, step, config.model_name, settings):
+                    run.write_record(name, content)
+        if config.num_groups_to_log:
+            advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
+            shown: list[ShownGroup] = []
+            for wrapped in sampled[: config.num_groups_to_log]:
+                group = wrapped.trajectory_group
+                advantages_G = next(advantages_P).tolist() if isinstance(group, TrajectoryGroup) else None
+                shown.append(ShownGroup(group, advantages_G, wrapped.sampling_client_step))
+            page = iteration_folder(run.log_path, step) / "train.html"
             with timed("write_transcripts", times):
-                self._write_transcripts(step, batch, sampled)
+                write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
         return times
-
-    def _write_group_records(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        settings = {
-            "max_tokens_per_turn": self.config.max_tokens,
-            "temperature": self.config.temperature,
-            "learning_rate": self.config.learning_rate,
-        }
-        for name, content in group_records(groups, step, self.config.model_name, settings):
-            self.session.run.write_record(name, content)
-
-    def _write_transcripts(self, step: int, batch: Minibatch, sampled: Sequence[WrappedTrajectoryGroup]) -> None:
-        advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
-        shown: list[ShownGroup] = []
-        for wrapped in sampled[: self.config.num_groups_to_log]:
-            group = wrapped.trajectory_group
-            advantages_G = next(advantages_P).tolist() if isinstance(group, TrajectoryGroup) else None
-            shown.append(ShownGroup(group, advantages_G, wrapped.sampling_client_step))
-        page = iteration_folder(self.session.run.log_path, step) / "train.html"
-        write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
 
     async def _update(self, batch: Minibatch, update: Update | None) -> LoopMetrics:
         """Submit the batch, unless that has been done, and wait for the weights. What the engine says of it."""
         metrics: LoopMetrics = {}
-        data_D = batch.data_D
-        if self.config.off_policy_correction is not None:
+        data_D, config = batch.data_D, self.config
+        if config.off_policy_correction is not None:
             with timed("off_policy_correction", metrics):
-                data_D, found = await self._correct(batch, self.config.off_policy_correction)
+                data_D, found = await correct_off_policy(
+                    batch.data_D,
+                    self.session.training_client,
+                    config.off_policy_correction,
+                    config.loss_fn,
+                    config.loss_fn_config,
+                )
             metrics |= found
+            # The batch's own datums get the advantages, but keep the logprobs of when they were sampled.
+            batch.data_D = [
+                replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
+                for corrected, datum in zip(data_D, batch.data_D, strict=True)
+            ]
         self.is_between_steps = False
         with timed("train", metrics):
             if update is None:
                 update = self.new_update()
-                update.submit(data_D, self.config.num_substeps)
+                update.submit(data_D, config.num_substeps)
             logprobs_D, found = await update.finish()
         return metrics | found | compute_kl_sample_train(batch.data_D, logprobs_D)
-
-    async def _correct(
-        self, batch: Minibatch, correction: OffPolicyCorrection
-    ) -> tuple[list[tinker.Datum], dict[str, float]]:
-        """The datums to train on. Those of the batch get their advantages, but keep the logprobs of when they were sampled."""
-        config = self.config
-        data_D, metrics = await correct_off_policy(
-            batch.data_D, self.session.training_client, correction, config.loss_fn, config.loss_fn_config
-        )
-        batch.data_D = [
-            replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
-            for corrected, datum in zip(data_D, batch.data_D, strict=True)
-        ]
-        return data_D, metrics
 
     async def _after_update(self, step: int, batch: Minibatch, step_metrics: LoopMetrics) -> LoopMetrics:
         """A snapshot of the new weights, and the record and measurements that belong to the update."""

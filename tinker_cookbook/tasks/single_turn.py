@@ -1,8 +1,9 @@
 """Any task as plain single-turn RL: one question, one reply, one reward; group_size replies per question."""
 
 import random
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import chz
 
@@ -12,7 +13,7 @@ from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
-from tinker_cookbook.rl.types import Metrics, RLDatasetBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Task, TaskItem
@@ -74,9 +75,13 @@ def load_task_items(
     return task, train, test
 
 
+MakeGroup: TypeAlias = Callable[[TaskItem, tuple[int, int]], EnvGroupBuilder]
+"""The group of an item, given the item and (batch, place in the batch)."""
+
+
 @chz.chz(typecheck=True)
-class SingleTurnDatasetBuilder(RLDatasetBuilder):
-    """A task's items as single-turn groups."""
+class TaskDatasetBuilder(RLDatasetBuilder):
+    """A task's items as groups; define how one is played. The test set asks each item once."""
 
     task: str = chz.field(doc="qa, summary, or a registered task")
     dataset: str | None = chz.field(default=None, doc="shipped name, .jsonl file or hub id; None: the task's own")
@@ -89,30 +94,39 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
     model_name: str = chz.field(doc="whose tokenizer to use")
     renderer_name: str = chz.field(doc="how messages become tokens")
     num_groups: int = chz.field(doc="questions per batch", validator=chz.validators.gt(0))
-    group_size: int = chz.field(doc="replies per question", validator=chz.validators.gt(0))
+    group_size: int = chz.field(doc="rollouts per question", validator=chz.validators.gt(0))
     num_batches: int = chz.field(doc="training batches", validator=chz.validators.gt(0))
     seed: int = chz.field(default=0, doc="order of the items")
-    extra_request: str = chz.field(default="", doc="appended to the system prompt")
-    accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
-    accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
     max_test_items: int | None = chz.field(default=None, doc="evaluate on this many test items")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
 
     def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         """Task, training and test items, read and checked. Raises ConfigurationError or DataFormatError."""
         return load_task_items(self.task, self.reward_fn, self.dataset, self.test_dataset, self.num_groups)
 
-    async def __call__(self) -> tuple[ItemDataset[OneTurnGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
+    async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
+        """What makes the groups of training, and those of the test set."""
+        raise NotImplementedError(f"{type(self).__name__} must define group_makers")
+
+    async def __call__(self) -> tuple[ItemDataset[EnvGroupBuilder], ItemDataset[EnvGroupBuilder] | None]:
         task, train, test = self.check()
-        groups = self._builder(task, self.group_size)
-        train_set = ItemDataset(train, groups, self.num_groups, self.num_groups * self.num_batches, self.seed)
-        return train_set, evaluation_set(test[: self.max_test_items], self._builder(task, 1))
-
-    def _builder(self, task: Task, group_size: int):
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+        training, evaluation = await self.group_makers(task, renderer)
+        train_set = ItemDataset(train, training, self.num_groups, self.num_groups * self.num_batches, self.seed)
+        return train_set, evaluation_set(test[: self.max_test_items], evaluation)
 
-        def build(item: TaskItem, key: tuple[int, int]) -> OneTurnGroupBuilder:
-            return single_turn_group(
+
+@chz.chz(typecheck=True)
+class SingleTurnDatasetBuilder(TaskDatasetBuilder):
+    """A task's items as single-turn groups."""
+
+    extra_request: str = chz.field(default="", doc="appended to the system prompt")
+    accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
+    accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
+
+    async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
+        def of_size(group_size: int) -> MakeGroup:
+            return lambda item, key: single_turn_group(
                 task,
                 item,
                 renderer,
@@ -123,7 +137,7 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
                 self.accept_require_parse,
             )
 
-        return build
+        return of_size(self.group_size), of_size(1)
 
 
 @chz.chz(typecheck=True)
@@ -155,10 +169,10 @@ class TaskEvaluatorBuilder:
             items = random.Random(derive_seed(self.seed, self.name)).sample(items, self.max_items)
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
 
-        def build(item: TaskItem, key: tuple[int, int]) -> OneTurnGroupBuilder:
-            return single_turn_group(task, item, renderer, 1, self.extra_request, self.max_prompt_tokens)
-
-        dataset = evaluation_set(items, build)
+        dataset = evaluation_set(
+            items,
+            lambda item, key: single_turn_group(task, item, renderer, 1, self.extra_request, self.max_prompt_tokens),
+        )
         if dataset is None:
             raise ConfigurationError(f"evaluator {self.name!r}: the dataset has no {self.split} items")
         return RLTestSetEvaluator(
