@@ -89,12 +89,7 @@ class TinkerTokenCompleter(TokenCompleter):
             seed = derive_seed(self.seed, self._calls)
             self._calls += 1
         params = tinker.SamplingParams(
-            max_tokens=limit,
-            temperature=self.temperature,
-            stop=stop,
-            seed=seed,
-            top_k=self.top_k,
-            top_p=self.top_p,
+            max_tokens=limit, temperature=self.temperature, stop=stop, seed=seed, top_k=self.top_k, top_p=self.top_p
         )
         response = await self.sampling_client.sample(model_input, 1, params)
         sequence = response.sequences[0]

@@ -114,20 +114,18 @@ def token_scales(
 
     `kept_P` says which groups count among those that train; None means all.
     """
-    if scale == "sum":
-        return [[1.0] * len(group.trajectories_G) for group in trajectory_groups_P]
+    tokens_P_G = [[float(traj.num_action_tokens) for traj in group.trajectories_G] for group in trajectory_groups_P]
     if scale == "sequence":
-        return [
-            [float(max(1, trajectory.num_action_tokens)) for trajectory in group.trajectories_G]
-            for group in trajectory_groups_P
-        ]
-    total = sum(
-        trajectory.num_action_tokens
-        for i, group in enumerate(trajectory_groups_P)
-        for trajectory, trained in zip(group.trajectories_G, group.is_trained(), strict=True)
-        if trained and (kept_P is None or kept_P[i])
-    )
-    return [[float(max(1, total))] * len(group.trajectories_G) for group in trajectory_groups_P]
+        return [[max(1.0, tokens) for tokens in tokens_G] for tokens_G in tokens_P_G]
+    total = 1.0
+    if scale == "token":
+        total = sum(
+            tokens
+            for i, (group, tokens_G) in enumerate(zip(trajectory_groups_P, tokens_P_G, strict=True))
+            for tokens, trained in zip(tokens_G, group.is_trained(), strict=True)
+            if trained and (kept_P is None or kept_P[i])
+        )
+    return [[max(1.0, total)] * len(tokens_G) for tokens_G in tokens_P_G]
 
 
 def remove_constant_reward_groups(trajectory_groups_P: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:

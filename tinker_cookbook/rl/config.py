@@ -1,7 +1,7 @@
 """The config of a reinforcement learning run, and everything about it that can be wrong before a model is loaded."""
 
 import logging
-from typing import Any, Literal
+from typing import Literal
 
 import chz
 
@@ -21,16 +21,6 @@ from tinker_cookbook.runs.reference import KLReferenceConfig
 logger = logging.getLogger(__name__)
 
 ZeroAdvantages = Literal["raise", "skip"]
-
-
-def _top_k(owner: Any, attribute: str) -> None:
-    if (value := getattr(owner, attribute)) != -1 and value < 1:
-        raise ConfigurationError(f"top_k={value}: must be at least 1, or -1 for all tokens")
-
-
-def _top_p(owner: Any, attribute: str) -> None:
-    if not 0 < (value := getattr(owner, attribute)) <= 1:
-        raise ConfigurationError(f"top_p={value}: must be above 0 and at most 1")
 
 
 @chz.chz(typecheck=True)
@@ -62,11 +52,9 @@ class RLOptions(RunOptions):
     """Settings of the reinforcement learning loop."""
 
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
-    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all", validator=_top_k)
+    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
     top_p: float = chz.field(
-        default=1.0,
-        doc="sample from the likeliest tokens that together have this probability; 1: all",
-        validator=_top_p,
+        default=1.0, doc="sample from the likeliest tokens that together have this probability; 1: all"
     )
     loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
     loss_fn_config: dict[str, float] | None = chz.field(
@@ -122,6 +110,13 @@ class RLOptions(RunOptions):
         validator=chz.validators.ge(0),
     )
 
+    @chz.validate
+    def _check_truncation(self) -> None:
+        if self.top_k != -1 and self.top_k < 1:
+            raise ConfigurationError(f"top_k={self.top_k}: must be at least 1, or -1 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ConfigurationError(f"top_p={self.top_p}: must be above 0 and at most 1")
+
     def effective_rollout(self) -> RolloutConfig:
         """`rollout`, with what `termination` and `rollout_error_tolerance` say."""
         rollout = self.rollout or RolloutConfig()
@@ -168,9 +163,9 @@ def check_config(config: Config) -> None:
             config.top_p,
         )
     _check_said_once(config)
-    if config.async_config is not None and config.stream_minibatch_config is not None:
-        raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
     if config.stream_minibatch_config is not None:
+        if config.async_config is not None:
+            raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
         if config.advantage.scale == "token":
             raise ConfigurationError(
                 "advantage.scale=token divides by the tokens of the whole batch, which a stream does not know when it trains "

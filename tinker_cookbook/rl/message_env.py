@@ -124,10 +124,8 @@ class EnvFromMessageEnv(Env):
         parse_error_policy: ParseErrorPolicy | None = None,
         rollout_limits: RolloutLimits | None = None,
     ):
-        for name, value in (
-            ("max_trajectory_tokens", max_trajectory_tokens),
-            ("max_generation_tokens", max_generation_tokens),
-        ):
+        limits = {"max_trajectory_tokens": max_trajectory_tokens, "max_generation_tokens": max_generation_tokens}
+        for name, value in limits.items():
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: must be at least 1, or None for no limit")
         if max_trajectory_tokens is not None and (max_generation_tokens or 0) >= max_trajectory_tokens:
@@ -156,11 +154,10 @@ class EnvFromMessageEnv(Env):
         self.parse_error_policy = policy
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        """For `run_rollout`: hands the limit to the message env. Raises ConfigurationError if it has no tools."""
+        """For `run_rollout`, as set_tool_execution: told to the message env. Raises ConfigurationError if it has no tools."""
         self._tell_tools("set_max_tool_calls", max_tool_calls)
 
     def set_tool_execution(self, tool_execution: ToolExecution) -> None:
-        """For `run_rollout`: hands the setting to the message env. Raises ConfigurationError if it has no tools."""
         self._tell_tools("set_tool_execution", tool_execution)
 
     def _tell_tools(self, method: str, value: int | str) -> None:

@@ -2,13 +2,10 @@
 
     set_rollout_executor(ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")))
 
-From then on every group runs in the executor, in an event loop of its own, and comes back as a TrajectoryGroup. The builder
-travels there. So does a policy that pickles (hosted sampling clients do). A policy that does not, such as one over the local
-engine, stays where it is and is asked over a socket of this machine. In a thread the policy always stays on the caller's
-event loop. Seeds are those of a run without executor; with the local engine the last bit of a logprob may differ, since
-what is sampled together depends on timing.
-
-A group that is cancelled here runs on over there until it is done, or asks a policy in another process that has left.
+Every group then runs there, in an event loop of its own. The builder travels, and so does a policy that pickles (hosted
+sampling clients do); another one stays where it is and is asked over a socket of this machine, or, from a thread, on its
+event loop. Seeds are those of a run without executor; with the local engine the last bit of a logprob may differ, since what
+is sampled together depends on timing. A group that is cancelled here runs on over there until it asks its policy, or is done.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.rl.rollout_runner import call_policy
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.utils.lazy import tinker
 
@@ -35,7 +33,7 @@ _executor: Executor | None = None
 
 
 def set_rollout_executor(executor: Executor | None) -> None:
-    """Run groups in `executor` from now on; None: in the caller's event loop, as at first. The caller shuts it down.
+    """Run groups in `executor`, which the caller shuts down; None: in the caller's event loop.
 
     Raises:
         ConfigurationError: a process pool that forks; a fork of a process with threads, which every engine has, may hang.
@@ -118,17 +116,11 @@ class _PolicyOnLoop(TokenCompleter):
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        call = _call(self._policy, model_input, stop, max_tokens)
+        call = call_policy(self._policy, model_input, stop, max_tokens)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     def fork(self, *key: int | str) -> _PolicyOnLoop:
         return _PolicyOnLoop(self._policy.fork(*key), self._loop)
-
-
-async def _call(
-    policy: TokenCompleter, model_input: tinker.ModelInput, stop: StopCondition, max_tokens: int | None
-) -> TokensWithLogprobs:
-    return await policy(model_input, stop, **({} if max_tokens is None else {"max_tokens": max_tokens}))
 
 
 class _RemotePolicy(TokenCompleter):
@@ -174,7 +166,7 @@ async def _serve(policy: TokenCompleter) -> AsyncIterator[str]:
                     forked[identity] = policy
                     for key in forks:
                         forked[identity] = forked[identity].fork(*key)
-                await _send(writer, await _call(forked[identity], *call))
+                await _send(writer, await call_policy(forked[identity], *call))
             except (ConnectionError, asyncio.IncompleteReadError):
                 raise
             except Exception as error:

@@ -92,13 +92,13 @@ class RolloutHooks:
 
 
 class SupportsToolCallLimit(Protocol):
-    """The type of an env that counts tool calls; it is told once, before the first observation, when there is a limit."""
+    """An env that counts tool calls; it is told of a limit once, before the first observation."""
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None: ...
 
 
 class SupportsParseErrorPolicy(Protocol):
-    """The type of an env that parses replies; it is told once, before the first observation, when there is a policy."""
+    """An env that parses replies; it is told of a policy once, before the first observation."""
 
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None: ...
 
@@ -122,6 +122,13 @@ async def time_limit(seconds: float | None, late: Callable[[], Exception]) -> As
         raise late() from error
 
 
+async def call_policy(
+    policy: TokenCompleter, prompt: tinker.ModelInput, stop: StopCondition, max_tokens: int | None
+) -> TokensWithLogprobs:
+    """One completion. A completer need not know `max_tokens` as long as nothing bounds the tokens."""
+    return await policy(prompt, stop, **({} if max_tokens is None else {"max_tokens": max_tokens}))
+
+
 async def run_rollout(
     policy: TokenCompleter,
     env: Env,
@@ -134,10 +141,8 @@ async def run_rollout(
     """One episode of `env`, which must be fresh.
 
     Args:
-        limits: None takes those of `config`, and without these what the env offers as `env.rollout_limits`.
-        hooks: None takes those of `config`.
-        parse_errors: None takes that of `config`, and without one leaves the env as it is.
-        config: settings of a run's rollouts. Its `termination` is the group's matter (`rollouts.do_group_rollout`).
+        limits, hooks, parse_errors: None takes those of `config`, and without these what the env itself has.
+        config: settings of a run's rollouts. Those of groups are the matter of `rollouts.do_group_rollout`.
 
     Returns:
         A trajectory of at least one transition. One that ended before its first turn (prompt too long, no budget, no time)
@@ -189,25 +194,22 @@ class _Rollout:
         self.started = self.clock()
 
     async def run(self) -> Trajectory:
-        with logtree.write_into(self.notes):
-            return await self._run()
-
-    async def _run(self) -> Trajectory:
         timer = asyncio.timeout(self.limits.rollout_timeout_seconds)
-        try:
-            async with timer:
-                await self._play()
-        except TimeoutError:
-            if not timer.expired():
-                raise
-            self.reason = StopReason.ROLLOUT_TIMEOUT.value
-        if not self.transitions:
-            self._record_nothing(0.0, {}, {})
-        last = self.transitions[-1].metrics
-        if self.truncations:
-            last[TRUNCATION_METRIC_KEY] = self.truncations
-        last[STOP_METRIC_PREFIX + self.reason] = 1
-        await self.hooks.on_artifacts(self._state())
+        with logtree.write_into(self.notes):
+            try:
+                async with timer:
+                    await self._play()
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+                self.reason = StopReason.ROLLOUT_TIMEOUT.value
+            if not self.transitions:
+                self._record_nothing(0.0, {}, {})
+            last = self.transitions[-1].metrics
+            if self.truncations:
+                last[TRUNCATION_METRIC_KEY] = self.truncations
+            last[STOP_METRIC_PREFIX + self.reason] = 1
+            await self.hooks.on_artifacts(self._state())
         self.transitions[-1].notes += self.notes.take()
         return Trajectory(self.transitions, self.observation, stop_reason=self.reason)
 
@@ -224,7 +226,7 @@ class _Rollout:
 
     async def _turn(self) -> None:
         limits = self.limits
-        if limits.rollout_timeout_seconds is not None and self._elapsed() >= limits.rollout_timeout_seconds:
+        if limits.rollout_timeout_seconds is not None and self.clock() - self.started >= limits.rollout_timeout_seconds:
             self.reason = StopReason.ROLLOUT_TIMEOUT.value  # the env held up the loop, so that no timer could fire
             return
         spent = limits.max_turns is not None and len(self.transitions) >= limits.max_turns
@@ -252,8 +254,6 @@ class _Rollout:
         return room
 
     async def _sample(self, max_tokens: int | None) -> TokensWithLogprobs:
-        # A completer need not know max_tokens as long as nothing bounds the tokens.
-        budget = {} if max_tokens is None else {"max_tokens": max_tokens}
         seconds = self.limits.sampling_turn_timeout_seconds
 
         def late() -> SamplingTurnTimeoutError:
@@ -263,7 +263,7 @@ class _Rollout:
             )
 
         async with time_limit(seconds, late):
-            return await self.policy(self.observation, self.stop, **budget)
+            return await call_policy(self.policy, self.observation, self.stop, max_tokens)
 
     async def _step(self, action: TokensWithLogprobs) -> None:
         extra: ActionExtra = {"stop_reason": action.stop_reason}
@@ -292,15 +292,12 @@ class _Rollout:
         nothing = TokensWithLogprobs([], [], "length")
         self.transitions.append(Transition(tinker.ModelInput.empty(), nothing, reward, True, dict(metrics), dict(logs)))
 
-    def _elapsed(self) -> float:
-        return self.clock() - self.started
-
     def _state(self) -> RolloutState:
         return RolloutState(
             turn_index=len(self.transitions),
             observation_tokens=self.observation.length,
             sampled_tokens=self.sampled_tokens,
             num_length_truncations=self.truncations,
-            elapsed_seconds=self._elapsed(),
+            elapsed_seconds=self.clock() - self.started,
             transitions=self.transitions,
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
@@ -121,16 +121,12 @@ def _add_trajectory(section: logtree.Node, trajectory: Trajectory, tokenizer: To
         section.text(
             decode_tokens(tokenizer, action.tokens), f"reply ({len(action.tokens)} tokens, {action.stop_reason})"
         )
-        section.table(_about_turn(transition), f"turn {turn}")
+        section.table({"reward": transition.reward, **transition.metrics, **transition.logs}, f"turn {turn}")
         section.children += transition.notes
         before = [*_positions(transition.ob), *action.tokens]
     shown, delta = _delta(before, trajectory.final_ob)
     if delta and shown:
         section.text(_decode(shown, tokenizer), "observation after the last turn")
-
-
-def _about_turn(transition: Transition) -> dict[str, Any]:
-    return {"reward": transition.reward, **transition.metrics, **transition.logs}
 
 
 def _delta(before: list[_Position], observation: Observation) -> tuple[list[_Position], bool]:

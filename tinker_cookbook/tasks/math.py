@@ -56,7 +56,7 @@ def read_number(text: str) -> Fraction | None:
 def same_mathematics(answer: str, reference: str) -> bool:
     """Equal as mathematics written in LaTeX or plain text, as the package math-verify judges (extra: math)."""
     parse, verify = _math_verify()
-    return bool(verify(parse(_as_latex(reference)), parse(_as_latex(answer))))
+    return bool(verify(parse(f"${reference}$"), parse(f"${answer}$")))
 
 
 def last_boxed(text: str) -> str | None:
@@ -137,10 +137,6 @@ def generate_sums(
             f"largest={largest} with operations={operations} gives fewer than {count} different sums; raise one of the two"
         )
     return list(items.values())
-
-
-def _as_latex(answer: str) -> str:
-    return f"${answer}$"
 
 
 def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:

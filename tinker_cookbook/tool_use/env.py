@@ -47,19 +47,17 @@ class ToolUseEnv(MessageEnv):
         tool_execution: ToolExecution = "parallel",
     ):
         self.messages, self.tools, self.grade = list(messages), tools, grade
-        self.max_tool_calls: int | None = None
-        self.tool_execution: ToolExecution = tool_execution
         self.tool_calls = self.tool_errors = 0
-        if max_tool_calls is not None:
-            self.set_max_tool_calls(max_tool_calls)
+        self.set_max_tool_calls(max_tool_calls)
+        self.set_tool_execution(tool_execution)
 
-    def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        if max_tool_calls < 1:
+    def set_max_tool_calls(self, max_tool_calls: int | None) -> None:
+        if max_tool_calls is not None and max_tool_calls < 1:
             raise ConfigurationError(f"max_tool_calls={max_tool_calls}: must be at least 1, or None for no limit")
         self.max_tool_calls = max_tool_calls
 
     def set_tool_execution(self, tool_execution: ToolExecution) -> None:
-        self.tool_execution = tool_execution
+        self.tool_execution: ToolExecution = tool_execution
 
     async def initial_observation(self) -> list[Message]:
         return list(self.messages)

@@ -55,13 +55,12 @@ class ArticleSearch:
             if len(query) > MAX_QUERY:
                 raise ToolError(f"the query has {len(query)} characters; at most {MAX_QUERY} are allowed")
             found = self.find(query)
-            return self._shown(found[0]) if found else "No article has any of these words."
+            if not found:
+                return "No article has any of these words."
+            limit = self.max_characters
+            return found[0] if limit is None or len(found[0]) <= limit else found[0][:limit] + "..."
 
         return FunctionTool(search)
-
-    def _shown(self, article: str) -> str:
-        limit = self.max_characters
-        return article if limit is None or len(article) <= limit else article[:limit] + "..."
 
     def _words(self, texts: Sequence[str], **options: Any) -> Any:
         return self._bm25s.tokenize(list(texts), stopwords="en", show_progress=False, **options)
