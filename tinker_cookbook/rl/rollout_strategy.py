@@ -148,8 +148,7 @@ class _Rounds:
     fail_fast: bool = False
     done: dict[int, tuple[Trajectory, Env]] = field(default_factory=dict)
     size: int | None = None
-    errors: list[RolloutError] = field(default_factory=list)
-    last_error: Exception | None = None
+    errors: list[Exception] = field(default_factory=list)
 
     async def run(self) -> RolloutResult:
         builders = [self.builder, *(copy.copy(self.builder) for _ in range(self.max_retries))]
@@ -159,14 +158,18 @@ class _Rounds:
                 if self._is_enough():
                     members = [self.done[i] for i in sorted(self.done)]
                     trajectories, envs = [t for t, _ in members], [env for _, env in members]
-                    return RolloutResult(trajectories, envs, self.errors, cleanups.pop_all())
+                    return RolloutResult(trajectories, envs, self._counted(), cleanups.pop_all())
             tries = f"{len(builders)} round{'s' if len(builders) > 1 else ''}"
             came = f"{len(self.done)} of {self.size} members" if self.size is not None else "no env"
+            errors = self._counted()
             raise GroupFailedError(
                 f"group of {describe_group(self.builder)} given up after {tries}: {came} came through. "
-                f"Last error: {self.errors[-1].error_type}: {self.errors[-1].error_message}",
-                self.errors,
-            ) from self.last_error
+                f"Last error: {errors[-1].error_type}: {errors[-1].error_message}",
+                errors,
+            ) from self.errors[-1]
+
+    def _counted(self) -> list[RolloutError]:
+        return [rollout_error(error) for error in self.errors]
 
     def _is_enough(self) -> bool:
         if self.size is None:
@@ -231,5 +234,4 @@ class _Rounds:
     def _count(self, error: Exception) -> None:
         if isinstance(error, ConfigurationError) or self.fail_fast:
             raise error
-        self.last_error = error
-        self.errors.append(rollout_error(error))
+        self.errors.append(error)

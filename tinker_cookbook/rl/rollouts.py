@@ -19,7 +19,9 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, RolloutTimeoutError
 from tinker_cookbook.rl.advantages import is_constant
-from tinker_cookbook.rl.rollout_executor import get_rollout_executor, run_in_executor, set_rollout_executor
+from tinker_cookbook.rl.rollout_executor import get_rollout_executor as get_rollout_executor
+from tinker_cookbook.rl.rollout_executor import run_in_executor
+from tinker_cookbook.rl.rollout_executor import set_rollout_executor as set_rollout_executor
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
@@ -35,20 +37,6 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.misc_utils import gather_all
-
-__all__ = [
-    "ZERO_REWARD_METRIC_KEY",
-    "FailedGroup",
-    "RolloutErrorCounter",
-    "do_batch_rollout",
-    "do_group_rollout",
-    "do_group_rollout_and_filter_constant_reward",
-    "do_single_rollout",
-    "finished_groups",
-    "get_rollout_executor",
-    "set_rollout_executor",
-    "try_group_rollout",
-]
 
 logger = logging.getLogger(__name__)
 
