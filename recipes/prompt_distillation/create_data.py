@@ -63,7 +63,7 @@ ar de el en es fr hi it ja nl ot pt ru sv tr zh"""
 
 
 @dataclass(frozen=True)
-class Task:
+class Labelling:
     """A prompt, what to ask under it, and how to read the answer."""
 
     prompt: str
@@ -73,16 +73,16 @@ class Task:
     target: Literal["reply", "answer"]
 
 
-def _sums() -> Task:
+def _sums() -> Labelling:
     train, test = load_items(get_task("qa", None), "arithmetic")
     lines: dict[str, str | None] = {item.question: item.reference for item in [*train, *test]}
-    return Task(QA_SYSTEM, lines, r"(\d+)\D*$", "reply")
+    return Labelling(QA_SYSTEM, lines, r"(\d+)\D*$", "reply")
 
 
-def _languages() -> Task:
+def _languages() -> Labelling:
     known = labelled_lines()
     lines: dict[str, str | None] = {line: known.get(line) for line in read_lines(FILE)}
-    return Task(LANGUAGES_PROMPT, lines, r"(?:^|Answer:)\s*([a-z]{2})\s*$", "answer")
+    return Labelling(LANGUAGES_PROMPT, lines, r"(?:^|Answer:)\s*([a-z]{2})\s*$", "answer")
 
 
 TASKS = {"sums": _sums, "languages": _languages}
@@ -126,7 +126,7 @@ class CLIConfig(LabelKeys):
     )
 
 
-def read_task(keys: LabelKeys) -> Task:
+def read_task(keys: LabelKeys) -> Labelling:
     """What the keys ask for, read and checked. Raises ConfigurationError or DataFormatError before anything is loaded."""
     if keys.max_lines is not None and keys.max_lines < 1:
         raise ConfigurationError(f"max_lines={keys.max_lines}: must be at least 1, or None for all")
@@ -146,7 +146,7 @@ def read_task(keys: LabelKeys) -> Task:
         raise ConfigurationError(
             f"test_size={keys.test_size} of {len(chosen)} lines leaves nothing to train on; lower it, or give more lines"
         )
-    return Task(prompt, {line: lines[line] for line in chosen}, pattern, keys.target or task.target)
+    return Labelling(prompt, {line: lines[line] for line in chosen}, pattern, keys.target or task.target)
 
 
 async def create_data(keys: LabelKeys, folder: Path) -> None:
@@ -174,7 +174,7 @@ async def create_data(keys: LabelKeys, folder: Path) -> None:
         raise DataError(
             f"the teacher's answer could be read in {len(read)} of {len(labelled)} replies, which does not leave more than "
             f"test_size={keys.test_size}; its first reply: {labelled[0].reply!r}. Use a model that can follow the prompt, "
-            "or mend answer_pattern"
+            "or correct answer_pattern"
         )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / TEST_FILE, read[: keys.test_size], task.target)

@@ -104,3 +104,15 @@ class TestConfig:
         assert make_config(tmp_path, rollout=agentic()).effective_termination() == agentic().termination
         assert make_config(tmp_path, termination=own, rollout=simple()).effective_termination() == own
         assert make_config(tmp_path).effective_termination() is None
+
+    @pytest.mark.parametrize("given", [{"retries": 2}, {"strategy": RetryOnFailure()}])
+    @pytest.mark.parametrize("tolerance", [False, True, MinViableGroup()])
+    def test_what_a_failure_means_is_said_once(self, tmp_path: Path, tolerance: Any, given: dict[str, Any]) -> None:
+        config = make_config(tmp_path, rollout=RolloutConfig(**given), rollout_error_tolerance=tolerance)
+        with pytest.raises(
+            ConfigurationError, match=rf"rollout_error_tolerance and rollout\.{[*given][0]} are both set"
+        ):
+            train.check_config(config)
+        assert make_config(tmp_path, rollout=RolloutConfig(retries=2)).effective_rollout_strategy() == RetryOnFailure(
+            max_retries=2
+        )

@@ -45,7 +45,7 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
 
     async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
         protocol = DebateProtocol.make(task, renderer, self.prompts, self.max_tokens, self.context_window)
-        judge = await make_judge(self.judge)
+        judge = await make_judge(self.judge if self.judge.seed is not None else chz.replace(self.judge, seed=self.seed))
         longest = protocol.max_first_prompt
         return (
             lambda item, key: DebateGroupBuilder(protocol, item, judge, self.group_size // 2, key),

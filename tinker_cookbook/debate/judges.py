@@ -200,11 +200,11 @@ class JudgeConfig:
     max_retries: int = chz.field(
         default=1, doc="how often an unreadable verdict is asked for again", validator=chz.validators.ge(0)
     )
-    seed: int = chz.field(default=0, doc="seed of mock and lm judges")
+    seed: int | None = chz.field(default=None, doc="seed of mock and lm judges; None: that of the dataset")
 
 
 async def _mock(config: JudgeConfig) -> Judge:
-    return MockJudge(config.seed)
+    return MockJudge(config.seed or 0)
 
 
 async def _confidence(config: JudgeConfig) -> Judge:
@@ -218,7 +218,9 @@ async def _scripted(config: JudgeConfig) -> Judge:
 async def _lm(config: JudgeConfig) -> Judge:
     """One frozen snapshot, made here."""
     policy = await config.weights.open_policy(WEIGHTS)
-    completer = TinkerTokenCompleter(policy.sampling_client, config.max_tokens, config.temperature, seed=config.seed)
+    completer = TinkerTokenCompleter(
+        policy.sampling_client, config.max_tokens, config.temperature, seed=config.seed or 0
+    )
     room = None if policy.context_length is None else policy.context_length - config.max_tokens
     return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room)
 
@@ -236,7 +238,7 @@ JUDGE_NAMES = ", ".join(JUDGES)
 def check_judge(config: JudgeConfig) -> None:
     """Raise ConfigurationError for a name that is not in JUDGES, or for weights of an lm judge that cannot be opened."""
     if config.name not in JUDGES:
-        raise ConfigurationError(f"judge={config.name!r} is unknown; use {JUDGE_NAMES}")
+        raise ConfigurationError(f"judge.name={config.name!r} is unknown; use {JUDGE_NAMES}")
     if config.name == "lm":
         config.weights.check(WEIGHTS)
 
