@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.debate.injection import TurnInjection, make_injection
@@ -35,9 +35,6 @@ from tinker_cookbook.rl.types import (
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
-
-if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class DebateEnv(Env):
         self.protocol, self.transcript, self.seat = protocol, transcript, seat
         self._prompt: list[int] = []
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         renderer, limit = self.protocol.renderer, self.protocol.max_first_prompt
         prompt = self.protocol.first_prompt(self.transcript.item)
         self._prompt = prompt.to_ints()

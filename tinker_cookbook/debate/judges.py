@@ -105,6 +105,7 @@ class ConfidenceJudge(Judge):
         return Verdict(_compare(a, b), reasoning=f"confidence {a:g} against {b:g}")
 
 
+@dataclass(frozen=True)
 class LMJudge(Judge):
     """Asks a language model. A MessageCompleter takes messages; a TokenCompleter needs the renderer of its model.
 
@@ -112,32 +113,29 @@ class LMJudge(Judge):
     prompt is longer than `max_prompt_tokens` is INVALID too.
     """
 
-    def __init__(
-        self,
-        completer: MessageCompleter | TokenCompleter,
-        renderer: Renderer | None = None,
-        system_prompt: str = JUDGE_SYSTEM,
-        max_retries: int = 1,
-        max_prompt_tokens: int | None = None,
-    ):
-        if isinstance(completer, TokenCompleter) and renderer is None:
+    completer: MessageCompleter | TokenCompleter
+    renderer: Renderer | None = None
+    system_prompt: str = JUDGE_SYSTEM
+    max_retries: int = 1
+    max_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.completer, TokenCompleter) and self.renderer is None:
             raise ConfigurationError("an LMJudge over a TokenCompleter needs the renderer of its model")
-        self._completer, self._renderer, self._system_prompt = completer, renderer, system_prompt
-        self._max_retries, self._max_prompt_tokens = max_retries, max_prompt_tokens
 
     async def __call__(self, view: DebateView) -> Verdict:
         messages: list[Message] = [
-            {"role": "system", "content": self._system_prompt},
+            {"role": "system", "content": self.system_prompt},
             {"role": "user", "content": judge_user_prompt(view.context, view.rounds_a, view.rounds_b)},
         ]
         if (
-            self._max_prompt_tokens is not None
-            and self._renderer is not None
-            and self._renderer.build_generation_prompt(messages).length > self._max_prompt_tokens
+            self.max_prompt_tokens is not None
+            and self.renderer is not None
+            and self.renderer.build_generation_prompt(messages).length > self.max_prompt_tokens
         ):
             return Verdict(Winner.INVALID, reasoning="the debate is too long for the judge's context")
         attempt, winner, text, call = 0, None, "", None
-        while winner is None and attempt <= self._max_retries:
+        while winner is None and attempt <= self.max_retries:
             text, call = await self._ask(messages, (*view.key, attempt))
             winner, attempt = parse_verdict(text), attempt + 1
         reasoning = _REASONING.search(text)
@@ -145,14 +143,14 @@ class LMJudge(Judge):
         return Verdict(winner or Winner.INVALID, told, text, call, retries=attempt - 1)
 
     async def _ask(self, messages: list[Message], key: tuple[int, ...]) -> tuple[str, JudgeCall | None]:
-        if isinstance(self._completer, MessageCompleter):
-            return get_text_content(await self._completer(messages)), None
-        assert self._renderer is not None
-        prompt = self._renderer.build_generation_prompt(messages)
-        completer = self._completer.fork("judge", *key)
-        reply: TokensWithLogprobs = await completer(prompt, self._renderer.get_stop_sequences())
+        if isinstance(self.completer, MessageCompleter):
+            return get_text_content(await self.completer(messages)), None
+        assert self.renderer is not None
+        prompt = self.renderer.build_generation_prompt(messages)
+        completer = self.completer.fork("judge", *key)
+        reply: TokensWithLogprobs = await completer(prompt, self.renderer.get_stop_sequences())
         call = JudgeCall(prompt.to_ints(), reply.tokens, reply.maybe_logprobs)
-        return decode_reply(self._renderer, reply.tokens), call
+        return decode_reply(self.renderer, reply.tokens), call
 
 
 def parse_verdict(text: str) -> Winner | None:
@@ -203,18 +201,6 @@ class JudgeConfig:
     seed: int | None = chz.field(default=None, doc="seed of mock and lm judges; None: that of the dataset")
 
 
-async def _mock(config: JudgeConfig) -> Judge:
-    return MockJudge(config.seed or 0)
-
-
-async def _confidence(config: JudgeConfig) -> Judge:
-    return ConfidenceJudge()
-
-
-async def _scripted(config: JudgeConfig) -> Judge:
-    return ScriptedJudge(SCRIPTS[config.name.partition(":")[2]])
-
-
 async def _lm(config: JudgeConfig) -> Judge:
     """One frozen snapshot, made here."""
     policy = await config.weights.open_policy(WEIGHTS)
@@ -225,11 +211,11 @@ async def _lm(config: JudgeConfig) -> Judge:
     return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room)
 
 
-JUDGES: dict[str, Callable[[JudgeConfig], Awaitable[Judge]]] = {
-    "mock": _mock,
-    "confidence": _confidence,
+JUDGES: dict[str, Callable[[JudgeConfig], Judge | Awaitable[Judge]]] = {
+    "mock": lambda config: MockJudge(config.seed or 0),
+    "confidence": lambda _: ConfidenceJudge(),
     "lm": _lm,
-    **{f"scripted:{name}": _scripted for name in SCRIPTS},
+    **{f"scripted:{name}": lambda config: ScriptedJudge(SCRIPTS[config.name.partition(":")[2]]) for name in SCRIPTS},
 }
 """Name -> what makes the judge of a config."""
 JUDGE_NAMES = ", ".join(JUDGES)
@@ -246,4 +232,5 @@ def check_judge(config: JudgeConfig) -> None:
 async def make_judge(config: JudgeConfig) -> Judge:
     """The judge that the config asks for. Raises ConfigurationError for an unknown name."""
     check_judge(config)
-    return await JUDGES[config.name](config)
+    judge = JUDGES[config.name](config)
+    return judge if isinstance(judge, Judge) else await judge

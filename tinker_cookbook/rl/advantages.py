@@ -5,7 +5,8 @@ The losses are sums over tokens, so a mean over tokens is a division of the adva
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import chz
@@ -40,6 +41,7 @@ class AdvantageConfig:
             raise ConfigurationError(f"role_decay={self.role_decay}: must be at least 0 and below 1")
 
 
+@dataclass
 class RoleBaselines:
     """A running mean of rewards per role (role-conditioned advantage estimation, Liu et al. 2025, SPIRAL).
 
@@ -48,16 +50,15 @@ class RoleBaselines:
     group's tags with the member's role. The means are part of the run's state.
     """
 
-    def __init__(self, decay: float, means: Mapping[str, float] | None = None):
-        self._decay = decay
-        self.means = dict(means or {})
+    decay: float
+    means: dict[str, float] = field(default_factory=dict)
 
     def advantages(self, roles_G: Sequence[str], rewards_G: torch.Tensor, trained_G: torch.Tensor) -> torch.Tensor:
         """Update the means with the members that train, in order, and return reward minus mean, float64 (G,)."""
         advantages_G = torch.zeros_like(rewards_G)
         for i, (role, reward) in enumerate(zip(roles_G, rewards_G.tolist(), strict=True)):
             if trained_G[i]:
-                self.means[role] = self._decay * self.means.get(role, 0.0) + (1 - self._decay) * reward
+                self.means[role] = self.decay * self.means.get(role, 0.0) + (1 - self.decay) * reward
                 advantages_G[i] = reward - self.means[role]
         return advantages_G
 

@@ -167,8 +167,12 @@ class Loop:
         """
         metrics = self._account(sampled, batch) | self._write_sampled(step, sampled, batch)
         if batch.data_D:
-            metrics |= await self._update(batch, update)
-            metrics |= await self._after_update(step, batch, metrics)
+            metrics |= await self._update(step, batch, update)
+            if self.config.write_records:
+                record = training_step_record(
+                    step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.config.learning_rate
+                )
+                self.session.run.write_record(f"training_step_{step + 1:04d}", record)
         return StepOutcome(step, metrics, _why_untrained(step, batch))
 
     def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
@@ -221,8 +225,8 @@ class Loop:
                 write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
         return times
 
-    async def _update(self, batch: Minibatch, update: Update | None) -> LoopMetrics:
-        """Submit the batch, unless that has been done, and wait for the weights. What the engine says of it."""
+    async def _update(self, step: int, batch: Minibatch, update: Update | None) -> LoopMetrics:
+        """Submit the batch, unless that has been done, wait for the weights and take a snapshot. What the engine says of it."""
         metrics: LoopMetrics = {}
         data_D, config = batch.data_D, self.config
         if config.off_policy_correction is not None:
@@ -246,23 +250,14 @@ class Loop:
                 update = self.new_update()
                 update.submit(data_D, config.num_substeps)
             logprobs_D, found = await update.finish()
-        return metrics | found | compute_kl_sample_train(batch.data_D, logprobs_D)
-
-    async def _after_update(self, step: int, batch: Minibatch, step_metrics: LoopMetrics) -> LoopMetrics:
-        """A snapshot of the new weights, and the record and measurements that belong to the update."""
-        metrics: LoopMetrics = {}
+        metrics |= found | compute_kl_sample_train(batch.data_D, logprobs_D)
         with timed("snapshot", metrics):
             self.sampling_client = await self.session.training_client.save_weights_and_get_sampling_client()
         self.sampling_client_step = step + 1
-        if self.config.compute_post_kl:
+        if config.compute_post_kl:
             with timed("post_kl", metrics):
                 metrics |= await compute_post_kl(batch.data_D, self.sampling_client)
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
-        if self.config.write_records:
-            record = training_step_record(
-                step, batch.data_D, batch.metadata_D, batch.groups, step_metrics, self.config.learning_rate
-            )
-            self.session.run.write_record(f"training_step_{step + 1:04d}", record)
         return metrics
 
     async def end_step(self, outcome: StepOutcome) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
@@ -33,9 +32,6 @@ from tinker_cookbook.rl.types import (
     StopReason,
 )
 from tinker_cookbook.utils.lazy import tinker
-
-if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
 
 
 @dataclass
@@ -92,6 +88,7 @@ class _Turn:
     conversation: list[Message]
 
 
+@dataclass(eq=False)
 class EnvFromMessageEnv(Env):
     """A MessageEnv for a policy over tokens.
 
@@ -111,36 +108,29 @@ class EnvFromMessageEnv(Env):
         rollout_limits: offered to `run_rollout`, which enforces them unless it is given others.
     """
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        message_env: MessageEnv,
-        failed_parse_reward: float = -1.0,
-        terminate_on_parse_error: bool = True,
-        max_trajectory_tokens: int | None = None,
-        max_generation_tokens: int | None = None,
-        context_overflow_reward: float = -0.1,
-        terminate_on_length: bool = True,
-        parse_error_policy: ParseErrorPolicy | None = None,
-        rollout_limits: RolloutLimits | None = None,
-    ):
-        limits = {"max_trajectory_tokens": max_trajectory_tokens, "max_generation_tokens": max_generation_tokens}
-        for name, value in limits.items():
-            if value is not None and value < 1:
+    renderer: Renderer
+    message_env: MessageEnv
+    failed_parse_reward: float = -1.0
+    terminate_on_parse_error: bool = True
+    max_trajectory_tokens: int | None = None
+    max_generation_tokens: int | None = None
+    context_overflow_reward: float = -0.1
+    terminate_on_length: bool = True
+    parse_error_policy: ParseErrorPolicy | None = None
+    rollout_limits: RolloutLimits | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_trajectory_tokens", "max_generation_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: must be at least 1, or None for no limit")
-        if max_trajectory_tokens is not None and (max_generation_tokens or 0) >= max_trajectory_tokens:
+        if self.max_trajectory_tokens is not None and (self.max_generation_tokens or 0) >= self.max_trajectory_tokens:
             raise ConfigurationError(
-                f"max_generation_tokens={max_generation_tokens} leaves no room for a prompt in "
-                f"max_trajectory_tokens={max_trajectory_tokens}; lower it"
+                f"max_generation_tokens={self.max_generation_tokens} leaves no room for a prompt in "
+                f"max_trajectory_tokens={self.max_trajectory_tokens}; lower it"
             )
-        self.renderer, self.message_env = renderer, message_env
-        self.failed_parse_reward, self.terminate_on_parse_error = failed_parse_reward, terminate_on_parse_error
-        self.max_trajectory_tokens, self.max_generation_tokens = max_trajectory_tokens, max_generation_tokens
-        self.context_overflow_reward, self.terminate_on_length = context_overflow_reward, terminate_on_length
-        self.parse_error_policy, self.rollout_limits = parse_error_policy, rollout_limits
         self._conversation: list[Message] = []
         self._prompt = tinker.ModelInput.empty()
-        self._stop: StopCondition = renderer.get_stop_sequences()
+        self._stop: StopCondition = self.renderer.get_stop_sequences()
         self._last: _Turn | None = None
         self._errors_in_a_row = 0
 
@@ -169,13 +159,13 @@ class EnvFromMessageEnv(Env):
             )
         setter(value)
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         self._show(await self.message_env.initial_observation())
         if self._overflows():
             return InitialObservationOverflow(self.context_overflow_reward, self._flags("context_overflow"))
         return self._prompt, self._stop
 
-    async def add_messages(self, messages: list[Message]) -> tuple[Observation, StopCondition]:
+    async def add_messages(self, messages: list[Message]) -> tuple[tinker.ModelInput, StopCondition]:
         """For the hooks of `run_rollout`: messages into the conversation before the next reply."""
         self._show(await self._added(messages))
         return self._prompt, self._stop
@@ -184,7 +174,11 @@ class EnvFromMessageEnv(Env):
         message, termination = self.renderer.parse_response(action)
         self._last = _Turn(self._prompt, list(action), [*self._conversation, copy.deepcopy(message)])
         if (extra or {}).get("stop_reason") == "length":
-            return await self._step_truncated(message)
+            flags = self._flags("max_tokens_reached")
+            cut = None if self.terminate_on_length else await self.message_env.observe_truncated_response(message)
+            if cut is None:
+                return self._end(self.context_overflow_reward, StopReason.MAX_TOKENS, flags)
+            return self._go_on(cut, 0.0, flags)
         failure = classify_parse_failure(message, termination)
         if failure is None:
             self._errors_in_a_row = 0
@@ -194,13 +188,6 @@ class EnvFromMessageEnv(Env):
         if self.terminate_on_parse_error:
             return self._end(self.failed_parse_reward, StopReason.PARSE_ERROR, self._flags("parse_error"))
         return await self._step_env(message, self.failed_parse_reward, self._flags("parse_error"))
-
-    async def _step_truncated(self, message: Message) -> StepResult:
-        flags = self._flags("max_tokens_reached")
-        messages = None if self.terminate_on_length else await self.message_env.observe_truncated_response(message)
-        if messages is None:
-            return self._end(self.context_overflow_reward, StopReason.MAX_TOKENS, flags)
-        return self._go_on(messages, 0.0, flags)
 
     async def _step_env(self, message: Message, extra_reward: float, flags: Metrics) -> StepResult:
         result = await self.message_env.step(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -25,9 +25,6 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.utils.lazy import tinker
-
-if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class OneTurnEnv(Env):
     def stop_condition(self) -> StopCondition:
         return self.renderer.get_stop_sequences()
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         prompt = self.renderer.build_generation_prompt(self.get_messages())
         if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
             return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
@@ -114,13 +111,11 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
         if self.accept_min_reward is None and not self.accept_require_parse:
             return None
-        return [self._accepts(trajectory) for trajectory in trajectory_group]
-
-    def _accepts(self, trajectory: Trajectory) -> bool:
-        transition = trajectory.transitions[-1]
-        if self.accept_require_parse and not transition.metrics.get("parsed"):
-            return False
-        return self.accept_min_reward is None or transition.reward >= self.accept_min_reward
+        return [
+            (not self.accept_require_parse or bool(reply.metrics.get("parsed")))
+            and (self.accept_min_reward is None or reply.reward >= self.accept_min_reward)
+            for reply in (trajectory.transitions[-1] for trajectory in trajectory_group)
+        ]
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         records = []

@@ -10,11 +10,6 @@ from tinker_cookbook.rl.rollout_runner import RolloutHooks
 from tinker_cookbook.rl.rollout_strategy import FailFast, RetryOnFailure, RolloutStrategy
 
 
-def _not_negative(owner: "RolloutConfig", attribute: str) -> None:
-    if owner.retries is not None and owner.retries < 0:
-        raise ConfigurationError(f"retries={owner.retries}: must be at least 0, or None")
-
-
 @chz.chz(typecheck=True)
 class RolloutConfig:
     """How rollouts are run: those of a training run and its evaluations (`rl.train.Config.rollout`), or of one group."""
@@ -36,14 +31,15 @@ class RolloutConfig:
     retries: int | None = chz.field(
         default=None,
         doc="run a failed rollout again up to so many times, then leave its group out; None: a failure ends the run",
-        validator=_not_negative,
     )
     strategy: RolloutStrategy | None = chz.field(
         default=None, doc="what a failing rollout means, where `retries` does not say enough"
     )
 
     @chz.validate
-    def _one_way(self) -> None:
+    def _check_retries(self) -> None:
+        if self.retries is not None and self.retries < 0:
+            raise ConfigurationError(f"retries={self.retries}: must be at least 0, or None")
         if self.retries is not None and self.strategy is not None:
             raise ConfigurationError(f"retries={self.retries} and strategy={self.strategy}: give one of the two")
 

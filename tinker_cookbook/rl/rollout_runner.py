@@ -41,7 +41,6 @@ from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
     from tinker_cookbook.rl.rollout_presets import RolloutConfig
-    from tinker_cookbook.rl.types import Observation
 
 TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
 """On the last transition: how many replies were cut off and the rollout went on. Absent when none was."""
@@ -184,7 +183,7 @@ class _Rollout:
     def __init__(self, policy: TokenCompleter, env: Env, limits: RolloutLimits, hooks: RolloutHooks):
         self.policy, self.env, self.limits, self.hooks = policy, env, limits, hooks
         self.transitions: list[Transition] = []
-        self.observation: Observation = tinker.ModelInput.empty()
+        self.observation = tinker.ModelInput.empty()
         self.stop: StopCondition = []
         self.sampled_tokens = 0
         self.truncations = 0

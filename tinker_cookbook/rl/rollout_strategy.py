@@ -155,7 +155,8 @@ class _Rounds:
         async with AsyncExitStack() as cleanups:
             for attempt, builder in enumerate(builders):
                 await self._round(builder, attempt, cleanups)
-                if self._is_enough():
+                needed = self.needed if not self.builder.coordinated else int
+                if self.size is not None and len(self.done) >= needed(self.size):
                     members = [self.done[i] for i in sorted(self.done)]
                     trajectories, envs = [t for t, _ in members], [env for _, env in members]
                     return RolloutResult(trajectories, envs, self._counted(), cleanups.pop_all())
@@ -170,11 +171,6 @@ class _Rounds:
 
     def _counted(self) -> list[RolloutError]:
         return [rollout_error(error) for error in self.errors]
-
-    def _is_enough(self) -> bool:
-        if self.size is None:
-            return False
-        return len(self.done) >= (self.size if self.builder.coordinated else self.needed(self.size))
 
     async def _round(self, builder: EnvGroupBuilder, attempt: int, cleanups: AsyncExitStack) -> None:
         """Play the missing members. In a coordinated group, and under FailFast, the first failure ends all of them."""

@@ -28,16 +28,11 @@ from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.metrics import KLPenalty
 from tinker_cookbook.rl.minibatch import Penalty, prepare_minibatch
-from tinker_cookbook.rl.pacing import (
-    do_async_training,
-    do_sync_training,
-    do_sync_training_with_stream_minibatch,
-)
+from tinker_cookbook.rl.pacing import do_async_training, do_sync_training, do_sync_training_with_stream_minibatch
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
-from tinker_cookbook.rl.types import RLDataset
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
-from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.runs.session import open_session
 
 __all__ = [
     "LOSS_FNS",
@@ -86,17 +81,29 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     pacing = config.async_config or config.stream_minibatch_config
     builders: list[EvaluatorBuilder] = list(config.evaluator_builders)
     if test_dataset is not None:
-        builders.append(partial(_test_evaluator, config, test_dataset))
+        make_test = partial(
+            RLTestSetEvaluator,
+            test_dataset,
+            config.max_tokens,
+            num_groups_to_log=config.num_groups_to_log,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            seed=derive_seed(config.seed, "test"),
+            config=config.effective_rollout(),
+        )
+        builders.append(make_test)
     rounds = EvaluationRounds.build(
         builders, config.eval_every, config.infrequent_evaluator_builders, config.infrequent_eval_every
     )
     batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
     async with open_session(config, {"kl_reference_config": config.kl_reference_config}) as session:
-        start, end = session.start_step(), len(batches)
-        session.rewind(start, end)
-        all_penalties = [*await _kl_penalty(config, session), *penalties]
+        session.rewind(session.start_step(), len(batches))
+        if config.kl_penalty_coef != 0:
+            reference = await open_reference(session, config.kl_reference_config)
+            penalties = [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor), *penalties]
         sampling_client = await session.training_client.save_weights_and_get_sampling_client()
-        loop = Loop(config, session, batches, rounds, all_penalties, sampling_client)
+        loop = Loop(config, session, batches, rounds, penalties, sampling_client)
         try:
             if config.async_config is not None:
                 await do_async_training(loop, config.async_config)
@@ -108,23 +115,3 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         except Exception:
             await loop.save_stopped()
             raise
-
-
-def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluator:
-    return RLTestSetEvaluator(
-        test_dataset,
-        config.max_tokens,
-        num_groups_to_log=config.num_groups_to_log,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=derive_seed(config.seed, "test"),
-        config=config.effective_rollout(),
-    )
-
-
-async def _kl_penalty(config: Config, session: Session) -> list[Penalty]:
-    if config.kl_penalty_coef == 0:
-        return []
-    reference = await open_reference(session, config.kl_reference_config)
-    return [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor)]

@@ -101,9 +101,11 @@ class ToolRegistry:
 
     async def call(self, call: ToolCall) -> tuple[Message, bool]:
         """The `tool` message that answers a call, and whether the call was good."""
-        name = call.function.name
+        name, good = call.function.name, True
         try:
-            content, good = await self._result(name, call.function.arguments), True
+            if name not in self._tools:
+                raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self._tools))}")
+            content = await self._tools[name](_parse_arguments(name, call.function.arguments))
         except ToolError as error:
             content, good = f"{ERROR_PREFIX}{error}", False
         message: Message = {"role": "tool", "content": content, "name": name}
@@ -117,16 +119,15 @@ class ToolRegistry:
             return [await self.call(call) for call in calls]
         return await gather_all(self.call(call) for call in calls)
 
-    async def _result(self, name: str, arguments: str) -> str:
-        if name not in self._tools:
-            raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self._tools))}")
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise ToolError(f"the arguments of {name} are not valid JSON: {error}") from None
-        if not isinstance(parsed, dict):
-            raise ToolError(f"the arguments of {name} must be a JSON object, such as {{}}")
-        return await self._tools[name](parsed)
+
+def _parse_arguments(name: str, arguments: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the arguments of {name} are not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ToolError(f"the arguments of {name} must be a JSON object, such as {{}}")
+    return parsed
 
 
 def _parameters_model(function: Callable[..., Any], name: str) -> type[BaseModel]:

@@ -1,4 +1,4 @@
-"""Search for policies: the best articles of a small local collection for a query, by BM25 (extra: search)."""
+"""Tools that are ready to use: exact arithmetic, and a search over a small local collection (extra: search)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from typing import Annotated, Any
 from tinker_cookbook.data.jsonl import read_rows
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tool_use.tools import FunctionTool, ToolError
+from tinker_cookbook.utils.arithmetic import ExpressionError, evaluate, format_number
 from tinker_cookbook.utils.misc_utils import concat_lists
 
 MAX_QUERY = 200
 
 
+def calculate(expression: Annotated[str, "numbers, + - * / // % ** and parentheses"]) -> str:
+    """Compute an arithmetic expression."""
+    try:
+        return format_number(evaluate(expression))
+    except ExpressionError as error:
+        raise ToolError(str(error)) from None
+
+
 class ArticleSearch:
-    """Articles in memory and an index of their words. `tool()` is what a policy calls.
+    """Articles in memory and an index of their words (BM25). `tool()` is what a policy calls.
 
     Args:
         articles: the texts.
