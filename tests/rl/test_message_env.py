@@ -283,7 +283,7 @@ class TestWithTheRunner:
 
     def test_an_env_without_tools_cannot_count_calls(self, qwen: Renderer) -> None:
         env = EnvFromMessageEnv(qwen, EchoEnv(), rollout_limits=RolloutLimits(max_tool_calls=2))
-        with pytest.raises(ConfigurationError, match="max_tool_calls=2: EchoEnv has no tools"):
+        with pytest.raises(ConfigurationError, match="max_tool_calls=2: EchoEnv has no method set_max_tool_calls"):
             play(env, [])
 
     def test_every_turn_says_what_went_wrong_or_not(self, qwen: Renderer) -> None:

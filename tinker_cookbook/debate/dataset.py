@@ -9,7 +9,7 @@ from tinker_cookbook.debate.judges import JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.rl.data_processing import AdvantageConfig
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.tasks.single_turn import MakeGroup, TaskDatasetBuilder, single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
 

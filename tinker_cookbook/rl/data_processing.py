@@ -1,6 +1,6 @@
 """From trajectories to training data: turns merge into datums as long as each prompt extends what came before.
 
-How rewards become advantages is in `advantages`, whose names can be imported from here too.
+How rewards become advantages is in `advantages`, whose functions can be imported from here too.
 """
 
 from __future__ import annotations
@@ -10,26 +10,10 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.advantages import (
-    AdvantageConfig,
-    check_advantages,
-    compute_advantages,
-    remove_constant_reward_groups,
-)
+from tinker_cookbook.rl.advantages import compute_advantages as compute_advantages
+from tinker_cookbook.rl.advantages import remove_constant_reward_groups as remove_constant_reward_groups
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, Trajectory, TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker, torch
-
-__all__ = [
-    "AdvantageConfig",
-    "DatumMetadata",
-    "assemble_training_data",
-    "check_advantages",
-    "compute_advantages",
-    "remove_constant_reward_groups",
-    "replace_inputs",
-    "scale_advantages",
-    "trajectory_to_data",
-]
 
 
 class DatumMetadata(TypedDict):

@@ -103,18 +103,11 @@ class Loop:
             return await run_evaluators(evaluators, self.session.training_client, self.sampling_client)
 
     async def sample_group(
-        self,
-        step: int,
-        index: int,
-        builder: EnvGroupBuilder,
-        slot: AbstractAsyncContextManager[None] | None = None,
+        self, step: int, index: int, builder: EnvGroupBuilder, slot: AbstractAsyncContextManager[None] | None = None
     ) -> WrappedTrajectoryGroup:
-        """Roll out one group with the snapshot that is current when it starts.
+        """Roll out one group with the snapshot that is current when it starts, holding `slot`, of which there may be few.
 
         Seeds depend on the run's seed, the step and the group's place in it, never on timing.
-
-        Args:
-            slot: held while the group runs; a semaphore bounds how many run at once.
         """
         config = self.config
         async with slot or nullcontext():
@@ -147,14 +140,8 @@ class Loop:
         )
 
     def new_update(self) -> Update:
-        config = self.config
-        return Update(
-            self.session.training_client,
-            config.learning_rate,
-            config.loss_fn,
-            config.loss_fn_config,
-            config.grad_clip_norm,
-        )
+        client, config = self.session.training_client, self.config
+        return Update(client, config.learning_rate, config.loss_fn, config.loss_fn_config, config.grad_clip_norm)
 
     async def train(
         self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, update: Update | None = None
@@ -215,11 +202,12 @@ class Loop:
                     run.write_record(name, content)
         if config.num_groups_to_log:
             advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
-            shown: list[ShownGroup] = []
-            for wrapped in sampled[: config.num_groups_to_log]:
-                group = wrapped.trajectory_group
-                advantages_G = next(advantages_P).tolist() if isinstance(group, TrajectoryGroup) else None
-                shown.append(ShownGroup(group, advantages_G, wrapped.sampling_client_step))
+            shown = [
+                ShownGroup(group, None if isinstance(group, FailedGroup) else next(advantages_P).tolist(), version)
+                for group, version in (
+                    (item.trajectory_group, item.sampling_client_step) for item in sampled[: config.num_groups_to_log]
+                )
+            ]
             page = iteration_folder(run.log_path, step) / "train.html"
             with timed("write_transcripts", times):
                 write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())

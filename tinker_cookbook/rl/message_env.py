@@ -1,9 +1,8 @@
 """Environments that speak in messages, and the adapter that puts them before a policy of tokens.
 
-A MessageEnv sees and writes chat messages only. EnvFromMessageEnv parses what the policy sampled, renders what the env
-answers, and decides what happens to replies that are cut off, cannot be read, or fill the context. The ids that the policy
-sampled stay as they are in every later prompt (`continue_prompt`), so that a whole episode is one datum where the renderer has
-the extension property. Limits on turns and time are `rollout_runner`'s matter.
+EnvFromMessageEnv parses what the policy sampled, renders what the env answers, and decides what happens to replies that are
+cut off, cannot be read, or fill the context. The ids that the policy sampled stay as they are in every later prompt
+(`continue_prompt`), so that a whole episode is one datum where the renderer has the extension property.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolExecution
+from tinker_cookbook.rl.rollout_runner import seam
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
     STOP_METRIC_PREFIX,
@@ -145,19 +145,10 @@ class EnvFromMessageEnv(Env):
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
         """For `run_rollout`, as set_tool_execution: told to the message env. Raises ConfigurationError if it has no tools."""
-        self._tell_tools("set_max_tool_calls", max_tool_calls)
+        seam(self.message_env, "set_max_tool_calls", f"max_tool_calls={max_tool_calls}")(max_tool_calls)
 
     def set_tool_execution(self, tool_execution: ToolExecution) -> None:
-        self._tell_tools("set_tool_execution", tool_execution)
-
-    def _tell_tools(self, method: str, value: int | str) -> None:
-        setter = getattr(self.message_env, method, None)
-        if setter is None:
-            raise ConfigurationError(
-                f"{method.removeprefix('set_')}={value}: {type(self.message_env).__name__} has no tools; use "
-                f"ToolUseEnv, give it a method {method}, or leave the setting away"
-            )
-        setter(value)
+        seam(self.message_env, "set_tool_execution", f"tool_execution={tool_execution}")(tool_execution)
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         self._show(await self.message_env.initial_observation())
@@ -260,9 +251,6 @@ def continue_prompt(
     renderer: Renderer, prompt: tinker.ModelInput, response: list[int], reply: Message, following: list[Message]
 ) -> tinker.ModelInput | None:
     """prompt + response verbatim + (end of turn, if the response lacks one) + `following` + the assistant's header.
-
-    A renderer with the extension property promises that each prompt begins with the previous one and its response. Here the
-    promise holds for responses as they were sampled, however their text would be encoded.
 
     Args:
         prompt: what the response was sampled from.

@@ -28,9 +28,6 @@ class MessageGroupBuilder(EnvGroupBuilder):
     """`num_envs` attempts at the episode that `env_thunk` makes, each with a MessageEnv of its own.
 
     Pickles when the thunk does (functools.partial of a class or function) and the renderer came from get_renderer.
-
-    Args:
-        options: further arguments of EnvFromMessageEnv.
     """
 
     env_thunk: Callable[[], MessageEnv]
@@ -38,6 +35,7 @@ class MessageGroupBuilder(EnvGroupBuilder):
     renderer: Renderer
     dataset_name: str = "episodes"
     options: dict[str, Any] = field(default_factory=dict)
+    """further arguments of EnvFromMessageEnv"""
 
     async def make_envs(self) -> Sequence[EnvFromMessageEnv]:
         return [EnvFromMessageEnv(self.renderer, self.env_thunk(), **self.options) for _ in range(self.num_envs)]

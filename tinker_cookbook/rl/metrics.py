@@ -100,13 +100,10 @@ async def incorporate_kl_penalty(
     kl_penalty_coef: float,
     kl_discount_factor: float = 0.0,
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """Datums whose advantages hold a penalty for leaving a reference policy, and the KL to it.
+    """New datums whose advantages hold a penalty for leaving a reference policy, and `optim/kl_policy_base`, the KL to it.
 
     adv += coef * mask * (mean(diff) - diff), diff = logp_sample - logp_reference, the mean over all action tokens given; with
     a discount factor the penalty of a token is the discounted sum of its own and those after it.
-
-    Returns:
-        New datums in the same order, and `optim/kl_policy_base`, the mean of diff.
     """
     reference_D = await compute_target_logprobs(data_D, base_sampling_client)
     masks_D = [datum.loss_fn_inputs["mask"].to_numpy().astype(np.float64) for datum in data_D]

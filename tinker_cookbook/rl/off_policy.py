@@ -45,11 +45,10 @@ async def correct_off_policy(
     loss_fn: str,
     loss_fn_config: dict[str, float] | None = None,
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """Datums with weighted advantages and with the trainer's logprobs in place of the sampler's; one forward pass.
+    """New datums with weighted advantages and the trainer's logprobs in place of the sampler's, at the cost of a forward pass.
 
-    Returns:
-        New datums in the same order, and metrics of the ratios before truncation: `off_policy/ratio_{min,mean,max}` over
-        tokens (level=token) or datums, and `off_policy/frac_cut`, the share that truncation or masking changed.
+    Metrics are of the ratios before truncation: `off_policy/ratio_{min,mean,max}` over tokens (level=token) or datums, and
+    `off_policy/frac_cut`, the share that truncation or masking changed.
     """
     output = await training_client.forward([loss_datum(d, loss_fn) for d in data_D], loss_fn, loss_fn_config)
     log_cap = np.log(config.cap)

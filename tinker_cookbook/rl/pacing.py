@@ -1,8 +1,7 @@
 """Three ways of pacing a run: sample then train, train while sampling, and sample ahead.
 
-They differ in when groups start and when passes are submitted, never in which groups a step trains on: step i trains on
-batch i of the run, whatever finished first. So every group is trained, filtered or failed exactly once, a run resumes by
-its step alone, and sampling ahead by 0 batches is the synchronous loop, bit for bit.
+Step i trains on batch i of the run, whatever finished first. So every group is trained, filtered or failed exactly once, a
+run resumes by its step alone, and sampling ahead by 0 batches is the synchronous loop.
 """
 
 from __future__ import annotations

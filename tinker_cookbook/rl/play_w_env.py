@@ -1,9 +1,6 @@
 """Playing an environment oneself: what the policy would read is printed, and what is typed is the policy's reply.
 
-    env = EnvFromMessageEnv(renderer, GuessNumberEnv(...))
-    await play_env(env, renderer.tokenizer)
-
-It shows what a task is really like: what the prompt says, which replies are read, and what they are worth.
+await play_env(EnvFromMessageEnv(renderer, GuessNumberEnv(...)), renderer.tokenizer)
 """
 
 from __future__ import annotations

@@ -119,12 +119,12 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         records = []
-        for i, (env, trajectory) in enumerate(zip(_one_turn(env_group), group.trajectories_G, strict=True)):
+        for i, ((env, question), trajectory) in enumerate(zip(_one_turn(env_group), group.trajectories_G, strict=True)):
             transition = trajectory.transitions[-1]
             content = {
                 "instance_id": env.instance_id,
                 "member": i,
-                "question": _question(env),
+                "question": question,
                 "ground_truth": env.get_reference_answer(),
                 **transition_record(transition, decode_reply(env.renderer, transition.ac.tokens)),
                 "reward": group.get_total_rewards()[i],
@@ -135,7 +135,7 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
         return records
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        return [{"question": _question(env)[:100], "instance_id": env.instance_id} for env in _one_turn(env_group)]
+        return [{"question": text[:100], "instance_id": env.instance_id} for env, text in _one_turn(env_group)]
 
     def logging_tags(self) -> list[str]:
         return [self.dataset_name]
@@ -188,9 +188,6 @@ class ProblemGroupBuilder(OneTurnGroupBuilder):
     """`num_envs` attempts at the ProblemEnv that `env_thunk` makes."""
 
 
-def _one_turn(env_group: Sequence[Env]) -> list[OneTurnEnv]:
-    return [env for env in env_group if isinstance(env, OneTurnEnv)]
-
-
-def _question(env: OneTurnEnv) -> str:
-    return get_text_content(env.get_messages()[-1])
+def _one_turn(env_group: Sequence[Env]) -> list[tuple[OneTurnEnv, str]]:
+    """The envs with their questions."""
+    return [(env, get_text_content(env.get_messages()[-1])) for env in env_group if isinstance(env, OneTurnEnv)]

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -91,12 +92,12 @@ def _portable(error: Exception) -> Exception:
     """The error, or what says the same where it cannot be pickled: one that cannot be read back breaks a process pool."""
     try:
         pickle.loads(pickle.dumps(error))
+        return error
     except Exception:
         portable = TrainingError(f"{type(error).__name__}: {error}")
         for note in getattr(error, "__notes__", []):
             portable.add_note(note)
         return portable
-    return error
 
 
 def _pickle_error(thing: object) -> str | None:
@@ -107,11 +108,12 @@ def _pickle_error(thing: object) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
+@dataclass(frozen=True)
 class _PolicyOnLoop(TokenCompleter):
     """A policy that is called from another thread and runs on the event loop it belongs to."""
 
-    def __init__(self, policy: TokenCompleter, loop: asyncio.AbstractEventLoop):
-        self._policy, self._loop = policy, loop
+    _policy: TokenCompleter
+    _loop: asyncio.AbstractEventLoop
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None

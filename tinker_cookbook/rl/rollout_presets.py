@@ -5,7 +5,13 @@ from collections.abc import Callable
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, TerminationRewardPolicy, ToolExecution
+from tinker_cookbook.rl.rollout_limits import (
+    ParseErrorPolicy,
+    RolloutLimits,
+    TerminationRewardPolicy,
+    ToolExecution,
+    not_negative,
+)
 from tinker_cookbook.rl.rollout_runner import RolloutHooks
 from tinker_cookbook.rl.rollout_strategy import FailFast, RetryOnFailure, RolloutStrategy
 
@@ -31,15 +37,14 @@ class RolloutConfig:
     retries: int | None = chz.field(
         default=None,
         doc="run a failed rollout again up to so many times, then leave its group out; None: a failure ends the run",
+        validator=not_negative,
     )
     strategy: RolloutStrategy | None = chz.field(
         default=None, doc="what a failing rollout means, where `retries` does not say enough"
     )
 
     @chz.validate
-    def _check_retries(self) -> None:
-        if self.retries is not None and self.retries < 0:
-            raise ConfigurationError(f"retries={self.retries}: must be at least 0, or None")
+    def _one_way(self) -> None:
         if self.retries is not None and self.strategy is not None:
             raise ConfigurationError(f"retries={self.retries} and strategy={self.strategy}: give one of the two")
 

@@ -1,16 +1,12 @@
 """One rollout: a policy acts in an env until the env, a limit or a hook ends it.
 
-Every turn goes like this:
+Before each turn come, in this order: the rollout's time and `max_turns`; `hooks.on_turn_begin`, whose messages the env puts
+into the prompt; the budgets of tokens, of which one that leaves at most 1 token ends the rollout (`max_trajectory_tokens` is
+looked at first). The policy may then sample what the tightest budget leaves, at most `max_turn_tokens`.
 
- 1. the rollout's time and `max_turns`;
- 2. `hooks.on_turn_begin`, whose messages the env puts into the next prompt;
- 3. the budgets of tokens: one that leaves at most 1 token ends the rollout (`max_trajectory_tokens` is looked at first),
-    and the policy may sample what the tightest of them leaves, at most `max_turn_tokens`;
- 4. the policy samples; 5. the env steps; 6. the turn is recorded.
-
-A rollout that a limit ends is kept as it is, ungraded by its env, and no error. Only a sampling call beyond its time is
-one: it leaves no turn to keep, and a strategy (`rollout_strategy`) may try again. How a rollout ended stands in
-`Trajectory.stop_reason` and in one metric stop/<reason> of its last transition.
+A rollout that a limit ends is kept as it is, ungraded by its env. Only a sampling call beyond its time is an error: it leaves
+no turn to keep, and a strategy (`rollout_strategy`) may try again. How a rollout ended stands in `Trajectory.stop_reason` and
+in one metric stop/<reason> of its last transition.
 """
 
 from __future__ import annotations
@@ -40,6 +36,7 @@ from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
+    from tinker_cookbook.rl.message_env import MessageEnv
     from tinker_cookbook.rl.rollout_presets import RolloutConfig
 
 TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
@@ -159,20 +156,21 @@ async def run_rollout(
     if limits is None:
         limits = getattr(env, "rollout_limits", None) or RolloutLimits()
     if limits.max_tool_calls is not None:
-        _seam(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
+        seam(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
     if parse_errors is not None:
-        _seam(env, "set_parse_error_policy", "parse_errors")(parse_errors)
+        seam(env, "set_parse_error_policy", "parse_errors")(parse_errors)
     if config is not None and config.tool_execution == "sequential":
-        _seam(env, "set_tool_execution", "tool_execution=sequential")("sequential")
+        seam(env, "set_tool_execution", "tool_execution=sequential")("sequential")
     return await _Rollout(policy, env, limits, hooks or RolloutHooks()).run()
 
 
-def _seam(env: Env, method: str, wanted_by: str) -> Any:
+def seam(env: Env | MessageEnv, method: str, wanted_by: str) -> Any:
+    """A method that not every env has. Raises ConfigurationError when a setting wants it and this one lacks it."""
     found = getattr(env, method, None)
     if found is None:
         raise ConfigurationError(
-            f"{wanted_by}: {type(env).__name__} has no method {method} and so cannot do this; use EnvFromMessageEnv over "
-            "an env that supports it, add the method, or leave the setting away"
+            f"{wanted_by}: {type(env).__name__} has no method {method} and so cannot do this; use EnvFromMessageEnv (and "
+            "ToolUseEnv for tools), add the method, or leave the setting out"
         )
     return found
 
@@ -232,7 +230,7 @@ class _Rollout:
         if spent and await self._ends(StopReason.MAX_TURNS.value):
             return
         if messages := await self.hooks.on_turn_begin(self._state()):
-            add_messages = _seam(self.env, "add_messages", "messages of on_turn_begin")
+            add_messages = seam(self.env, "add_messages", "messages of on_turn_begin")
             self.observation, self.stop = await add_messages(messages)
         room = self._room()
         exhausted = [reason for reason, tokens in room.items() if tokens <= 1]  # one token is no useful turn

@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import chz
 
 from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, GroupFailedError, RolloutTimeoutError
+from tinker_cookbook.rl.rollout_limits import not_negative
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -67,19 +68,13 @@ class FailFast(RolloutStrategy):
         return await _Rounds(env_group_builder, policy, config, fail_fast=True).run()
 
 
-def _not_negative(owner: Any, attribute: str) -> None:
-    value = getattr(owner, attribute)
-    if value is not None and value < 0:
-        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be at least 0")
-
-
 @chz.chz(typecheck=True)
 class RetryOnFailure(RolloutStrategy):
     """Failed members are run again in fresh envs, in up to `max_retries` further rounds; then the group has failed."""
 
-    max_retries: int = chz.field(default=3, doc="further rounds for members that failed", validator=_not_negative)
+    max_retries: int = chz.field(default=3, doc="further rounds for members that failed", validator=not_negative)
     per_rollout_timeout: float | None = chz.field(
-        default=0, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=_not_negative
+        default=0, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=not_negative
     )
 
     def needed(self, group_size: int) -> int:

@@ -62,11 +62,9 @@ class RolloutErrorCounter:
 
     def add(self, group: TrajectoryGroup | FailedGroup | GroupFailedError) -> None:
         """Count what went wrong in a group."""
-        if isinstance(group, TrajectoryGroup):
-            errors = group.rollout_errors
-        else:
-            errors = group.errors
-            self.groups_skipped += 1
+        failed = not isinstance(group, TrajectoryGroup)
+        errors = group.errors if failed else group.rollout_errors
+        self.groups_skipped += failed
         self.counts.update(error.error_type for error in errors)
 
     def metrics(self) -> dict[str, int]:
@@ -132,7 +130,7 @@ async def _play_group(
             if result.cleanups is None:
                 cleanups.push_async_callback(builder.cleanup)
             async with cleanups:
-                group = await _grade(builder, result, config.termination)
+                group = await _grade(builder, result, config.termination or TerminationRewardPolicy())
         group.notes = trace.take() if trace is not None else []
         return group
     except Exception as error:
@@ -144,10 +142,21 @@ async def _play_group(
 
 
 async def _grade(
-    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy | None
+    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy
 ) -> TrajectoryGroup:
     trajectories, envs = result.trajectories, result.envs
-    rewards = await _group_rewards(builder, result, termination)
+    timed_out = all(trajectory.stop_reason == StopReason.ROLLOUT_TIMEOUT for trajectory in trajectories)
+    if timed_out and termination.skip_grading_on_timeout and termination.clamps(StopReason.ROLLOUT_TIMEOUT):
+        rewards: list[tuple[float, Metrics]] = [(0.0, {}) for _ in trajectories]
+    else:
+        seconds = termination.grader_timeout_seconds
+
+        def late() -> RolloutTimeoutError:
+            where = f"compute_group_rewards of {describe_group(builder)}"
+            return RolloutTimeoutError(f"{where} was not done after grader_timeout_seconds={seconds}")
+
+        async with time_limit(seconds, late):
+            rewards = await builder.compute_group_rewards(trajectories, envs)
     group = TrajectoryGroup(
         trajectories_G=trajectories,
         final_rewards_G=[reward for reward, _ in rewards],
@@ -156,41 +165,16 @@ async def _grade(
         tags=builder.all_tags(),
         dataset_index=builder.dataset_index,
     )
-    if termination is not None:
-        _clamp(group, termination)
+    for i, (trajectory, total) in enumerate(zip(trajectories, group.get_total_rewards(), strict=True)):
+        if termination.clamps(trajectory.stop_reason):
+            group.metrics_G[i] = {**group.metrics_G[i], ZERO_REWARD_METRIC_KEY: 1}
+            if total > 0:  # lowered to 0 by way of the final reward
+                group.final_rewards_G[i] = -sum(transition.reward for transition in trajectory.transitions)
     group.trained_G = builder.select_trained(trajectories, envs)
     group.member_info_G = builder.describe_members(envs)
     group.roles_G = builder.member_roles(envs)
     group.records = builder.make_records(group, envs)
     return group
-
-
-async def _group_rewards(
-    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy | None
-) -> list[tuple[float, Metrics]]:
-    trajectories, envs = result.trajectories, result.envs
-    if termination is None:
-        return await builder.compute_group_rewards(trajectories, envs)
-    timed_out = all(trajectory.stop_reason == StopReason.ROLLOUT_TIMEOUT for trajectory in trajectories)
-    if timed_out and termination.skip_grading_on_timeout and termination.clamps(StopReason.ROLLOUT_TIMEOUT):
-        return [(0.0, {}) for _ in trajectories]
-    seconds = termination.grader_timeout_seconds
-
-    def late() -> RolloutTimeoutError:
-        where = f"compute_group_rewards of {describe_group(builder)}"
-        return RolloutTimeoutError(f"{where} was not done after grader_timeout_seconds={seconds}")
-
-    async with time_limit(seconds, late):
-        return await builder.compute_group_rewards(trajectories, envs)
-
-
-def _clamp(group: TrajectoryGroup, termination: TerminationRewardPolicy) -> None:
-    """Lower the total reward of members that hit a limit to at most 0, by way of their final reward."""
-    for i, (trajectory, total) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
-        if termination.clamps(trajectory.stop_reason):
-            group.metrics_G[i] = {**group.metrics_G[i], ZERO_REWARD_METRIC_KEY: 1}
-            if total > 0:
-                group.final_rewards_G[i] = -sum(transition.reward for transition in trajectory.transitions)
 
 
 async def try_group_rollout(
@@ -249,16 +233,10 @@ async def do_group_rollout_and_filter_constant_reward(
     strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
 ) -> TrajectoryGroup | None:
-    """`do_group_rollout` with an unseeded policy over a sampling client.
-
-    Args:
-        enable_logging: log a line when the group is removed.
+    """`do_group_rollout` with an unseeded policy over a sampling client; raises as that does.
 
     Returns:
-        The group, or None if it is to be removed since its trained members all have the same reward.
-
-    Raises:
-        GroupFailedError: a tolerant strategy gave the group up. It failed, and was not filtered.
+        The group, or None, and a line in the log, if it is to be removed since its trained members all have the same reward.
     """
     policy = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
     group = await do_group_rollout(env_group_builder, policy, strategy, termination)

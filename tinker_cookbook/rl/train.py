@@ -20,9 +20,9 @@ from functools import partial
 from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.eval.run import EvaluationRounds
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
-from tinker_cookbook.rl.data_processing import AdvantageConfig
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
@@ -62,9 +62,7 @@ async def main(config: Config, rollout_executor: Executor | None = None) -> None
 async def run(config: Config, *, penalties: Sequence[Penalty] = (), rollout_executor: Executor | None = None) -> None:
     """`main`, with penalties on single tokens besides the config's own, as distillation needs them.
 
-    Args:
-        rollout_executor: where groups run during this run (`rollout_executor.set_rollout_executor`); the caller shuts it
-            down. None leaves what was set before.
+    Groups run in `rollout_executor`, which the caller shuts down; None: in the one that was set before.
     """
     check_config(config)
     before = get_rollout_executor()

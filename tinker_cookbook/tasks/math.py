@@ -123,20 +123,18 @@ def generate_sums(
     if not operators or set(operators) - set("+-*"):
         raise ConfigurationError(f"operators={operators!r}: must be one or more of + - *")
     items: dict[str, TaskItem] = {}
-    for _ in range(200 * count):
+    for _ in range(200 * count + 1):
         if len(items) == count:
-            break
+            return list(items.values())
         expression = str(rng.randint(0, largest))
         for _ in range(operations):
             expression += f" {rng.choice(operators)} {rng.randint(0, largest)}"
         answer = format_number(evaluate(expression))
         if not answer.startswith("-"):
             items.setdefault(expression, TaskItem(f"sum-{len(items)}", f"What is {expression}?", answer))
-    if len(items) < count:
-        raise ConfigurationError(
-            f"largest={largest} with operations={operations} gives fewer than {count} different sums; raise one of the two"
-        )
-    return list(items.values())
+    raise ConfigurationError(
+        f"largest={largest} with operations={operations} gives fewer than {count} different sums; raise one of the two"
+    )
 
 
 def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:

@@ -5,8 +5,8 @@
         \"""Add two numbers.\"""
         return str(a + b)
 
-A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with a message to the model that
-says what is wrong. Any other exception of a tool is a bug in the tool, and is raised.
+A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with what is wrong. Any other
+exception of a tool is a bug in the tool, and is raised.
 """
 
 from __future__ import annotations
