@@ -2,4 +2,4 @@
 
 
 class BenchmarkError(Exception):
-    """A benchmark cannot run as asked; the message names the key and the mend."""
+    """A benchmark cannot run as asked; the message names the key and the fix."""

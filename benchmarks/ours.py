@@ -34,7 +34,7 @@ class LocalEngine:
         self._model = str(model)
         self._stack = ExitStack()
         self.home = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tinker-benchmark-")))
-        self.service = self._stack.enter_context(ServiceClient(self.home))
+        self.service = self._stack.enter_context(ServiceClient(home=self.home))
         if made is not None:
             engine = self.service._engine
             engine.submit("models", lambda: engine.adopt(made)).result()

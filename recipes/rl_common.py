@@ -138,7 +138,8 @@ def train_config(
     evaluator_builders: Sequence[SamplingClientEvaluatorBuilder] = (),
 ) -> train.Config:
     """The training loop's config from a recipe's settled keys, checked; the run's folder (named after `folder`) comes last."""
-    own: dict[str, Any] = {"dataset_builder": dataset_builder, "evaluator_builders": list(evaluator_builders)}
+    evaluators = [*cli.evaluator_builders, *evaluator_builders]
+    own: dict[str, Any] = {"dataset_builder": dataset_builder, "evaluator_builders": evaluators}
     # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
     if cli.temperature != 1.0 and backends.resolve_backend(cli.backend) == "local":
         own["loss_fn_config"] = {"temperature": cli.temperature} | (cli.loss_fn_config or {})

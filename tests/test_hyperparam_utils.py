@@ -38,6 +38,11 @@ def test_golden_learning_rates() -> None:
         ("Qwen/Qwen3-4B-Instruct-2507", 4_022_468_096),
         ("Qwen/Qwen3-8B-Base", 8_190_735_360),
         ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        ("Qwen/Qwen3.5-9B", 8_953_803_264),
+        ("deepseek-ai/DeepSeek-V3.1-Base", 671_026_404_352),
+        ("moonshotai/Kimi-K2.6", 1_026_408_209_408),
+        ("openai/gpt-oss-20b", 20_914_757_184),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31_577_937_344),
     ],
 )
 def test_released_models_have_as_many_parameters_as_they_are_said_to_have(name: str, parameters: int) -> None:
@@ -74,12 +79,13 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigurationError, match=r"model_name='/no/such/folder'.*shapes are not known"):
         hyper.get_lr("/no/such/folder")
-    with pytest.raises(NotImplementedError, match="experts"):
-        hyper.get_lora_param_count("Qwen/Qwen3-30B-A3B")
     with pytest.raises(ConfigurationError, match="lora_rank=0"):
         hyper.get_lora_param_count(TINY, 0)
     with pytest.raises(ConfigurationError, match="nothing would train"):
         hyper.get_lora_param_count(TINY, 8, False, False, False)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_hidden_layers": 1}))
+    with pytest.raises(NotImplementedError, match="experts"):
+        hyper.get_lora_param_count(str(tmp_path))
     shutil.copy(Path(TINY) / "config.json", tmp_path / "config.json")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mistral", "architectures": []}))

@@ -1,4 +1,4 @@
-"""Re-exports runs/checkpoints.py, renderer_metadata.py and runs/saving.py, for scripts that import this path."""
+"""Re-exports runs/checkpoints.py and renderer_metadata.py, for scripts that import this path."""
 
 from tinker_cookbook.renderer_metadata import (
     RENDERER_NAME_METADATA_KEY,
@@ -10,12 +10,10 @@ from tinker_cookbook.renderer_metadata import (
 from tinker_cookbook.runs.checkpoints import (
     CHECKPOINTS_BASE_NAME,
     CheckpointRecord,
+    PendingCheckpoint,
     append_checkpoint,
     get_last_checkpoint,
     load_checkpoints_file,
-)
-from tinker_cookbook.runs.saving import (
-    PendingCheckpoint,
     save_checkpoint,
     save_checkpoint_async,
     submit_checkpoint,

@@ -4,16 +4,18 @@ The learning rate rule is the one that the hosted service publishes for LoRA (Th
 best rate falls with a power of the hidden size that was fitted per family, LoRA's is ten times that of full fine-tuning,
 and it does not depend on the rank (the update is scaled by alpha / rank).
 
-Shapes come from a model folder, from the table of well-known hub names below, or from the Hugging Face cache or hub.
+Shapes come from a model folder, from the table of well-known hub names in model_shapes, or from the Hugging Face cache or hub.
 """
 
 import math
-import re
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tinker_cookbook import model_shapes
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.lora_counts import count_lora
+from tinker_cookbook.tokenizer_utils import base_model_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,56 +27,18 @@ REFERENCE_HIDDEN_SIZE = 2000
 HIDDEN_SIZE_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 """Fitted per family; a family without an entry has no published rule."""
 
-_FAMILIES = {"llama": "llama", "qwen2": "qwen", "qwen2_moe": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen"}
-"""`model_type` of a config -> family. Later generations of these organizations were not part of the fit."""
-
-_ATTENTION, _MLP, _UNEMBED = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("gate_proj", "up_proj", "down_proj"),
-    ("lm_head",),
-)
-
-
-def _llama(hidden: int, layers: int, mlp: int, heads: int, head_dim: int = 128, tied: bool = False) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": head_dim,
-        "vocab_size": 128256,
-        "tie_word_embeddings": tied,
-    }
-
-
-def _qwen3(hidden: int, layers: int, mlp: int, heads: int, tied: bool = False) -> dict[str, Any]:
-    return {**_llama(hidden, layers, mlp, heads, 128, tied), "model_type": "qwen3", "vocab_size": 151936}
-
-
-def _qwen3_moe(hidden: int, layers: int, expert: int, heads: int) -> dict[str, Any]:
-    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "num_key_value_heads": 4}
-    return {**_qwen3(hidden, layers, 3 * expert, heads), "model_type": "qwen3_moe", **experts}
-
-
-_SHAPES: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.2-1B": _llama(2048, 16, 8192, 32, head_dim=64, tied=True),
-    "meta-llama/Llama-3.2-3B": _llama(3072, 28, 8192, 24, tied=True),
-    "meta-llama/Llama-3.1-8B": _llama(4096, 32, 14336, 32),
-    "meta-llama/Llama-3.1-70B": _llama(8192, 80, 28672, 64),
-    "meta-llama/Llama-3.3-70B": _llama(8192, 80, 28672, 64),
-    "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 3072, 16, tied=True),
-    "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 6144, 16, tied=True),
-    "Qwen/Qwen3-4B": _qwen3(2560, 36, 9728, 32, tied=True),
-    "Qwen/Qwen3-8B": _qwen3(4096, 36, 12288, 32),
-    "Qwen/Qwen3-14B": _qwen3(5120, 40, 17408, 40),
-    "Qwen/Qwen3-32B": _qwen3(5120, 64, 25600, 64),
-    "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 48, 768, 32),
-    "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 94, 1536, 64),
+_FAMILIES = {
+    "llama": "llama",
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "qwen"),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"), "qwen"),
 }
-"""Shapes of released models, as their config.json files say. Tuned variants have those of their base."""
-_VARIANT = re.compile(r"(-Base|-Instruct(-\d{4})?|-Thinking-\d{4})?(-FP8)?$")
+"""`model_type` of a text config -> family. The fit was made before Qwen3.5; the service applies it to all of Qwen."""
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_UNEMBED = ("lm_head",)
+_STATED_MLP = {"nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 254_529_536}
+"""Where the service states another count at rank 1 than the shapes give; no stack of equal expert layers has it."""
 
 
 def get_lr(model_name: str, is_lora: bool = True) -> float:
@@ -91,13 +55,16 @@ def get_lr(model_name: str, is_lora: bool = True) -> float:
             f"model_name={model_name!r}: no learning rate rule is known for model_type {config.model_type!r}, only for "
             f"{', '.join(_FAMILIES)}; sweep over learning_rate (python -m recipes.sweep) and set it yourself"
         )
-    ratio = REFERENCE_HIDDEN_SIZE / config.get_text_config().hidden_size
+    ratio = REFERENCE_HIDDEN_SIZE / config.hidden_size
     multiplier = get_lora_lr_over_full_finetune_lr(model_name) if is_lora else 1.0
     return BASE_LEARNING_RATE * multiplier * ratio ** HIDDEN_SIZE_EXPONENTS[family]
 
 
-def get_lora_lr_over_full_finetune_lr(model_name: str) -> float:
-    """How many times the best learning rate of full fine-tuning that of LoRA is: 10 for every model that was measured."""
+def get_lora_lr_over_full_finetune_lr(model_name: str, lora_alpha: int = 32) -> float:
+    """How many times the best learning rate of full fine-tuning that of LoRA is: 10 for every model that was measured.
+
+    They were measured with `lora_alpha` 32, the service's; nothing is known of another, and 10 is returned for it too.
+    """
     return LORA_OVER_FULL
 
 
@@ -115,7 +82,7 @@ def get_lora_lr_multiplier(model_name: str) -> float:
 
 
 def get_full_finetune_param_count(model_name: str) -> int:
-    """Parameters of the model; tied embeddings count once."""
+    """Parameters of the (text) model; tied embeddings count once."""
     return sum(parameter.numel() for parameter in _skeleton(model_name).parameters())
 
 
@@ -128,17 +95,24 @@ def get_lora_param_count(
 ) -> int:
     """Parameters of an adapter: rank * (inputs + outputs), summed over the linears that it is put on.
 
+    For models with experts, and for those whose layers are not all attention, as the hosted service adapts and counts
+    them (lora_counts); the local engine trains none of these.
+
     Raises:
         ConfigurationError: nothing is known of the model, the rank is below 1, or nothing would train.
-        NotImplementedError: the model has weights in other forms than these linears (experts, fused projections).
+        NotImplementedError: the model has weights in forms that are not counted (experts or projections of another kind).
     """
     if lora_rank < 1:
         raise ConfigurationError(f"lora_rank={lora_rank}: must be at least 1")
     chosen = (_ATTENTION if train_attn else ()) + (_MLP if train_mlp else ()) + (_UNEMBED if train_unembed else ())
     if not chosen:
         raise ConfigurationError("train_mlp, train_attn and train_unembed are all False: nothing would train; set one")
-    linears = _linears(model_name)
-    return sum(lora_rank * sum(sizes) for path, sizes in linears.items() if path.rpartition(".")[2] in chosen)
+    counted = count_lora(_config(model_name))
+    if counted is None:
+        linears = _linears(model_name)
+        return sum(lora_rank * sum(sizes) for path, sizes in linears.items() if path.rpartition(".")[2] in chosen)
+    mlp = _STATED_MLP.get(base_model_of(model_name), counted.mlp)
+    return lora_rank * (mlp * train_mlp + counted.attn * train_attn + counted.unembed * train_unembed)
 
 
 def _linears(model_name: str) -> dict[str, tuple[int, int]]:
@@ -173,17 +147,18 @@ def _skeleton(model_name: str) -> "nn.Module":
 
 
 def _config(model_name: str) -> "PreTrainedConfig":
+    """The config of the model, of a model that sees that of its text model."""
     from transformers import AutoConfig
 
-    name = model_name.split(":peft:")[0]
+    name = base_model_of(model_name)
     folder = Path(name).expanduser()
-    shapes = _SHAPES.get(_VARIANT.sub("", name.replace("/Meta-Llama", "/Llama")))
-    if shapes is not None and not folder.is_dir():
+    if not folder.is_dir() and (shapes := model_shapes.shapes_of(name)) is not None:
         return AutoConfig.for_model(**shapes)
     try:
-        return AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name)
+        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"model_name={model_name!r}: its shapes are not known; give a model folder, a hub id that can be reached, or "
-            f"one of {', '.join(_SHAPES)}"
+            f"one of {', '.join(model_shapes.known_names())}"
         ) from error
+    return config.get_text_config()

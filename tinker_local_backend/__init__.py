@@ -1,10 +1,11 @@
 """An in-process LoRA engine behind the Tinker SDK's client classes: batched sampling with exact logprobs, and training.
 
 `ServiceClient` here has the method names and results of `tinker.ServiceClient`; everything else is reached through it.
-Each of the clients' methods that has an `_async` twin in the SDK has one here too (async_twins.py).
-`RestClient` lists and manages what was saved, also without one.
+Each of the clients' methods that has an `_async` twin in the SDK has one here too (futures.py).
+`RestClient` lists and manages what was saved, also without one. `use_local` binds programs written for the SDK to this engine.
 """
 
+from tinker_local_backend.binding import use_local
 from tinker_local_backend.errors import (
     CheckpointError,
     EngineClosedError,
@@ -27,4 +28,5 @@ __all__ = [
     "SamplingClient",
     "ServiceClient",
     "TrainingClient",
+    "use_local",
 ]

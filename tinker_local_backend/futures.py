@@ -1,18 +1,26 @@
-"""Futures of the local clients: await them, or call `.result()`, as with the SDK's."""
+"""How the clients' methods give their results: futures, to await or to ask for `.result()`, as with the SDK's.
+
+For scripts written for older SDKs a method also has a coroutine, `sample_async = awaited(sample)`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from functools import update_wrapper
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import tinker
 
+from tinker_local_backend.errors import RequestError
+
+C = TypeVar("C")
 T = TypeVar("T")
-U = TypeVar("U")
+P = ParamSpec("P")
 
 
 class EngineFuture(tinker.APIFuture[T], Generic[T]):
@@ -62,49 +70,74 @@ class ClientFuture(EngineFuture[T]):
         return getattr(self.result(), name)
 
 
-class MappedFuture(EngineFuture[U], Generic[T, U]):
-    """A future whose result is a function of another's."""
-
-    def __init__(self, source: EngineFuture[T], convert: Callable[[T], U]):
-        mapped: Future[U] = Future()
-        super().__init__(mapped, source._waiting, source._cancellable)
-
-        def copy(done: Future[T]) -> None:
-            if done.cancelled():
-                mapped.cancel()
-                return
-            if not mapped.set_running_or_notify_cancel():
-                return
-            error = done.exception()
-            if error is not None:
-                mapped.set_exception(error)
-                return
-            try:
-                mapped.set_result(convert(done.result()))
-            except Exception as conversion_error:
-                mapped.set_exception(conversion_error)
-
-        source.future().add_done_callback(copy)
-        mapped.add_done_callback(lambda done: source.future().cancel() if done.cancelled() else None)
-
-
 def completed(function: Callable[[], T]) -> EngineFuture[T]:
     """The result or error of a function that is called at once, as a future."""
     future: Future[T] = Future()
-    _settle(future, function)
+    settle(future, function)
     return EngineFuture(future)
+
+
+def at_once(method: Callable[P, T]) -> Callable[P, EngineFuture[T]]:
+    """A method that does its work when it is called and returns a future of it. Only RequestErrors are raised at the call."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> EngineFuture[T]:
+        future = completed(lambda: method(*args, **kwargs))
+        if isinstance(error := future.future().exception(), RequestError):
+            raise error
+        return future
+
+    return _described(call, method, f"EngineFuture[{method.__annotations__['return']}]")
 
 
 def on_a_thread(function: Callable[[], T], name: str) -> EngineFuture[T]:
     """The result or error of a function that runs on a thread of its own; a program that ends waits for it."""
     future: Future[T] = Future()
-    threading.Thread(target=_settle, args=(future, function), name=name).start()
+    threading.Thread(target=settle, args=(future, function), name=name).start()
     return EngineFuture(future)
 
 
-def _settle(future: Future[T], function: Callable[[], T]) -> None:
-    future.set_running_or_notify_cancel()
+def settle(future: Future[T], function: Callable[[], T]) -> None:
+    """Give a future the function's result or error, unless somebody has cancelled it."""
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except Exception as error:
         future.set_exception(error)
+
+
+def as_coroutine(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
+    """The method's `_async` twin: a coroutine that returns what the method returns; the caller awaits a future in turn.
+
+    A twin calls whatever the object has under the method's name, so that a subclass overrides both.
+    """
+
+    async def twin(self: C, *args: P.args, **kwargs: P.kwargs) -> T:
+        return getattr(self, method.__name__)(*args, **kwargs)
+
+    return _named_async(twin, method, f"`{method.__name__}(...)`", method.__annotations__["return"])
+
+
+def awaited(method: Callable[Concatenate[C, P], Awaitable[T]]) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
+    """The method's `_async` twin: a coroutine that awaits the method's future and returns its result."""
+
+    async def twin(self: C, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await getattr(self, method.__name__)(*args, **kwargs)
+
+    result = method.__annotations__["return"].partition("[")[2].removesuffix("]")  # of "EngineFuture[...]"
+    return _named_async(twin, method, f"`await {method.__name__}(...)`", result)
+
+
+def _named_async(twin: Any, method: Callable, call: str, returns: str) -> Any:
+    _described(twin, method, returns)
+    twin.__name__, twin.__qualname__ = f"{method.__name__}_async", f"{method.__qualname__}_async"
+    twin.__doc__ = f"{call}, as older scripts spell it."
+    return twin
+
+
+def _described(function: Any, method: Callable, returns: str) -> Any:
+    """The function with the name, docstring and signature of the method, as `inspect` shows them, but for its result."""
+    update_wrapper(function, method)
+    function.__annotations__ = {**method.__annotations__, "return": returns}
+    function.__signature__ = inspect.signature(method).replace(return_annotation=returns)
+    return function

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import logging
 
 from tinker_local_backend.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 _FILES = "save_weights_for_sampler writes PEFT files, get_checkpoint_archive_url_from_tinker_path packs them"
 
@@ -22,10 +24,6 @@ REST_CALLS = {
 """Method of RestClient -> why there is none, or what to use."""
 
 
-def refuse_call(name: str) -> NoReturn:
-    raise RequestError(f"RestClient.{name} has no meaning with the local engine: {REST_CALLS[name]}")
-
-
 def refuse_arguments(**arguments: object) -> None:
     """Raise RequestError for the first argument that is set (not None and not False)."""
     for name, value in arguments.items():
@@ -33,3 +31,10 @@ def refuse_arguments(**arguments: object) -> None:
             raise RequestError(
                 f"{name}={value!r} is only offered by the hosted service; leave it out, or use backend=tinker"
             )
+
+
+def say_without_effect(**arguments: object) -> None:
+    """Log the names, and never the values, of arguments that are set and mean nothing to a local engine."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        logger.info("%s: no effect, this client is the local engine's", ", ".join(given))

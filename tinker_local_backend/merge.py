@@ -2,7 +2,7 @@
 
     python -m tinker_local_backend.merge checkpoint=tinker://<run_id>/sampler_weights/final output=merged
 
-Each adapted weight becomes W + scale * B @ A, computed in float32 and rounded once to the dtype in which it is saved. A head that
+PEFT adds scale * B @ A to each adapted weight in float32; the sum is rounded once, to the dtype in which it is saved. A head that
 is tied to the embedding and has an adapter is untied, because the adapter changes logits and not the embedding of inputs.
 Before the directory gets its name it is loaded again and compared with the unmerged model on random tokens; a difference that
 rounding does not explain is an error, and leaves nothing. Runs on the CPU and needs memory for the model in float32.
@@ -11,14 +11,16 @@ rounding does not explain is an error, and leaves nothing. Runs on the CPU and n
 from __future__ import annotations
 
 import gc
-import json
 import sys
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import chz
 import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -26,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinker_local_backend.engine.base_model import check_model_name
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
-from tinker_local_backend.storage.checkpoints import ADAPTER_FILE, CONFIG_FILE, PEFT_PREFIX
+from tinker_local_backend.storage.checkpoints import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.files import staging_folder, writing
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
@@ -65,25 +67,6 @@ class MergeResult:
     """of the logits of base model plus adapter from those of the base model alone: what the difference is to be held against"""
 
 
-@dataclass(frozen=True)
-class PeftAdapter:
-    """A LoRA adapter as it is on disk: module path -> (A of shape (rank, in), B of shape (out, rank)), float32."""
-
-    base_model: str | None
-    alpha: float
-    rslora: bool
-    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
-
-    def scale(self, module: str) -> float:
-        rank = self.matrices[module][0].shape[0]
-        return self.alpha / (rank**0.5 if self.rslora else rank)
-
-    def delta(self, module: str) -> torch.Tensor:
-        """What is added to the module's weight: shape (out, in), float32."""
-        a, b = self.matrices[module]
-        return (b @ a) * self.scale(module)
-
-
 def merge_adapter(
     checkpoint: str,
     output: str | Path,
@@ -102,15 +85,15 @@ def merge_adapter(
         home: of tinker:// paths; None means TINKER_LOCAL_HOME, else the user's data folder.
 
     Raises:
-        CheckpointError: the adapter is missing, damaged, of a kind that cannot be merged, or does not fit the base model.
+        CheckpointError: the adapter is missing, damaged, no LoRA adapter, or does not fit the base model.
         ModelLoadError: the base model cannot be loaded.
         MergeCheckError: the merged model computes something else. Nothing was written.
         CheckpointWriteError: the disk refused. Nothing was written.
     """
     target = Path(output).expanduser().absolute()
     folder = _adapter_folder(checkpoint, home or local_home())
-    adapter = read_adapter(folder)
-    name = base_model or adapter.base_model
+    config, tensors = _read_adapter(folder)
+    name = base_model or config.base_model_name_or_path
     if name is None:
         raise RequestError(f"the adapter in {folder} names no base model; give base_model=...")
     check_model_name(name)
@@ -124,8 +107,11 @@ def merge_adapter(
     model.float()
     probe = _probe(model)
     base_logits = _logits(model, probe)
-    with_adapter = _logits_with_adapter(model, adapter, probe, folder)
-    merge_weights(model, adapter)
+    _untie_adapted_head(model, tensors)
+    adapted = _with_adapter(model, config, tensors, folder)
+    with_adapter = _logits(adapted, probe)
+    modules = len(adapted.targeted_module_names)
+    model = adapted.merge_and_unload()
     _check("in memory", _logits(model, probe), with_adapter, TOLERANCES[torch.float32])
     for key, tensor in model.state_dict(keep_vars=True).items():
         tensor.data = tensor.data.to(dtypes[key])
@@ -134,13 +120,13 @@ def merge_adapter(
         model.save_pretrained(staging)
         AutoTokenizer.from_pretrained(name).save_pretrained(staging)
         saved_dtype = model.get_input_embeddings().weight.dtype
-        del model
+        del model, adapted
         gc.collect()  # before the model is loaded a second time
         final = _logits(_load(str(staging)).float(), probe)
         _check("as saved", final, with_adapter, TOLERANCES.get(saved_dtype, TOLERANCES[torch.bfloat16]))
     return MergeResult(
         target,
-        len(adapter.matrices),
+        modules,
         max_abs_diff=float((final - with_adapter).abs().max()),
         max_abs_effect=float((with_adapter - base_logits).abs().max()),
     )
@@ -168,41 +154,49 @@ def _check_output(target: Path, overwrite: bool, sources: tuple[Path, ...]) -> N
         )
 
 
-def read_adapter(folder: Path) -> PeftAdapter:
-    """Raises CheckpointError when it is missing, damaged, or of a kind that W + scale * B @ A does not describe."""
+def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """Raises CheckpointError when it is missing, damaged, or no LoRA adapter."""
+    for file in (CONFIG_FILE, ADAPTER_FILE):
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder} holds no PEFT adapter: {file} is missing")
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text())
+        config = PeftConfig.from_pretrained(str(folder))
         tensors = load_file(folder / ADAPTER_FILE)
-        kind, alpha, bias = config["peft_type"], float(config["lora_alpha"]), config.get("bias", "none")
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} holds no PEFT adapter: {Path(error.filename or ADAPTER_FILE).name} is missing"
-        ) from None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"the adapter in {folder} is damaged: {error}") from error
-    refused = [key for key in ("use_dora", "fan_in_fan_out", "alpha_pattern", "modules_to_save") if config.get(key)]
-    if kind != "LORA" or bias != "none" or refused:
-        found = ", ".join([f"peft_type={kind}", f"bias={bias}", *(f"{key}={config[key]}" for key in refused)])
+    if not isinstance(config, LoraConfig):
+        raise CheckpointError(f"the adapter in {folder} has peft_type={config.peft_type}; only LORA can be merged")
+    return config, tensors
+
+
+def _with_adapter(model: Any, config: LoraConfig, tensors: dict[str, torch.Tensor], folder: Path) -> PeftModel:
+    """The model with the adapter beside its weights. Raises CheckpointError unless the two have the same matrices."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT's own use of a transformers name that is going away
+        try:  # low_cpu_mem_usage: neither memory nor random numbers for matrices that are about to be replaced
+            adapted = PeftModel(model, config, low_cpu_mem_usage=True)
+        except (ValueError, NotImplementedError) as error:
+            raise CheckpointError(f"the adapter in {folder} does not fit the base model: {error}") from error
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    shapes, found = ({name: tuple(t.shape) for name, t in table.items()} for table in (wanted, tensors))
+    if shapes != found:
+        name = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
         raise CheckpointError(
-            f"the adapter in {folder} cannot be merged: only plain LoRA is supported, this has {found}"
+            f"the adapter in {folder} does not fit the base model, or is damaged: {name} has shape {found.get(name)} in the "
+            f"adapter, {shapes.get(name)} beside the model (None: there is none)"
         )
-    return PeftAdapter(
-        config.get("base_model_name_or_path"), alpha, bool(config.get("use_rslora")), _pairs(tensors, folder)
-    )
+    set_peft_model_state_dict(adapted, {name: t.float() for name, t in tensors.items()}, low_cpu_mem_usage=True)
+    return adapted.eval()
 
 
-def _pairs(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    halves: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-    for name, tensor in tensors.items():
-        module, _, which = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-        if which not in ("A.weight", "B.weight") or tensor.dim() != 2:
-            raise CheckpointError(
-                f"the adapter in {folder} cannot be merged: {name} is no LoRA matrix of a linear layer"
-            )
-        halves[which == "B.weight"][module] = tensor.float()
-    if not tensors or halves[0].keys() != halves[1].keys():
-        raise CheckpointError(f"the adapter in {folder} is damaged: it is empty, or a matrix A lacks its B")
-    return {module: (halves[0][module], halves[1][module]) for module in sorted(halves[0])}
+def _untie_adapted_head(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Merging must change what a tied head computes, and not the embedding of inputs."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module is head]
+    if head.weight is embedding.weight and any(f".{name}.lora_" in key for name in names for key in tensors):
+        head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
+        model.config.get_text_config().tie_word_embeddings = False
 
 
 def _load(name: str) -> Any:
@@ -223,53 +217,6 @@ def _probe(model: Any) -> torch.Tensor:
 @torch.inference_mode()
 def _logits(model: Any, probe: torch.Tensor) -> torch.Tensor:
     return model(input_ids=probe, use_cache=False).logits.float()
-
-
-def _logits_with_adapter(model: Any, adapter: PeftAdapter, probe: torch.Tensor, folder: Path) -> torch.Tensor:
-    """Of the unmerged model, with scale * B(A x) added to each adapted layer's output."""
-    hooks = []
-    try:
-        for module, (a, b) in adapter.matrices.items():
-            linear = _linear(model, module, a, b, folder)
-
-            def add(_: nn.Module, inputs: tuple, output: torch.Tensor, module: str = module) -> torch.Tensor:
-                a, b = adapter.matrices[module]
-                return output + adapter.scale(module) * (inputs[0] @ a.T @ b.T)
-
-            hooks.append(linear.register_forward_hook(add))
-        return _logits(model, probe)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _linear(model: nn.Module, module: str, a: torch.Tensor, b: torch.Tensor, folder: Path) -> nn.Linear:
-    try:
-        linear = model.get_submodule(module)
-    except AttributeError:
-        raise CheckpointError(f"the adapter in {folder} does not fit the base model, which has no {module}") from None
-    if not isinstance(linear, nn.Linear):
-        raise CheckpointError(
-            f"the adapter in {folder} cannot be merged: {module} is {type(linear).__name__}, no Linear"
-        )
-    if linear.weight.shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1]:
-        raise CheckpointError(
-            f"the adapter in {folder} does not fit the base model: {module} has a weight of shape "
-            f"{tuple(linear.weight.shape)}, A {tuple(a.shape)}, B {tuple(b.shape)}"
-        )
-    return linear
-
-
-def merge_weights(model: Any, adapter: PeftAdapter) -> None:
-    """Add the adapter to the weights of a float32 model, in place, after untying a tied head that has an adapter."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    for module in adapter.matrices:
-        linear = model.get_submodule(module)
-        if linear is head and head.weight is embedding.weight:
-            head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
-            model.config.tie_word_embeddings = False
-            model.config.get_text_config().tie_word_embeddings = False
-        linear.weight.data += adapter.delta(module)
 
 
 def _check(when: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

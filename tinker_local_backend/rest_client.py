@@ -6,9 +6,9 @@ Works on files and on the run registry alone: no engine, no model, and it may be
         print(checkpoint.tinker_path, checkpoint.size_bytes)
 
 Every method returns a future, which can be awaited or asked for its `.result()`; each also exists as a coroutine under its
-older name, `<method>_async`. Short calls are carried out at once, on the caller's thread: they take milliseconds, they see all
-that was saved before, and they cannot change which sampling requests share a batch. Archives and copies, which take as long as
-the weights are large, run on a thread of their own.
+older name, `<method>_async`. Short calls do their work at once, on the caller's thread: they take milliseconds, see all that
+was saved before, and cannot change which sampling requests share a batch. Archives and copies, which take as long as the
+weights are large, run on a thread of their own. A request that cannot be meant is a RequestError at the call.
 
 A home is one user's: `access_scope` makes no difference, and publishing is a mark that others do not see.
 """
@@ -16,7 +16,6 @@ A home is one user's: `access_scope` makes no difference, and publishing is a ma
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,9 +26,8 @@ from typing import Literal, NoReturn
 from tinker import types
 
 from tinker_local_backend import hosted_only
-from tinker_local_backend.async_twins import awaited
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import EngineFuture, completed, on_a_thread
+from tinker_local_backend.futures import EngineFuture, at_once, awaited, on_a_thread
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import CheckpointEntry
 from tinker_local_backend.storage.info import read_info
@@ -86,38 +84,29 @@ class RestClient:
         self._session = session or Session()
         self._supported_models = supported_models
 
-    def get_server_capabilities(self) -> EngineFuture[types.GetServerCapabilitiesResponse]:
+    @at_once
+    def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
         """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
-        return completed(lambda: types.GetServerCapabilitiesResponse(supported_models=self._supported_models()))
-
-    get_server_capabilities_async = awaited(get_server_capabilities)
+        return types.GetServerCapabilitiesResponse(supported_models=self._supported_models())
 
     # Training runs
 
+    @at_once
     def list_training_runs(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned", project_id: str | None = None
-    ) -> EngineFuture[types.TrainingRunsResponse]:
+    ) -> types.TrainingRunsResponse:
         """One page of the home's training runs, newest first, and in `cursor` how many there are."""
         hosted_only.refuse_arguments(project_id=project_id)
         _check_page(limit, offset)
+        runs = self._registry.runs()
+        page = [self._training_run(run) for run in runs[offset : offset + limit]]
+        return types.TrainingRunsResponse(training_runs=page, cursor=_cursor(limit, offset, runs))
 
-        def run() -> types.TrainingRunsResponse:
-            runs = self._registry.runs()
-            page = [self._training_run(run) for run in runs[offset : offset + limit]]
-            return types.TrainingRunsResponse(training_runs=page, cursor=_cursor(limit, offset, runs))
-
-        return completed(run)
-
-    list_training_runs_async = awaited(list_training_runs)
-
-    def get_training_run(
-        self, training_run_id: str, access_scope: AccessScope = "owned"
-    ) -> EngineFuture[types.TrainingRun]:
+    @at_once
+    def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> types.TrainingRun:
         """One training run. RequestError when the home has none of this id."""
         check_name(training_run_id, "training run id")
-        return completed(lambda: self._training_run(self._run(training_run_id)))
-
-    get_training_run_async = awaited(get_training_run)
+        return self._training_run(self._run(training_run_id))
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
@@ -125,92 +114,64 @@ class RestClient:
         """The training run that a checkpoint belongs to."""
         return self.get_training_run(CheckpointPath.parse(tinker_path).run_id)
 
-    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
-
-    def get_weights_info_by_tinker_path(self, tinker_path: str) -> EngineFuture[types.WeightsInfoResponse]:
+    @at_once
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> types.WeightsInfoResponse:
         """Base model and LoRA settings of a checkpoint: what it takes to load it."""
-        path = CheckpointPath.parse(tinker_path)
-
-        def run() -> types.WeightsInfoResponse:
-            info = read_info(self._home, path)
-            return types.WeightsInfoResponse(
-                base_model=info.base_model,
-                is_lora=True,
-                lora_rank=info.spec.rank,
-                train_unembed=info.spec.train_unembed,
-                train_mlp=info.spec.train_mlp,
-                train_attn=info.spec.train_attn,
-            )
-
-        return completed(run)
-
-    get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
+        info = read_info(self._home, CheckpointPath.parse(tinker_path))
+        return types.WeightsInfoResponse(
+            base_model=info.base_model,
+            is_lora=True,
+            lora_rank=info.spec.rank,
+            train_unembed=info.spec.train_unembed,
+            train_mlp=info.spec.train_mlp,
+            train_attn=info.spec.train_attn,
+        )
 
     # Checkpoints
 
-    def list_checkpoints(self, training_run_id: str) -> EngineFuture[types.CheckpointsListResponse]:
+    @at_once
+    def list_checkpoints(self, training_run_id: str) -> types.CheckpointsListResponse:
         """All checkpoints of a run, oldest first. One that is damaged is left out; the run then says `corrupted`."""
         check_name(training_run_id, "training run id")
+        self._run(training_run_id)
+        entries = catalog.list_run(self._home, training_run_id).entries
+        return types.CheckpointsListResponse(checkpoints=[_checkpoint(entry) for entry in entries])
 
-        def run() -> types.CheckpointsListResponse:
-            self._run(training_run_id)
-            entries = catalog.list_run(self._home, training_run_id).entries
-            return types.CheckpointsListResponse(checkpoints=[_checkpoint(entry) for entry in entries])
-
-        return completed(run)
-
-    list_checkpoints_async = awaited(list_checkpoints)
-
-    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> EngineFuture[types.CheckpointsListResponse]:
+    @at_once
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
         """One page of the checkpoints of all runs, newest first, and in `cursor` how many there are."""
         _check_page(limit, offset)
-
-        def run() -> types.CheckpointsListResponse:
-            listings = [catalog.list_run(self._home, run.run_id) for run in self._registry.runs()]
-            entries = [entry for listing in listings for entry in listing.entries]
-            entries.sort(key=lambda entry: (-entry.info.created, str(entry.path)))
-            return types.CheckpointsListResponse(
-                checkpoints=[_checkpoint(entry) for entry in entries[offset : offset + limit]],
-                cursor=_cursor(limit, offset, entries),
-            )
-
-        return completed(run)
-
-    list_user_checkpoints_async = awaited(list_user_checkpoints)
+        listings = [catalog.list_run(self._home, run.run_id) for run in self._registry.runs()]
+        entries = [entry for listing in listings for entry in listing.entries]
+        entries.sort(key=lambda entry: (-entry.info.created, str(entry.path)))
+        return types.CheckpointsListResponse(
+            checkpoints=[_checkpoint(entry) for entry in entries[offset : offset + limit]],
+            cursor=_cursor(limit, offset, entries),
+        )
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> EngineFuture[None]:
         """Delete a checkpoint by run and id, which is `weights/<name>` or `sampler_weights/<name>`."""
         return self.delete_checkpoint_from_tinker_path(_path_of(training_run_id, checkpoint_id))
 
-    delete_checkpoint_async = awaited(delete_checkpoint)
-
-    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
+    @at_once
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> None:
         """Delete a checkpoint and its archive. Clients that were made from it go on."""
-        path = CheckpointPath.parse(tinker_path)
-        return completed(lambda: catalog.remove(self._home, path))
+        catalog.remove(self._home, CheckpointPath.parse(tinker_path))
 
-    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
-
-    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
+    @at_once
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> None:
         """Mark a checkpoint as public."""
-        path = CheckpointPath.parse(tinker_path)
-        return completed(lambda: catalog.set_public(self._home, path, True))
+        catalog.set_public(self._home, CheckpointPath.parse(tinker_path), True)
 
-    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
-
-    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> EngineFuture[None]:
+    @at_once
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> None:
         """Take the mark away."""
-        path = CheckpointPath.parse(tinker_path)
-        return completed(lambda: catalog.set_public(self._home, path, False))
+        catalog.set_public(self._home, CheckpointPath.parse(tinker_path), False)
 
-    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
-
-    def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> EngineFuture[None]:
+    @at_once
+    def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> None:
         """Let a checkpoint expire this many seconds from now; None: never. An expired checkpoint cannot be brought back."""
-        path = CheckpointPath.parse(tinker_path)
-        return completed(lambda: catalog.set_ttl(self._home, path, ttl_seconds))
-
-    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
+        catalog.set_ttl(self._home, CheckpointPath.parse(tinker_path), ttl_seconds)
 
     def copy_weights(
         self,
@@ -226,36 +187,21 @@ class RestClient:
         )
         source = CheckpointPath.parse(path)
 
-        def run() -> str:
+        def work() -> str:
             info = read_info(self._home, source)
             copied = catalog.copy(self._home, source, uuid.uuid4().hex, ttl_seconds)
-            now = time.time()
-            self._registry.record_run(
-                Run(
-                    run_id=copied.run_id,
-                    session_id=self._session.session_id,
-                    base_model=info.base_model,
-                    spec=info.spec,
-                    created=now,
-                    last_request_time=now,
-                    has_saved=True,
-                    user_metadata=info.user_metadata,
-                ),
-                self._session,
-            )
+            session = self._session
+            run = Run(copied.run_id, session.session_id, info.base_model, info.spec, info.user_metadata, has_saved=True)
+            self._registry.record_run(run, session)
             return str(copied)
 
-        return on_a_thread(run, "tinker-local-rest")
-
-    copy_weights_async = awaited(copy_weights)
+        return on_a_thread(work, "tinker-local-rest")
 
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> EngineFuture[CheckpointArchiveUrlResponse]:
         """As get_checkpoint_archive_url_from_tinker_path, by run and id (`weights/<name>` or `sampler_weights/<name>`)."""
         return self.get_checkpoint_archive_url_from_tinker_path(_path_of(training_run_id, checkpoint_id))
-
-    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
@@ -271,51 +217,43 @@ class RestClient:
 
         return on_a_thread(run, "tinker-local-rest")
 
-    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
-
     # Sessions
 
+    @at_once
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
-    ) -> EngineFuture[types.ListSessionsResponse]:
+    ) -> types.ListSessionsResponse:
         """One page of session ids, newest first. A session is one service client that trained or made a REST client."""
         _check_page(limit, offset)
+        ids = [session.session_id for session in self._registry.sessions()]
+        return types.ListSessionsResponse(sessions=ids[offset : offset + limit])
 
-        def run() -> types.ListSessionsResponse:
-            ids = [session.session_id for session in self._registry.sessions()]
-            return types.ListSessionsResponse(sessions=ids[offset : offset + limit])
-
-        return completed(run)
-
-    list_sessions_async = awaited(list_sessions)
-
-    def get_session(
-        self, session_id: str, access_scope: AccessScope = "owned"
-    ) -> EngineFuture[types.GetSessionResponse]:
+    @at_once
+    def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> types.GetSessionResponse:
         """A session's training runs, oldest first. Its samplers are known to their own process only and not listed."""
-
-        def run() -> types.GetSessionResponse:
-            for session in self._registry.sessions():
-                if session.session_id == session_id:
-                    runs = [run.run_id for run in reversed(self._registry.runs()) if run.session_id == session_id]
-                    return types.GetSessionResponse(
-                        training_run_ids=runs,
-                        sampler_ids=[],
-                        user_metadata=session.user_metadata or None,
-                        display_name=session.display_name,
-                    )
-            raise RequestError(f"there is no session {session_id!r} under {self._home}; list_sessions names them")
-
-        return completed(run)
-
-    get_session_async = awaited(get_session)
+        for session in self._registry.sessions():
+            if session.session_id == session_id:
+                runs = [run.run_id for run in reversed(self._registry.runs()) if run.session_id == session_id]
+                return types.GetSessionResponse(
+                    training_run_ids=runs,
+                    sampler_ids=[],
+                    user_metadata=session.user_metadata or None,
+                    display_name=session.display_name,
+                )
+        raise RequestError(f"there is no session {session_id!r} under {self._home}; list_sessions names them")
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """The refusals of what only the hosted service has."""
         base = name.removesuffix("_async")
-        if base in hosted_only.REST_CALLS:
-            return lambda *args, **kwargs: hosted_only.refuse_call(base)
-        raise AttributeError(f"RestClient has no {name}")
+        if base not in hosted_only.REST_CALLS:
+            raise AttributeError(f"RestClient has no {name}")
+
+        def refuse(*args: object, **kwargs: object) -> NoReturn:
+            raise RequestError(
+                f"RestClient.{base} has no meaning with the local engine: {hosted_only.REST_CALLS[base]}"
+            )
+
+        return refuse
 
     def _run(self, run_id: str) -> Run:
         for run in self._registry.runs():
@@ -338,6 +276,26 @@ class RestClient:
             last_sampler_checkpoint=last.get("sampler_weights"),
             user_metadata=run.user_metadata or None,
         )
+
+    # As older scripts spell it
+
+    get_server_capabilities_async = awaited(get_server_capabilities)
+    list_training_runs_async = awaited(list_training_runs)
+    get_training_run_async = awaited(get_training_run)
+    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
+    get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
+    list_checkpoints_async = awaited(list_checkpoints)
+    list_user_checkpoints_async = awaited(list_user_checkpoints)
+    delete_checkpoint_async = awaited(delete_checkpoint)
+    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
+    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
+    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
+    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
+    copy_weights_async = awaited(copy_weights)
+    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
+    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
+    list_sessions_async = awaited(list_sessions)
+    get_session_async = awaited(get_session)
 
 
 def _checkpoint(entry: CheckpointEntry) -> types.Checkpoint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,8 +13,8 @@ from tinker.types import PromptAltTokens
 from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from transformers import PreTrainedTokenizerBase
 
-from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.datums import frozen_tensor
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.requests import (
@@ -26,7 +25,7 @@ from tinker_local_backend.engine.requests import (
 )
 from tinker_local_backend.engine.tickets import SampledSequence, SamplingResult
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture, MappedFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.storage.checkpoints import load_adapter
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
@@ -100,24 +99,27 @@ class SamplingClient:
             ),
             topk_sample_logprobs,
         )
-        layout = SparseLayout.of(target_prompt_logprobs)
-        return MappedFuture(
-            self._engine.sample(self._model.name, request), lambda result: self._response(result, request, layout)
-        )
+        targets = None if target_prompt_logprobs is None else frozen_tensor(target_prompt_logprobs)
+        return self._engine.sample(self._model.name, request, lambda result: self._response(result, request, targets))
 
     sample_async = awaited(sample)
 
     def _response(
-        self, result: SamplingResult, request: SamplingRequest, layout: SparseLayout | None
+        self, result: SamplingResult, request: SamplingRequest, targets: tinker.TensorData | None
     ) -> tinker.types.SampleResponse:
-        scores = result.prompt
+        scores, alternatives, target_logprobs = result.prompt, None, None
+        if scores.targets is not None and targets is not None:
+            target_logprobs = _tensor(scores.targets, targets)
+        if scores.alternatives is not None:
+            ids, logprobs = (tinker.TensorData.from_numpy(array) for array in scores.alternatives)
+            alternatives = PromptAltTokens(tokens=ids, logprobs=logprobs)
         return tinker.types.SampleResponse(
             sequences=[self._sequence(sequence, request.topk_logprobs) for sequence in result.sequences],
             prompt_logprobs_np=scores.logprobs,
             topk_prompt_logprobs_np=None if scores.topk is None else _topk(*scores.topk),
-            target_prompt_logprobs=None if scores.targets is None else _tensor(scores.targets, layout),
+            target_prompt_logprobs=target_logprobs,
             prompt_cache_hit_tokens=result.cached_tokens,
-            prompt_alt_tokens=None if scores.alternatives is None else _alternatives(*scores.alternatives),
+            prompt_alt_tokens=alternatives,
         )
 
     def _sequence(self, sequence: SampledSequence, topk: int) -> tinker.SampledSequence:
@@ -144,7 +146,7 @@ class SamplingClient:
         tokens = prompt_tokens(prompt, self._model)
         scoring = prompt_scoring(self._model, len(tokens), True, 0, None, 0, prompt_logprobs_last_n)
         request = SamplingRequest(tokens, self._adapter, num_samples=0, max_tokens=0, scoring=scoring)
-        return MappedFuture(self._engine.sample(self._model.name, request), _only_prompt_logprobs)
+        return self._engine.sample(self._model.name, request, _only_prompt_logprobs)
 
     compute_logprobs_async = awaited(compute_logprobs)
 
@@ -187,34 +189,16 @@ def _topk(ids: np.ndarray, logprobs: np.ndarray) -> TopkLogprobs:
     return TopkLogprobs(ids.astype(np.int32), np.where(np.isnan(logprobs), MASK_LOGPROB, logprobs).astype(np.float32))
 
 
-def _alternatives(ids: np.ndarray, logprobs: np.ndarray) -> PromptAltTokens:
-    return PromptAltTokens(tokens=tinker.TensorData.from_numpy(ids), logprobs=tinker.TensorData.from_numpy(logprobs))
-
-
-@dataclass(frozen=True)
-class SparseLayout:
-    """Which cells a sparse CSR tensor lists; the caller's own lists may change while the request waits."""
-
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: tinker.TensorData | None) -> SparseLayout | None:
-        """None for a dense tensor."""
-        if tensor is None or tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
-            return None
-        return cls(tuple(tensor.sparse_crow_indices), tuple(tensor.sparse_col_indices))
-
-
-def _tensor(scores: np.ndarray, layout: SparseLayout | None) -> tinker.TensorData:
-    """Scores in the layout of the request: dense, or the listed cells of a sparse tensor."""
-    if layout is None:
+def _tensor(scores: np.ndarray, targets: tinker.TensorData) -> tinker.TensorData:
+    """Scores in the layout of the targets: dense, or the listed cells of a sparse tensor."""
+    rows, columns = targets.sparse_crow_indices, targets.sparse_col_indices
+    if rows is None or columns is None:
         return tinker.TensorData.from_numpy(scores)
-    rows = np.repeat(np.arange(len(scores)), np.diff(layout.rows))
+    row_of_cell = np.repeat(np.arange(len(scores)), np.diff(rows))
     return tinker.TensorData(
-        data=scores[rows, list(layout.columns)],
+        data=scores[row_of_cell, columns],
         dtype="float32",
         shape=list(scores.shape),
-        sparse_crow_indices=list(layout.rows),
-        sparse_col_indices=list(layout.columns),
+        sparse_crow_indices=rows,
+        sparse_col_indices=columns,
     )

@@ -6,24 +6,22 @@ import uuid
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from tinker import types
 
-from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import check_model_name
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture, completed
-from tinker_local_backend.hosted_only import refuse_arguments
+from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
+from tinker_local_backend.hosted_only import refuse_arguments, say_without_effect
 from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage.info import check_user_metadata, read_info
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
-from tinker_local_backend.storage.registry import Registry, Session
+from tinker_local_backend.storage.registry import Registry, Run, Session
 from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
 
 
@@ -31,20 +29,38 @@ class ServiceClient:
     """One engine: its clients share base models, KV cache and the worker thread.
 
     Args:
-        home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
         user_metadata: kept with the session, which is this client and its training runs (RestClient.get_session).
+        project_id, base_url, api_key, default_headers_overrides: what the SDK's client takes to find the hosted service.
+            A program written for it may pass them; they have no effect here, and a line in the log says so.
         display_name: of the session, for people.
+        home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
+
+    Raises:
+        RequestError: an argument that this client does not know.
 
     Close it (or use `with`) to free the models; it also closes when it is garbage or the program ends.
     """
 
     def __init__(
         self,
-        home: Path | str | None = None,
-        *,
         user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        *,
         display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        home: Path | str | None = None,
+        **unknown: object,
     ):
+        for name, value in unknown.items():
+            raise RequestError(f"ServiceClient({name}={value!r}) is unknown to the local engine; leave it out")
+        say_without_effect(
+            project_id=project_id,
+            base_url=base_url,
+            api_key=api_key,
+            default_headers_overrides=default_headers_overrides,
+        )
         self._home = Path(home) if home is not None else local_home()
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)
@@ -69,8 +85,6 @@ class ServiceClient:
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
         """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
         return self.create_rest_client().get_server_capabilities().result()
-
-    get_server_capabilities_async = as_coroutine(get_server_capabilities)
 
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
@@ -109,8 +123,6 @@ class ServiceClient:
 
         return self._engine.make_client(create)
 
-    create_lora_training_client_async = awaited(create_lora_training_client)
-
     def create_training_client_from_state(
         self,
         path: str,
@@ -126,8 +138,6 @@ class ServiceClient:
         refuse_arguments(weights_access_token=weights_access_token, optimizer=_other_than_adamw(optimizer))
         return self._from_state(path, base_model, user_metadata, with_optimizer=False)
 
-    create_training_client_from_state_async = awaited(create_training_client_from_state)
-
     def create_training_client_from_state_with_optimizer(
         self,
         path: str,
@@ -138,8 +148,6 @@ class ServiceClient:
         """A training client that goes on from a saved state as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._from_state(path, base_model, user_metadata, with_optimizer=True)
-
-    create_training_client_from_state_with_optimizer_async = awaited(create_training_client_from_state_with_optimizer)
 
     def _from_state(
         self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
@@ -177,13 +185,12 @@ class ServiceClient:
         check_model_name(base_model)
         return self._engine.make_client(lambda: SamplingClient(self._engine, self, self._engine.load(base_model), None))
 
-    create_sampling_client_async = awaited(create_sampling_client)
-
-    def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: Mapping[str, str]) -> TrainingRun:
+    def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: dict[str, str]) -> TrainingRun:
         model = self._engine.load(base_model)
         adapter = model.new_adapter(spec, seed)
         state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
-        return TrainingRun(self._engine, self._registry, self._session, uuid.uuid4().hex, model, state, user_metadata)
+        entry = Run(uuid.uuid4().hex, self._session.session_id, base_model, spec, user_metadata)
+        return TrainingRun(self._engine, self._registry, self._session, entry, model, state)
 
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
@@ -198,10 +205,16 @@ class ServiceClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
+
+    # As older scripts spell it
+
+    get_server_capabilities_async = as_coroutine(get_server_capabilities)
+    create_lora_training_client_async = awaited(create_lora_training_client)
+    create_training_client_from_state_async = awaited(create_training_client_from_state)
+    create_training_client_from_state_with_optimizer_async = awaited(create_training_client_from_state_with_optimizer)
+    create_sampling_client_async = awaited(create_sampling_client)
 
 
 def _other_than_adamw(optimizer: types.OptimizerConfig | None) -> types.OptimizerConfig | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -21,16 +21,16 @@ from tinker.types import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
+from tinker.types.get_info_response import ModelData
 from transformers import PreTrainedTokenizerBase
 
-from tinker_local_backend.async_twins import as_coroutine, awaited
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom
-from tinker_local_backend.engine.datums import freeze_data
+from tinker_local_backend.engine.datums import LossConfig, freeze_data
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import CheckpointError, RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage import checkpoints
@@ -48,12 +48,10 @@ class TrainingRun:
     engine: Engine
     registry: Registry
     session: Session
-    run_id: str
+    entry: Run
+    """as it was created; its metadata go with every checkpoint"""
     model: BaseModel
     state: trainer.TrainState
-    user_metadata: Mapping[str, str]
-    """given at creation; every checkpoint carries it"""
-    created: float = field(default_factory=time.time)
 
     @property
     def home(self) -> Path:
@@ -61,17 +59,8 @@ class TrainingRun:
 
     def record(self, has_saved: bool) -> None:
         """Tell the registry that the run exists, or that it has saved something."""
-        run = Run(
-            run_id=self.run_id,
-            session_id=self.session.session_id,
-            base_model=self.model.name,
-            spec=self.state.adapter.spec,
-            created=self.created,
-            last_request_time=time.time(),
-            has_saved=has_saved,
-            user_metadata=dict(self.user_metadata),
-        )
-        self.registry.record_run(run, self.session)
+        now = replace(self.entry, last_request_time=time.time(), has_saved=has_saved)
+        self.registry.record_run(now, self.session)
 
     def save(
         self,
@@ -82,7 +71,7 @@ class TrainingRun:
     ) -> None:
         """Write a checkpoint, on the worker; `weights` hold the optimizer's state too."""
         optimizer = self.state.optimizer if path.kind == "weights" else None
-        metadata = {**self.user_metadata, **check_user_metadata(user_metadata)}
+        metadata = {**self.entry.user_metadata, **check_user_metadata(user_metadata)}
         checkpoints.save(
             self.home, path, self.model.name, self.state.adapter, optimizer, ttl_seconds, overwrite, metadata
         )
@@ -98,7 +87,7 @@ class TrainingClient:
 
     @property
     def model_id(self) -> str:
-        return self._run.run_id
+        return self._run.entry.run_id
 
     def _train(self, operation: Callable[[], T]) -> EngineFuture[T]:
         """Submit an operation that needs the memory of the samplers' prefix cache."""
@@ -110,24 +99,16 @@ class TrainingClient:
         return self._submit(run)
 
     def _submit(self, operation: Callable[[], T]) -> EngineFuture[T]:
-        return self._run.engine.submit(self._run.run_id, operation)
+        return self._run.engine.submit(self._run.entry.run_id, operation)
 
     def forward(
-        self,
-        data: list[tinker.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
+        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Loss and logprobs without gradients."""
         return self._pass(data, loss_fn, loss_fn_config, backward=False)
 
-    forward_async = as_coroutine(forward)
-
     def forward_backward(
-        self,
-        data: list[tinker.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
+        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Loss, logprobs, and gradients that accumulate until optim_step.
 
@@ -135,8 +116,6 @@ class TrainingClient:
         `loss_fn_config["temperature"]` scores on the tempered distribution that was sampled.
         """
         return self._pass(data, loss_fn, loss_fn_config, backward=True)
-
-    forward_backward_async = as_coroutine(forward_backward)
 
     def forward_backward_custom(
         self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
@@ -151,14 +130,8 @@ class TrainingClient:
             raise RequestError(f"loss_type_input={loss_type_input!r}: a custom loss always gets logprobs; leave it out")
         return self._train(lambda: forward_backward_custom(run.model, run.state, datums, loss_fn))
 
-    forward_backward_custom_async = as_coroutine(forward_backward_custom)
-
     def _pass(
-        self,
-        data: list[tinker.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None,
-        backward: bool,
+        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig, backward: bool
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         run, datums, config = self._run, freeze_data(data), copy(loss_fn_config)
         return self._train(lambda: trainer.forward_backward(run.model, run.state, datums, loss_fn, config, backward))
@@ -172,8 +145,6 @@ class TrainingClient:
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
         return self._train(lambda: trainer.optim_step(self._run.state, params))
 
-    optim_step_async = as_coroutine(optim_step)
-
     def save_state(
         self,
         name: str,
@@ -183,9 +154,12 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsResponse]:
         """Save adapter and optimizer state, to go on from. `.path` is the tinker:// path."""
         path = self._path("weights", name)
-        return self._save(path, SaveWeightsResponse(path=str(path)), ttl_seconds, overwrite, user_metadata)
 
-    save_state_async = as_coroutine(save_state)
+        def save() -> SaveWeightsResponse:
+            self._run.save(path, ttl_seconds, overwrite, user_metadata)
+            return SaveWeightsResponse(path=str(path))
+
+        return self._submit(save)
 
     def save_weights_for_sampler(
         self,
@@ -196,9 +170,12 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsForSamplerResponse]:
         """Save the adapter alone, to sample from. `.path` is the tinker:// path."""
         path = self._path("sampler_weights", name)
-        return self._save(path, SaveWeightsForSamplerResponse(path=str(path)), ttl_seconds, overwrite, user_metadata)
 
-    save_weights_for_sampler_async = as_coroutine(save_weights_for_sampler)
+        def save() -> SaveWeightsForSamplerResponse:
+            self._run.save(path, ttl_seconds, overwrite, user_metadata)
+            return SaveWeightsForSamplerResponse(path=str(path))
+
+        return self._submit(save)
 
     def create_sampling_client(
         self, model_path: str, retry_config: object = None, record_stability_info: bool = False
@@ -206,8 +183,6 @@ class TrainingClient:
         """Sample from saved weights, of this run or another, as with ServiceClient.create_sampling_client(model_path)."""
         refuse_arguments(record_stability_info=record_stability_info)
         return open_checkpoint(self._run.engine, self._owner, self._run.home, model_path)
-
-    create_sampling_client_async = awaited(create_sampling_client)
 
     def save_weights_and_get_sampling_client(
         self,
@@ -232,14 +207,10 @@ class TrainingClient:
 
         return ClientFuture(self._submit(run))
 
-    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
-
     def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
         """Replace the adapter by a checkpoint's; the optimizer is reset and accumulated gradients are dropped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=False)
-
-    load_state_async = as_coroutine(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -247,8 +218,6 @@ class TrainingClient:
         """Replace adapter and optimizer state by a checkpoint's: training goes on as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=True)
-
-    load_state_with_optimizer_async = as_coroutine(load_state_with_optimizer)
 
     def _load(self, path: str, with_optimizer: bool) -> EngineFuture[LoadWeightsResponse]:
         parsed = CheckpointPath.parse(path)
@@ -260,41 +229,36 @@ class TrainingClient:
         return self._submit(run)
 
     def _path(self, kind: CheckpointKind, name: str) -> CheckpointPath:
-        return CheckpointPath(self._run.run_id, kind, check_name(name, "checkpoint name"))
-
-    def _save(
-        self,
-        path: CheckpointPath,
-        response: T,
-        ttl_seconds: int | None,
-        overwrite: bool,
-        user_metadata: Mapping[str, str] | None,
-    ) -> EngineFuture[T]:
-        def run() -> T:
-            self._run.save(path, ttl_seconds, overwrite, user_metadata)
-            return response
-
-        return self._submit(run)
+        return CheckpointPath(self._run.entry.run_id, kind, check_name(name, "checkpoint name"))
 
     def get_info(self) -> GetInfoResponse:
         """Base model, LoRA rank and tokenizer of this run."""
         model = self._run.model
-        data = {"arch": model.config.model_type, "model_name": model.name, "tokenizer_id": model.name}
-        return GetInfoResponse.model_validate(
-            {
-                "type": "get_info",
-                "model_id": self._run.run_id,
-                "model_data": data,
-                "is_lora": True,
-                "lora_rank": self._run.state.adapter.spec.rank,
-                "model_name": model.name,
-            }
+        return GetInfoResponse(
+            type="get_info",
+            model_id=self._run.entry.run_id,
+            model_data=ModelData(arch=model.config.model_type, model_name=model.name, tokenizer_id=model.name),
+            is_lora=True,
+            lora_rank=self._run.state.adapter.spec.rank,
+            model_name=model.name,
         )
-
-    get_info_async = as_coroutine(get_info)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._run.model.tokenizer
+
+    # As older scripts spell it
+
+    forward_async = as_coroutine(forward)
+    forward_backward_async = as_coroutine(forward_backward)
+    forward_backward_custom_async = as_coroutine(forward_backward_custom)
+    optim_step_async = as_coroutine(optim_step)
+    save_state_async = as_coroutine(save_state)
+    save_weights_for_sampler_async = as_coroutine(save_weights_for_sampler)
+    create_sampling_client_async = awaited(create_sampling_client)
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
+    load_state_async = as_coroutine(load_state)
+    load_state_with_optimizer_async = as_coroutine(load_state_with_optimizer)
+    get_info_async = as_coroutine(get_info)
 
 
 def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:

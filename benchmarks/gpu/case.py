@@ -21,8 +21,8 @@ from benchmarks.gpu.models import fill_adapter, random_module, shape_of
 from benchmarks.gpu.scale import Scale
 from benchmarks.models import word_tokenizer
 from benchmarks.ours import LocalEngine, completion_datum
+from benchmarks.reference import Reference
 from benchmarks.workload import TrainingSequence, random_tokens
-from tests.engine.reference import Reference
 from tinker_local_backend import SamplingClient, TrainingClient
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter

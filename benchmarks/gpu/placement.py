@@ -1,82 +1,156 @@
-"""Section 7, which needs no GPU: is every tensor on the device, and where does the engine read from it?"""
+"""Section 7: is every tensor of a decode step and a training pass on the device, and where does the engine read from it?
+
+With a GPU the actions run there. Without one they run on a pretended GPU (pretended_gpu.py), which refuses what mixes devices.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import tinker
 import torch
+from torch.overrides import TorchFunctionMode
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.gpu.models import fill_adapter, frozen_adapters, random_module, shape_of
+from benchmarks.gpu.pretended_gpu import GPU, pretend
+from benchmarks.gpu.training_checks import LOSSES, policy_or_weights
 from benchmarks.gpu.visit import Visit
+from benchmarks.models import word_tokenizer
+from benchmarks.workload import random_tokens
+from tinker_local_backend.engine import trainer
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.engine.tickets import Ticket
 
-_SOURCE = Path(__file__).with_name("no_cuda.cpp")
-TIMEOUT_SECONDS = 110
-DECODING = "one decode step"
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE = str(ROOT / "tinker_local_backend")
+READS = ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy", "nonzero", "cpu")
 
 
 def run(visit: Visit) -> None:
-    """A decode step and a training pass on fake tensors of device `cuda`: no mixed devices; read-backs are listed."""
+    """No mixed devices; read-backs are listed."""
     add = visit.findings.table(
         "Where the host reads from the device (each is a wait), per action", ["action", "what", "where", "times"]
     )
-    for found in examine():
-        if found["action"] != DECODING and not can_go_backward():
-            add(
-                [found["action"], "not examined: torch has CUDA and sees no GPU, so autograd refuses fake ones", "", ""]
-            )
-            continue
-        name = f"placement: {found['action']}"
-        detail = f"{found['place']}: {found['error']}" if found["error"] else ""
-        visit.findings.require(name, found["error"] is None, detail[:400])
-        for what, place, count in found["read_backs"]:
-            add([found["action"], what, place, str(count)])
+    for found in examine(visit.device if visit.on_gpu else None):
+        detail = f"{found.place}: {found.error}" if found.error else ""
+        visit.findings.require(f"placement: {found.action}", found.error is None, detail[:400])
+        for (what, place), count in found.reads.items():
+            add([found.action, what, place, str(count)])
 
 
-def can_go_backward() -> bool:
-    """Whether autograd takes fake CUDA tensors here: with a GPU, or where the stand-in of no_cuda.cpp is loaded."""
-    return torch.cuda.is_available() or not torch.backends.cuda.is_built()
+@dataclass
+class Examined:
+    """What one action did: the error with its place in the engine, and the reads by (function, place)."""
+
+    action: str
+    reads: Counter[tuple[str, str]] = field(default_factory=Counter)
+    error: str | None = None
+    place: str | None = None
 
 
-def examine(module: str = "benchmarks.gpu.fake_device") -> list[dict[str, Any]]:
-    """What fake_device.py found, in a process of its own. Raises BenchmarkError when it ends without an answer."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not torch.backends.cuda.is_built():
-        environment["LD_PRELOAD"] = str(stand_in())
-    done = subprocess.run(
-        [sys.executable, "-m", module], capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS
-    )
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not lines:
-        raise BenchmarkError(f"{module} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return json.loads(lines[-1])
+def examine(device: torch.device | None) -> Iterator[Examined]:
+    """A decode step and a training pass of each loss on this GPU; None pretends one."""
+    with pretend() if device is None else nullcontext():
+        device = device or GPU
+        shape = shape_of("tiny")
+        module: Any = random_module(shape, torch.device("cpu"), torch.bfloat16)
+        model = BaseModel.from_module("random/tiny", module.to(device), word_tokenizer(shape.vocab))
+        adapters = list(frozen_adapters(model, rank=4, count=2))
+        trained = model.new_adapter(LoraSpec(4), seed=0)
+        fill_adapter(trained, seed=0)
+        state = trainer.TrainState(trained, trainer.AdamW(trained.parameters()))
+        yield _examined("one decode step", lambda: _decode(model, adapters))
+        for loss_fn in LOSSES:
+            yield _examined(f"training pass, {loss_fn}", lambda loss_fn=loss_fn: _train(model, state, loss_fn))
 
 
-def stand_in() -> Path:
-    """The library of no_cuda.cpp for this torch, compiled on first use."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise BenchmarkError("torch is built without CUDA and there is no C++ compiler: install g++, or set CXX")
-    torch_folder = Path(torch.__file__).parent
-    root = Path(tempfile.gettempdir()) / f"tinker-no-cuda-{os.getuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
-    digest = hashlib.sha256(f"{torch_folder}\n{_SOURCE.read_text()}".encode()).hexdigest()[:12]
-    target = root / f"{torch.__version__}-{digest}.so"
-    if target.exists():
-        return target
-    library = torch_folder / "lib"
-    staging = target.with_suffix(f".{os.getpid()}.so")
-    command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}", str(_SOURCE)]
-    command += ["-o", str(staging), f"-L{library}", f"-Wl,-rpath,{library}", "-lc10", "-ltorch_cpu"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise BenchmarkError(f"no_cuda.cpp does not compile: {done.stderr.strip()[-2000:]}")
-    os.replace(staging, target)
-    return target
+def _examined(action: str, prepare: Callable[[], Callable[[], None]]) -> Examined:
+    found = Examined(action)
+    reads = ReadBacks(found.reads)
+    try:
+        with mock.patch.object(Generator, "_recover", _raise):
+            act = prepare()
+            with reads:
+                act()
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(ENGINE)]
+        found.error = f"{type(error).__name__}: {error}"
+        found.place = _place(frames[-1].filename, frames[-1].lineno) if frames else "outside the engine"
+    return found
+
+
+def _raise(generator: Generator, affected: Any, rows: int, error: Exception) -> None:
+    """In place of the generator's recovery, which would hide where an error came from."""
+    raise error
+
+
+class ReadBacks(TorchFunctionMode):
+    """Writes down where tensors of a GPU are read by the host."""
+
+    def __init__(self, places: Counter[tuple[str, str]]) -> None:
+        super().__init__()
+        self._places = places
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        on_gpu = bool(args) and isinstance(args[0], torch.Tensor) and args[0].device.type == GPU.type
+        if on_gpu and (name in READS or _to_the_host(name, args, kwargs)):
+            self._places[name, _place_of(sys._getframe(1))] += 1
+        return func(*args, **kwargs)
+
+
+def _to_the_host(name: str, args: Any, kwargs: Any) -> bool:
+    wanted = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str | torch.device)]
+    return name == "to" and any(torch.device(value).type == "cpu" for value in wanted)
+
+
+def _place_of(frame: Any) -> str:
+    """file:line of the innermost frame of the engine."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(ENGINE):
+            return _place(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return "outside the engine"
+
+
+def _place(filename: str, line: int | None) -> str:
+    return f"{Path(filename).relative_to(ROOT)}:{line}"
+
+
+def _decode(model: BaseModel, adapters: list[Adapter]) -> Callable[[], None]:
+    """Prefill, then a decode step, of rows with and without adapters, limits and greedy choice."""
+    generator = Generator(model, 4096, iter(range(1, 100)).__next__)
+    for i, adapter in enumerate([*adapters, None]):
+        prompt = tuple(random_tokens(model.vocab_size, 12, seed=i))
+        request = SamplingRequest(
+            prompt, adapter, 2, max_tokens=8, temperature=(1.0, 0.7, 0.0)[i % 3], top_k=20 * (i % 2), top_p=0.9, seed=i
+        )
+        generator.add(Ticket(request, lambda _: None, lambda: False))
+    while generator.running < 2 * (len(adapters) + 1):
+        generator.step()
+    return generator.step
+
+
+def _train(model: BaseModel, state: trainer.TrainState, loss_fn: str) -> Callable[[], None]:
+    """Forward, backward and an optimizer step over datums that share a prompt, with and without recomputed layers."""
+    data = policy_or_weights(loss_fn, model.vocab_size)
+
+    def act() -> None:
+        original = model.recompute
+        for recompute in (False, True):
+            with mock.patch.object(model, "recompute", lambda _, recompute=recompute: original(recompute)):
+                trainer.forward_backward(model, state, data, loss_fn, None, True)
+        trainer.optim_step(state, tinker.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))
+
+    return act

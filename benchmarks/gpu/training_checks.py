@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.gpu.case import Case, Float64, environment
 from benchmarks.gpu.training import counted_passes
+from benchmarks.reference import DEFAULTS, datum_loss
 from benchmarks.workload import random_tokens
-from tests.engine.reference import DEFAULTS, datum_loss
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 CONFIGS: dict[str, dict[str, float]] = {"gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}

@@ -68,6 +68,6 @@ SECTIONS = (
     Section("training", "Training", 0.16),
     Section("agreement", "Sampler against trainer by depth, one GRPO step, profiles", 0.18, is_correctness=True),
     Section("beside", "Beside other tools", 0.10),
-    Section("placement", "Placement without a device", 0.04, is_correctness=True),
+    Section("placement", "Placement of tensors", 0.04, is_correctness=True),
 )
 """In order of worth: what comes last is lost first."""

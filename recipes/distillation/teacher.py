@@ -63,6 +63,7 @@ def teacher_run(cli: TeacherKeys, config: RunConfig, dataset_builder: Supervised
         num_epochs=cli.teacher_epochs,
         max_steps=None,
         eval_every=0,
+        infrequent_eval_every=0,
         **tracker_settings(TrackerConfig()),
     )
 

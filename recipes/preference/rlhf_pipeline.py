@@ -184,7 +184,7 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
         dataset_builder=data,
         learning_rate=cli.preference_learning_rate,
         num_epochs=cli.preference_epochs,
-        evaluator_builders=[LabelAccuracyBuilder(data=data)] if has_test else [],
+        evaluator_builders=[*cli.evaluator_builders, *([LabelAccuracyBuilder(data=data)] if has_test else [])],
     )
 
 
@@ -210,7 +210,7 @@ def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path:
         warm_path,
         dataset_builder=data,
         learning_rate=cli.rl_learning_rate,
-        evaluator_builders=[cli.fill(WinRateBuilder, data=data)] if has_test else [],
+        evaluator_builders=[*cli.evaluator_builders, *([cli.fill(WinRateBuilder, data=data)] if has_test else [])],
     )
 
 

@@ -71,7 +71,10 @@ def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
         log_path=log_path,
         recipe_name=RECIPE,
         dataset_builder=data,
-        evaluator_builders=[partial(AgreementEvaluator, data.renderer, lines, answers, pattern, sampling)],
+        evaluator_builders=[
+            *cli.evaluator_builders,
+            partial(AgreementEvaluator, data.renderer, lines, answers, pattern, sampling),
+        ],
     )
     train.check_config(config)
     return config

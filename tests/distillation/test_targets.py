@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from tests.fakes import FakeSamplingClient, seeded_reply
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.distillation.scored import score_examples
 from tinker_cookbook.distillation.targets import (
     TeacherScores,
     renormalised,
+    score_batch,
     score_datum,
     soft_target_datum,
     soft_target_metrics,
@@ -72,7 +72,7 @@ class TestAgainstAPlainReference:
             service = backends.create_service_client("local")
             teacher = await service.create_sampling_client(base_model=MODEL)
             student = await service.create_lora_training_client(MODEL, rank=4, seed=0)
-            batch = await score_examples([teacher], [(0, datum) for datum in data], K, concurrency=2)
+            batch = await score_batch([teacher], [(0, datum) for datum in data], K, concurrency=2)
             return batch, await student.forward(batch.soft_data(), "cross_entropy")
 
         batch, output = asyncio.run(run())
@@ -91,7 +91,7 @@ class TestAgainstAPlainReference:
             kls += float((w_N * (nll_N + (q_NK * np.log(q_NK)).sum(1))).sum())
             weights += float(w_N.sum())
         assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
-        metrics = batch.metrics("train", [output])
+        metrics = batch.report(output)
         assert metrics["train/nll"] == pytest.approx(loss / weights, rel=1e-5)
         assert metrics["train/kl"] == pytest.approx(kls / weights, rel=1e-4)
         # With the student equal to the teacher, what is left of the KL is the mass outside the top k.
@@ -103,8 +103,8 @@ class TestAgainstAPlainReference:
             teacher = await service.create_sampling_client(base_model=MODEL)
             student = await service.create_lora_training_client(MODEL, rank=4, seed=0)
             vocabulary = len(teacher.get_tokenizer())
-            batch = await score_examples([teacher], [(0, datum) for datum in conversations(2)], vocabulary, 64)
-            return batch.metrics("train", [await student.forward(batch.soft_data(), "cross_entropy")])
+            batch = await score_batch([teacher], [(0, datum) for datum in conversations(2)], vocabulary, 64)
+            return batch.report(await student.forward(batch.soft_data(), "cross_entropy"))
 
         metrics = asyncio.run(run())
         assert metrics["train/kl"] == pytest.approx(0.0, abs=1e-5)

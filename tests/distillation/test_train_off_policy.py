@@ -18,7 +18,7 @@ from tests.rl.loop import rows, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation import train_off_policy
-from tinker_cookbook.distillation.scored import score_examples
+from tinker_cookbook.distillation.targets import score_batch
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.distillation.train_off_policy import Config, DatasetWithTeacher
 from tinker_cookbook.exceptions import ConfigurationError
@@ -154,7 +154,7 @@ class TestLoop:
                 return later()
 
         examples = [(0, to_datum((0, i))) for i in range(10)]
-        batch = asyncio.run(score_examples([Slow(0, seeded_reply, [], [])], examples, 3, concurrency=4))
+        batch = asyncio.run(score_batch([Slow(0, seeded_reply, [], [])], examples, 3, concurrency=4))
         assert waiting == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
         assert [scores.token_ids_NK[0, 0] for scores in batch.scores] == list(range(10))
 
@@ -224,7 +224,7 @@ class TestRefusals:
         [
             ({"dataset_configs": []}, "dataset_configs is empty"),
             ({"n_teacher_targets": 100_000}, r"n_teacher_targets=100000 is more than the \d+ tokens"),
-            ({"max_steps": 0}, "max_steps=0: nothing to train"),
+            ({"max_steps": 0}, "nothing to train on: .* max_steps=0"),
             ({"dataset_configs": [source(length=1024)]}, r"example of 1024 tokens.*Set max_length to at most 1023"),
             ({"dataset_configs": [source(), source(weight=0.01)]}, "none for source 1"),
             ({"dataset_configs": [source("/no/such/model")]}, "/no/such/model"),

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from benchmarks.reference import Reference
 from tests.engine.devices import here
 from tests.engine.helpers import make_training_client, tokens_compared
-from tests.engine.reference import Reference
 from tests.engine.selection import (  # noqa: F401  (hooks of this folder)
     pytest_collection_modifyitems,
     pytest_configure,
@@ -104,7 +104,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def service(home: Path) -> Iterator[ServiceClient]:
-    with ServiceClient(home) as service:
+    with ServiceClient(home=home) as service:
         yield service
 
 

@@ -49,7 +49,7 @@ def test_two_steps_a_restart_and_two_steps_are_four_steps(service: ServiceClient
     first = make_training_client(service, tied_model)
     train(first, range(2))
     path = first.save_state("half").result().path
-    with ServiceClient(home) as other:
+    with ServiceClient(home=home) as other:
         second = other.create_training_client_from_state_with_optimizer(path).result()
         assert_same(weights(second), weights(first))
         train(second, range(2, 4))
@@ -112,7 +112,7 @@ def test_saved_weights_sample_like_the_client_that_saved_them(
     train(training, range(1))
     assert_repeats(sampled(service.create_sampling_client(path).result()), expected)
     assert_repeats(sampled(service.create_sampling_client(model_path=path).result()), expected)
-    with ServiceClient(home) as other:
+    with ServiceClient(home=home) as other:
         assert_repeats(sampled(other.create_sampling_client(path).result()), expected)
 
 

@@ -18,7 +18,7 @@ DATA = [cross_entropy_datum(7, 0)]
 @pytest.fixture
 def own(tmp_path: Path, tied_model: str) -> Iterator[tuple[ServiceClient, TrainingClient, SamplingClient]]:
     """An engine that a test may close."""
-    with ServiceClient(tmp_path) as service:
+    with ServiceClient(home=tmp_path) as service:
         client = service.create_lora_training_client(tied_model, rank=2, seed=0).result()
         yield service, client, client.save_weights_and_get_sampling_client().result()
 
@@ -57,14 +57,14 @@ def test_a_closed_client_refuses_new_work(own: tuple[ServiceClient, TrainingClie
         lambda: sampler.compute_logprobs(prompt([1, 2])),
     ]
     for call in calls:
-        with pytest.raises(EngineClosedError, match="closed; create a new one"):
+        with pytest.raises(EngineClosedError, match="closed before this request ran; create a new one"):
             call()
 
 
 def test_a_closed_client_refuses_to_sample(own: tuple[ServiceClient, TrainingClient, SamplingClient]) -> None:
     service, _, sampler = own
     service.close()
-    with pytest.raises(EngineClosedError, match="closed; create a new one"):
+    with pytest.raises(EngineClosedError, match="closed before this request ran; create a new one"):
         sampler.sample(prompt([1, 2]), 1, params())
 
 
@@ -118,7 +118,7 @@ def test_closing_from_another_thread_reaches_what_is_still_held_back(
 
 
 def test_a_client_keeps_its_engine_alive_and_nothing_else_does(tmp_path: Path, tied_model: str) -> None:
-    sampler = ServiceClient(tmp_path).create_sampling_client(base_model=tied_model).result()
+    sampler = ServiceClient(home=tmp_path).create_sampling_client(base_model=tied_model).result()
     worker = sampler._engine._worker
     gc.collect()
     assert sampler.sample(prompt([1, 2]), 1, params()).result(SECONDS).sequences

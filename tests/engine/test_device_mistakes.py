@@ -1,7 +1,6 @@
 """On a pretended GPU nothing in the engine mixes devices, and the numbers are those of the CPU."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import tinker
 import torch
 
+from benchmarks.gpu.pretended_gpu import DeviceMistake, OnGpu, pretend
 from tests.engine.helpers import (
     STEP,
     activation_memory,
@@ -24,7 +24,6 @@ from tests.engine.helpers import (
     random_tokens,
     weights,
 )
-from tests.engine.pretended_gpu import DeviceMistake, OnGpu, pretend
 from tests.engine.test_families import write_family
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.losses import LOSSES
@@ -33,13 +32,6 @@ pytestmark = pytest.mark.cpu_promise
 """where there is a GPU, none is pretended"""
 
 STEM = random_tokens(20, 1)
-
-
-@contextmanager
-def on_gpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        pretend(patch)
-        yield
 
 
 MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -69,7 +61,7 @@ CORRECT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_pretence_refuses_what_a_gpu_refuses(name: str) -> None:
-    with on_gpu():
+    with pretend():
         gpu, cpu = torch.zeros(3, device="cuda"), torch.zeros(3)
         assert isinstance(gpu, OnGpu) and gpu.device.type == "cuda" and not isinstance(cpu, OnGpu)
         with pytest.raises(DeviceMistake):
@@ -78,7 +70,7 @@ def test_the_pretence_refuses_what_a_gpu_refuses(name: str) -> None:
 
 @pytest.mark.parametrize("name", CORRECT)
 def test_the_pretence_allows_what_a_gpu_allows(name: str) -> None:
-    with on_gpu():
+    with pretend():
         result = CORRECT[name](torch.ones(3, device="cuda"), torch.ones(3))
         assert isinstance(result, OnGpu) == (name != "back")
     assert torch.zeros(1).device.type == "cpu"
@@ -140,7 +132,7 @@ def sample(clients: list[SamplingClient]) -> list[Any]:
 def everything(home: Path, model: str) -> list[Any]:
     """What comes out of an engine's life: numbers that can be compared."""
     found: list[Any] = []
-    with ServiceClient(home) as service:
+    with ServiceClient(home=home) as service:
         client = make_training_client(service, model)
         snapshots = [service.create_sampling_client(base_model=model).result()]
         snapshots.append(client.save_weights_and_get_sampling_client().result())
@@ -165,7 +157,7 @@ def everything(home: Path, model: str) -> list[Any]:
 def test_no_device_meets_another_and_the_numbers_are_those_of_the_cpu(tmp_path: Path, family: str) -> None:
     model = write_family(family, tmp_path / "model")
     *expected, without = everything(tmp_path / "cpu", model)
-    with on_gpu():
+    with pretend():
         *found, tagged = everything(tmp_path / "gpu", model)
     assert (without, tagged) == ({False}, {True})
     assert len(found) == len(expected) > 100

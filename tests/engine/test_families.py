@@ -24,6 +24,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from benchmarks.reference import Reference, loss_and_gradients
 from tests.engine.conftest import SHAPE, save_model, write_model
 from tests.engine.devices import here
 from tests.engine.helpers import (
@@ -39,7 +40,6 @@ from tests.engine.helpers import (
     prompt,
     random_tokens,
 )
-from tests.engine.reference import Reference, loss_and_gradients
 from tinker_local_backend import ServiceClient, TrainingClient
 from tinker_local_backend.engine.attention import PackedPlan
 

@@ -28,7 +28,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def own(small_disk: Path) -> Iterator[ServiceClient]:
-    with ServiceClient(small_disk) as service:
+    with ServiceClient(home=small_disk) as service:
         yield service
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.reference import Reference, loss_and_gradients
 from tests.engine.devices import here
 from tests.engine.helpers import (
     VOCABULARY,
@@ -29,7 +30,6 @@ from tests.engine.helpers import (
     pass_tokens,
     random_tokens,
 )
-from tests.engine.reference import Reference, loss_and_gradients
 from tinker_local_backend import ServiceClient, TrainingClient
 from tinker_local_backend.engine.losses import LOSSES
 

@@ -25,7 +25,7 @@ BUDGET = 120
 def small(tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SamplingClient]:
     """A base sampler with room for 120 tokens."""
     monkeypatch.setenv("TINKER_LOCAL_KV_CACHE_TOKENS", str(BUDGET))
-    with ServiceClient(tmp_path) as service:
+    with ServiceClient(home=tmp_path) as service:
         yield service.create_sampling_client(base_model=tied_model).result()
 
 
@@ -145,7 +145,7 @@ def test_cancelling_one_request_of_a_batch_changes_nothing_in_the_others(
 def test_a_setting_that_is_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "many")
     with pytest.raises(RequestError, match=f"{name} must be an integer, got 'many'"):
-        ServiceClient(tmp_path)
+        ServiceClient(home=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_a_setting_out_of_range_is_named(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(RequestError, match=name):
-        ServiceClient(tmp_path)
+        ServiceClient(home=tmp_path)

@@ -91,7 +91,7 @@ def test_the_same_through_a_client(
     meter: Meter, model: BaseModel, tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_LOCAL_KV_CACHE_TOKENS", str(BUDGET))
-    with ServiceClient(tmp_path) as service:
+    with ServiceClient(home=tmp_path) as service:
         client: SamplingClient = service.create_sampling_client(base_model=tied_model).result()
         futures = [
             client.sample(prompt(random_tokens(5 + i % 40, i)), 2, params(1 + i % 9, seed=i, stop=[]))
@@ -113,7 +113,7 @@ def test_growing_takes_one_more_layer_for_a_moment(meter: Meter, shape: tuple[in
         cache.resize(rows, length)
         larger = max(before, rows * length)
         assert meter.most <= (larger * layers + before) * token
-    cache.release()
+    cache.resize(0, 0)
     meter.most = 0
     meter.look()
     assert meter.most == 0

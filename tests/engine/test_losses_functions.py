@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.reference import DEFAULTS, datum_loss
+from benchmarks.reference import DEFAULTS, datum_loss
 from tinker_local_backend.engine.losses import LOSSES
 
 POLICY_LOSSES = [name for name, loss in LOSSES.items() if loss.is_policy_loss]

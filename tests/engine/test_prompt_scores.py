@@ -8,6 +8,7 @@ import pytest
 import tinker
 import torch
 
+from benchmarks.reference import Reference
 from tests.engine.devices import here
 from tests.engine.helpers import (
     VOCABULARY,
@@ -19,7 +20,6 @@ from tests.engine.helpers import (
     prompt,
     random_tokens,
 )
-from tests.engine.reference import Reference
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine import scoring
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.reference import Reference
 from tests.engine.devices import here
 from tests.engine.helpers import (
     STEP,
@@ -19,7 +20,6 @@ from tests.engine.helpers import (
     random_tokens,
     tokens_of,
 )
-from tests.engine.reference import Reference
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.noise import mix_seed, uniforms
 
@@ -68,7 +68,7 @@ def test_neighbouring_seeds_share_no_sample(sampler: SamplingClient) -> None:
 
 def unseeded_run(home: Path, model: str) -> list:
     """Adapter seeds and samples for which the caller names no seed."""
-    with ServiceClient(home) as service:
+    with ServiceClient(home=home) as service:
         client = service.create_lora_training_client(model, rank=2).result()
         matrix = client._run.state.adapter.a["lm_head"].tolist()
         snapshot = client.save_weights_and_get_sampling_client().result()
@@ -96,7 +96,7 @@ def test_no_global_random_state_moves(tmp_path: Path, tied_model: str) -> None:
         return torch.get_rng_state().tolist(), device, random.getstate(), kind, np.asarray(keys).tolist(), rest
 
     before = state()
-    with ServiceClient(tmp_path) as service:
+    with ServiceClient(home=tmp_path) as service:
         for seed in (None, 1):
             client = service.create_lora_training_client(tied_model, rank=2, seed=seed).result()
             client.forward_backward([cross_entropy_datum(6, 0)], "cross_entropy")

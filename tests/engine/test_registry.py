@@ -22,7 +22,7 @@ SPEC = LoraSpec(4, train_mlp=False)
 
 
 def make_run(run_id: str, created: float = 1.0, has_saved: bool = False) -> Run:
-    return Run(run_id, "session", "model", SPEC, created, created, has_saved, {"a": "b"})
+    return Run(run_id, "session", "model", SPEC, {"a": "b"}, created, created, has_saved)
 
 
 def ids(home: Path) -> set[str]:
@@ -177,7 +177,7 @@ def test_a_registry_that_cannot_be_written_stops_nothing(
     tied_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / REGISTRY_FILE).mkdir()  # no file can be opened there
-    with ServiceClient(tmp_path) as service, caplog.at_level(logging.WARNING):
+    with ServiceClient(home=tmp_path) as service, caplog.at_level(logging.WARNING):
         client = service.create_lora_training_client(tied_model, rank=1).result()
         path = client.save_state("x").result().path
         listed = service.create_rest_client().list_user_checkpoints().result().checkpoints

@@ -27,7 +27,7 @@ def own_home(tmp_path: Path) -> Path:
 @pytest.fixture
 def own(own_home: Path) -> Iterator[ServiceClient]:
     """A service with a home of its own, so that listings hold what the test saved."""
-    with ServiceClient(own_home, user_metadata={"team": "a"}, display_name="night shift") as service:
+    with ServiceClient(home=own_home, user_metadata={"team": "a"}, display_name="night shift") as service:
         yield service
 
 
@@ -224,7 +224,7 @@ def test_sessions(
     own: ServiceClient, rest: RestClient, client: TrainingClient, own_home: Path, tied_model: str
 ) -> None:
     second = own.create_lora_training_client(tied_model, rank=1).result()
-    with ServiceClient(own_home) as other:
+    with ServiceClient(home=own_home) as other:
         third = other.create_lora_training_client(tied_model, rank=1).result()
         assert rest.list_sessions().result().sessions == [other.session_id, own.session_id]
         assert rest.list_sessions(limit=1, offset=1).result().sessions == [own.session_id]

@@ -5,6 +5,7 @@ import pytest
 import tinker
 import torch
 
+from benchmarks.reference import Reference
 from tests.engine.devices import here
 from tests.engine.helpers import (
     assert_near,
@@ -16,7 +17,6 @@ from tests.engine.helpers import (
     random_tokens,
     tolerance,
 )
-from tests.engine.reference import Reference
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.sampler import RowParams, next_tokens
 

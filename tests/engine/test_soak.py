@@ -305,7 +305,7 @@ def together(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     home = tmp_path_factory.mktemp("soak")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_LOCAL_KV_CACHE_TOKENS", "600")
-        service = ServiceClient(home)
+        service = ServiceClient(home=home)
     with service:
         yield service, asyncio.run(asyncio.wait_for(run_all(service, tied_model, home, False), 120))
 
@@ -313,7 +313,7 @@ def together(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def one_at_a_time(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     home = tmp_path_factory.mktemp("alone")
-    with ServiceClient(home) as service:
+    with ServiceClient(home=home) as service:
         return asyncio.run(asyncio.wait_for(run_all(service, tied_model, home, True), 120))
 
 

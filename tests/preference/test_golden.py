@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
-    with ServiceClient(tmp_path_factory.mktemp("home")) as service:
+    with ServiceClient(home=tmp_path_factory.mktemp("home")) as service:
         yield service
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo import compute_dpo_loss
 from tinker_cookbook.runs.reference import KLReferenceConfig
+from tinker_cookbook.runs.steps import StepLoop
+from tinker_cookbook.supervised import epochs
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
@@ -148,14 +150,14 @@ def test_held_out_pairs_are_measured_first_and_last(service: FakeServiceClient, 
 
 
 def killed_at(step: int) -> Callable[..., Any]:
-    original = train_dpo.do_update
+    original = StepLoop._submit
 
-    async def do_update(config: Any, session: Any, data: Any, reference: Any, at: int, *rest: Any) -> None:
+    def submit(loop: StepLoop, at: int, *rest: Any) -> None:
         if at == step:
             raise SystemError("killed")
-        await original(config, session, data, reference, at, *rest)
+        original(loop, at, *rest)
 
-    return do_update
+    return submit
 
 
 class TestReference:
@@ -179,7 +181,7 @@ class TestReference:
         monkeypatch.setattr(service, "create_sampling_client", create_sampling_client)
         for step in (2, 4):
             with monkeypatch.context() as patched:
-                patched.setattr(train_dpo, "do_update", killed_at(step))
+                patched.setattr(StepLoop, "_submit", killed_at(step))
                 with pytest.raises(SystemError):
                     train_dpo.main(config)
         train_dpo.main(config)
@@ -218,15 +220,15 @@ def test_mistakes_are_found_before_a_client_is_made(
 def test_a_pair_that_fails_late_leaves_the_good_steps(
     service: FakeServiceClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(train_dpo, "CHECKED_BATCHES", 1)
-    check = train_dpo.get_pairs
+    monkeypatch.setattr(epochs, "CHECKED_BATCHES", 1)
+    check = train_dpo.check_pairs
 
-    def fails_at_the_last(config: Any, dataset: SupervisedDataset, batch: int) -> list[tinker.Datum]:
-        if batch == 2:
+    def fails_at_the_last(data: Sequence[tinker.Datum], where: str, context: int | None) -> None:
+        if where == "batch 2":
             raise DataValidationError("pair 5 is broken")
-        return check(config, dataset, batch)
+        check(data, where, context)
 
-    monkeypatch.setattr(train_dpo, "get_pairs", fails_at_the_last)
+    monkeypatch.setattr(train_dpo, "check_pairs", fails_at_the_last)
     with pytest.raises(DataValidationError, match="pair 5 is broken"):
         train_dpo.main(make_config(tmp_path))
     (record,) = rows(tmp_path, "checkpoints.jsonl")

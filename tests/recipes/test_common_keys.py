@@ -9,8 +9,14 @@ import pytest
 
 from recipes.common import CommonConfig
 from recipes.preference import rlhf_pipeline
+from tinker_cookbook import config_tree
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
+
+
+def make_evaluator() -> Any:
+    raise AssertionError("nothing is evaluated here")
+
 
 GIVEN: dict[str, Any] = {
     "lora_rank": 3,
@@ -18,6 +24,9 @@ GIVEN: dict[str, Any] = {
     "max_steps": 2,
     "load_checkpoint_path": "tinker://run/weights/start",
     "eval_every": 4,
+    "infrequent_eval_every": 6,
+    "evaluator_builders": [make_evaluator],
+    "infrequent_evaluator_builders": [make_evaluator],
     "save_every": 7,
     "save_every_tokens": 1000,
     "save_every_seconds": 60.0,
@@ -40,7 +49,16 @@ def test_every_key_is_looked_at() -> None:
 
 
 def values(config: Any) -> dict[str, Any]:
-    return {key: getattr(config, key) for key in GIVEN}
+    given = {key: getattr(config, key) for key in GIVEN}
+    # Some recipes add evaluators of their own.
+    return given | {"evaluator_builders": [build for build in config.evaluator_builders if build is make_evaluator]}
+
+
+def test_an_evaluator_is_named_on_the_command_line() -> None:
+    recipe = importlib.import_module("recipes.sl_basic")
+    name = f"{__name__}:make_evaluator"
+    cli = config_tree.parse(recipe.CLIConfig, [f"evaluator_builders={name}", "infrequent_eval_every=7"])
+    assert (cli.evaluator_builders, cli.infrequent_eval_every) == ([make_evaluator], 7)
 
 
 @pytest.mark.parametrize("name", RECIPES)

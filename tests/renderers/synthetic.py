@@ -92,8 +92,10 @@ HYBRID_TEMPLATE = _TURN.replace(
 
 
 @cache
-def make_tokenizer(markers: tuple[str, ...] = _SPECIAL, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of about 300 ids with the ChatML tokens."""
+def make_tokenizer(
+    markers: tuple[str, ...] = _SPECIAL, chat_template: str | None = None, words: str = ""
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of about 300 ids with the ChatML tokens; more ids where it also learns `words`."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [
@@ -103,9 +105,9 @@ def make_tokenizer(markers: tuple[str, ...] = _SPECIAL, chat_template: str | Non
     )
     core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=900 if words else 300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    core.train_from_iterator(_CORPUS, trainer)
+    core.train_from_iterator([*_CORPUS, *[words] * 4], trainer)
     core.add_special_tokens([AddedToken(token, special=True) for token in markers])
     core.add_tokens([AddedToken(token, normalized=False) for token in _MARKERS])
     known = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}

@@ -12,8 +12,8 @@ from tests.rl.loop import NumberDatasetBuilder, WhichWeights, make_config, rows,
 from tinker_cookbook import backends
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.loop import Loop
+from tinker_cookbook.runs.checkpoints import PendingCheckpoint
 from tinker_cookbook.runs.manager import CheckpointManager
-from tinker_cookbook.runs.saving import PendingCheckpoint
 
 
 class Killed(BaseException):

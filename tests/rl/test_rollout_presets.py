@@ -109,9 +109,7 @@ class TestConfig:
     @pytest.mark.parametrize("tolerance", [False, True, MinViableGroup()])
     def test_what_a_failure_means_is_said_once(self, tmp_path: Path, tolerance: Any, given: dict[str, Any]) -> None:
         config = make_config(tmp_path, rollout=RolloutConfig(**given), rollout_error_tolerance=tolerance)
-        with pytest.raises(
-            ConfigurationError, match=rf"rollout_error_tolerance and rollout\.{[*given][0]} are both set"
-        ):
+        with pytest.raises(ConfigurationError, match=r"rollout_error_tolerance and rollout\.\w+ are both set"):
             train.check_config(config)
         assert make_config(tmp_path, rollout=RolloutConfig(retries=2)).effective_rollout_strategy() == RetryOnFailure(
             max_retries=2

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
-from tinker_cookbook.runs.checkpoints import get_last_checkpoint, load_checkpoints_file
-from tinker_cookbook.runs.saving import save_checkpoint
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint, load_checkpoints_file, save_checkpoint
 
 
 class FakeTrainingClient:

@@ -8,8 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import FakeServiceClient, FakeTrainingClient
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
-from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
+from tinker_cookbook.eval.evaluators import (
+    EvaluationRounds,
+    SamplingClientEvaluator,
+    TrainingClientEvaluator,
+    run_evaluators,
+)
 from tinker_cookbook.exceptions import ConfigurationError
 
 

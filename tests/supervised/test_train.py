@@ -17,10 +17,9 @@ from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.supervised import train
+from tinker_cookbook.supervised import epochs, train
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
-from tinker_cookbook.supervised.epochs import order_epoch
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.files import read_jsonl
 
@@ -209,10 +208,10 @@ class TestEvaluations:
 
 class TestResume:
     def test_good_steps_are_kept_when_an_example_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(train, "CHECKED_BATCHES", 1)
+        monkeypatch.setattr(epochs, "CHECKED_BATCHES", 1)
         whole = run(tmp_path / "whole", monkeypatch, submit_ahead=2)
-        dataset, _, _ = train.check_config(config(tmp_path))
-        order = [datum.model_input.to_ints()[0] - 100 for i in range(5) for datum in dataset.get_batch(i)]
+        data = train.check_config(config(tmp_path))
+        order = [datum.model_input.to_ints()[0] - 100 for i in range(5) for datum in data.get_batch(i)]
         REFUSED.append(order[7])
         with pytest.raises(DataValidationError, match=f"row {order[7]} is refused"):
             run(tmp_path / "stopped", monkeypatch, submit_ahead=2)
@@ -268,13 +267,12 @@ class TestResume:
     def test_a_late_example_beyond_the_context_leaves_the_good_steps(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(train, "CHECKED_BATCHES", 1)
+        monkeypatch.setattr(epochs, "CHECKED_BATCHES", 1)
         monkeypatch.setattr("tinker_cookbook.model_info.get_context_length", lambda name: 6)
 
         def first_long_batch(seed: int) -> int:
-            dataset = RowsBuilder()()[0]
-            order_epoch(config(tmp_path, seed=seed), dataset, epoch=0)
-            return [max(datum.model_input.length for datum in dataset.get_batch(i)) for i in range(5)].index(7)
+            data = epochs.EpochData(config(tmp_path, seed=seed), lambda data, where: None)
+            return [max(datum.model_input.length for datum in data.get_batch(i)) for i in range(5)].index(7)
 
         seed, late = next((s, late) for s in range(20) if (late := first_long_batch(s)) > 0)
         with pytest.raises(ConfigurationError, match=f"batch {late} has an example of 7 tokens"):

@@ -12,17 +12,12 @@ from functools import partial
 
 import chz
 
-from tinker_cookbook.completers import (
-    MessageCompleter,
-    TinkerTokenCompleter,
-    TokenCompleter,
-    TokensWithLogprobs,
-    derive_seed,
-)
+from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, judge_user_prompt
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
+from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
 
 _VERDICT = re.compile(r"<VERDICT>\s*(A|B|TIE)\s*</VERDICT>")

@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.clients import SamplingClient, TrainingClient
+from tinker_cookbook.eval.evaluators import TrainingClientEvaluator, forward_logprobs
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.metrics import full_sequence
+from tinker_cookbook.runs.steps import count_loss_tokens, count_tokens
+from tinker_cookbook.supervised.mixture import SourcedDatum
 from tinker_cookbook.utils.lazy import np, tinker
+from tinker_cookbook.utils.misc_utils import gather_all
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -115,3 +119,72 @@ def soft_target_metrics(
         raise DataValidationError(f"the weights of {len(data_D)} datums sum to {totals[0]:g}: there is no mean")
     nll, entropy, mass = (float(total) for total in totals[1:] / totals[0])
     return {"nll": nll, "kl": nll - entropy, "teacher_entropy": entropy, "teacher_mass": mass}
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Datums with the numbers of their datasets, and their teachers' scores, in one order."""
+
+    examples: Sequence[SourcedDatum]
+    scores: Sequence[TeacherScores]
+
+    def soft_data(self) -> list[tinker.Datum]:
+        """The datums with the teachers' tokens as (N, K) targets."""
+        return [soft_target_datum(datum, scores) for (_, datum), scores in zip(self.examples, self.scores, strict=True)]
+
+    def metrics(self, name: str, logprobs_D: Sequence[tinker.TensorData]) -> dict[str, float]:
+        """`soft_target_metrics` as <name>/<metric>, and with several datasets of each one as <name>/<metric>/dataset_<i>.
+
+        Args:
+            logprobs_D: the student's, of the targets of `soft_data`.
+        """
+        metrics = {f"{name}/{key}": value for key, value in self._means(logprobs_D).items()}
+        datasets = sorted({dataset for dataset, _ in self.examples})
+        for dataset in datasets if len(datasets) > 1 else ():
+            metrics |= {f"{name}/{key}/dataset_{dataset}": v for key, v in self._means(logprobs_D, dataset).items()}
+        return metrics
+
+    def _means(self, logprobs_D: Sequence[tinker.TensorData], only: int | None = None) -> dict[str, float]:
+        own = [i for i, (dataset, _) in enumerate(self.examples) if only in (None, dataset)]
+        return soft_target_metrics(
+            [self.examples[i][1] for i in own],
+            [self.scores[i] for i in own],
+            [logprobs_D[i].to_numpy() for i in own],
+        )
+
+    def report(self, output: tinker.ForwardBackwardOutput) -> dict[str, float]:
+        """The row of a training step on `soft_data`."""
+        data_D = [datum for _, datum in self.examples]
+        return {
+            "train/num_sequences": len(data_D),
+            "train/num_tokens": count_tokens(data_D),
+            "train/num_loss_tokens": count_loss_tokens(data_D),
+            **self.metrics("train", [fields["logprobs"] for fields in output.loss_fn_outputs]),
+        }
+
+
+async def score_batch(
+    teachers: Sequence[SamplingClient], examples: Sequence[SourcedDatum], k: int, concurrency: int
+) -> ScoredBatch:
+    """Ask each datum's own teacher for its `k` likeliest tokens, about `concurrency` datums at a time.
+
+    The next ones wait until all of these are answered: on the local engine, which sequences share a pass must not
+    depend on what else runs.
+    """
+    scores: list[TeacherScores] = []
+    for first in range(0, len(examples), concurrency):
+        wave = examples[first : first + concurrency]
+        scores += await gather_all(score_datum(teachers[dataset], datum, k) for dataset, datum in wave)
+    return ScoredBatch(examples, scores)
+
+
+class TeacherKLEvaluator(TrainingClientEvaluator):
+    """Held-out datums under the student against their teachers' scores: <name>/kl, /nll and what else a batch reports."""
+
+    def __init__(self, batch: ScoredBatch, batch_size: int, name: str = "test"):
+        self._batch, self._name = batch, name
+        data = batch.soft_data()
+        self._parts = [data[i : i + batch_size] for i in range(0, len(data), batch_size)]
+
+    async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
+        return self._batch.metrics(self._name, await forward_logprobs(training_client, self._parts))

@@ -4,7 +4,8 @@ A teacher is asked for the probabilities of token ids that the student (or the s
 their tokens alike. That is checked from the tokenizers, before any weight is loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import chz
 
@@ -17,6 +18,17 @@ from tinker_cookbook.weights_config import ScorerConfig, same_model
 @chz.chz(typecheck=True)
 class TeacherConfig(ScorerConfig):
     """A model to learn from."""
+
+
+class TeachesDataset(Protocol):
+    """A dataset's config, which names its teacher."""
+
+    teacher_config: TeacherConfig
+
+
+def teachers_by_field(dataset_configs: Sequence[TeachesDataset]) -> dict[str, TeacherConfig]:
+    """The teacher of each dataset, by the field of the loop's config that names it."""
+    return {f"dataset_configs[{i}].teacher_config": config.teacher_config for i, config in enumerate(dataset_configs)}
 
 
 def check_teachers(

@@ -10,36 +10,27 @@ Left out: a learning-rate schedule, and what the teacher thinks of anything but 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import chz
 
 from tinker_cookbook import backends, model_info
-from tinker_cookbook.clients import SamplingClient, TrainingClient
-from tinker_cookbook.distillation.mixture import Example, SupervisedMixture
-from tinker_cookbook.distillation.scored import ScoredBatch, TeacherKLEvaluator, score_examples
-from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers
+from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
+from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
-from tinker_cookbook.eval.run import EvaluationRounds, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
+from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
-from tinker_cookbook.utils.misc_utils import gather_all, timed
-
-if TYPE_CHECKING:
-    from tinker.types import OptimStepResponse
-
-logger = logging.getLogger(__name__)
-
-Metrics = dict[str, float | int | str]
+from tinker_cookbook.utils.misc_utils import timed
 
 CHECKED_BATCHES = 100
 """Batches of each dataset rendered before a model is loaded. A dataset of that size is thereby checked whole."""
@@ -76,9 +67,7 @@ class OffPolicyOptions(RunOptions):
     grad_clip_norm: float = chz.field(
         default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
     )
-    save_every: int = chz.field(
-        default=10, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
-    )
+    save_every: int = with_default(RunOptions, "save_every", 10)
 
 
 @chz.chz(typecheck=True)
@@ -87,9 +76,6 @@ class Config(OffPolicyOptions, RunConfig):
 
     learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
     dataset_configs: list[DatasetWithTeacher] = chz.field(doc="what is learnt, and from whom")
-    evaluator_builders: list[EvaluatorBuilder] = chz.field(
-        default_factory=list, doc="run with the KL to the teacher on the test sets"
-    )
 
 
 @dataclass(frozen=True)
@@ -97,19 +83,19 @@ class _Plan:
     """A checked config's data."""
 
     mixture: SupervisedMixture
-    test: list[Example]
+    test: list[SourcedDatum]
     end: int
 
 
 def check_config(config: Config) -> _Plan:
     """Everything that can be wrong without loading a model. The first batches are rendered, and the whole test sets.
 
-    Raises ConfigurationError naming field, value and mend; the errors of the dataset builders.
+    Raises ConfigurationError naming field, value and fix; the errors of the dataset builders.
     """
     backends.check_backend(config.backend, config.model_name, config.base_url)
     if not config.dataset_configs:
         raise ConfigurationError("dataset_configs is empty: give at least one dataset with its teacher")
-    check_teachers(_teachers(config), config.model_name, config.backend, config.base_url)
+    check_teachers(teachers_by_field(config.dataset_configs), config.model_name, config.backend, config.base_url)
     vocabulary = len(get_tokenizer(config.model_name))
     if config.n_teacher_targets > vocabulary:
         raise ConfigurationError(
@@ -117,7 +103,7 @@ def check_config(config: Config) -> _Plan:
         )
     built = [dataset_config.dataset_builder() for dataset_config in config.dataset_configs]
     datasets = [dataset for dataset, _ in built]
-    test: list[Example] = []
+    test: list[SourcedDatum] = []
     for d, (dataset, test_dataset) in enumerate(built):
         room = _context(config, d)
         _check_data(d, dataset, room, CHECKED_BATCHES)
@@ -125,19 +111,7 @@ def check_config(config: Config) -> _Plan:
             test.extend((d, datum) for datum in _check_data(d, test_dataset, room, len(test_dataset)))
     weights = [dataset_config.weight for dataset_config in config.dataset_configs]
     mixture = SupervisedMixture(datasets, weights, config.batch_size, config.seed)
-    end = mixture.steps_per_epoch * config.num_epochs
-    if config.max_steps is not None:
-        if config.max_steps > end:
-            logger.warning("max_steps=%d, but the data gives %d; raise num_epochs for more", config.max_steps, end)
-        end = min(end, config.max_steps)
-    if end < 1:
-        raise ConfigurationError(f"max_steps={config.max_steps}: nothing to train; give at least 1")
-    return _Plan(mixture, test, end)
-
-
-def _teachers(config: Config) -> dict[str, TeacherConfig]:
-    configs = enumerate(config.dataset_configs)
-    return {f"dataset_configs[{d}].teacher_config": dataset_config.teacher_config for d, dataset_config in configs}
+    return _Plan(mixture, test, limited_steps(config, mixture.steps_per_epoch * config.num_epochs))
 
 
 def _context(config: Config, d: int) -> int | None:
@@ -179,81 +153,45 @@ async def main(config: Config) -> None:
     """Run or resume: the whole life of an off-policy distillation run."""
     plan = check_config(config)
     _check_resumed(config, plan.mixture)
-    async with open_session(config, _teachers(config)) as session:
-        start = session.start_step()
-        session.rewind(start, plan.end)
-        if session.is_complete(start, plan.end):
+    teacher_configs = teachers_by_field(config.dataset_configs)
+    async with open_session(config, teacher_configs) as session:
+        start = session.begin(plan.end)
+        if start is None:
             return
         session.checkpoints.loop_state[MIXTURE_KEY] = plan.mixture.layout
-        teachers = await open_teachers(session.service, _teachers(config))
-        await _train(config, session, plan, teachers, start)
+        teachers = await open_teachers(session.service, teacher_configs)
+        score = partial(score_batch, teachers, k=config.n_teacher_targets, concurrency=config.teacher_concurrency)
+        evaluators: list[EvaluatorBuilder] = []
+        if plan.test and config.eval_every > 0:
+            evaluators.append(partial(TeacherKLEvaluator, await score(plan.test), config.batch_size))
+        await _Loop(config, session, plan, evaluators, score).run(start)
 
 
-async def _train(config: Config, session: Session, plan: _Plan, teachers: Sequence[SamplingClient], start: int) -> None:
-    async def ask(examples: Sequence[Example]) -> ScoredBatch:
-        return await score_examples(teachers, examples, config.n_teacher_targets, config.teacher_concurrency)
+class _Loop(StepLoop):
+    """Cross-entropy on the teachers' likeliest tokens. While a batch trains, the teachers read the next one."""
 
-    async def read_ahead(step: int, metrics: Metrics) -> ScoredBatch | None:
-        if step == plan.end:
-            return None
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        plan: _Plan,
+        evaluators: Sequence[EvaluatorBuilder],
+        score: Callable[[Sequence[SourcedDatum]], Awaitable[ScoredBatch]],
+    ) -> None:
+        rounds = config.evaluation_rounds(*evaluators)
+        super().__init__(session, rounds, plan.end, submit_ahead=1, update_span="train")
+        self._config, self._mixture, self._score = config, plan.mixture, score
+
+    async def read(self, step: int, metrics: Metrics) -> Batch:
         with timed("teacher", metrics):
-            return await ask(plan.mixture.get_batch(step))
+            batch = await self._score(self._mixture.get_batch(step))
+        return Batch(batch.soft_data(), "cross_entropy", batch.report)
 
-    builders = list(config.evaluator_builders)
-    if plan.test and config.eval_every > 0:
-        builders.append(partial(TeacherKLEvaluator, await ask(plan.test), config.batch_size))
-    rounds = EvaluationRounds.build(builders, config.eval_every)
-    client, metrics_logger = session.training_client, session.run.logger
-    batch = await read_ahead(start, {})
-    for step in range(start, plan.end):
-        assert batch is not None
-        metrics: Metrics = {
-            "progress/batch": step,
-            "progress/done_frac": (step + 1) / plan.end,
-            "optim/lr": config.learning_rate,
-        }
-        with timed("total", metrics):
-            if due := rounds.due(step):
-                with timed("evals", metrics):
-                    metrics |= await run_evaluators(due, client)
-            # Both calls are on their way before the teacher is asked about the next batch.
-            submitted = _submit(config, client, batch)
-            _, ahead = await gather_all([_finish(submitted, batch, metrics), read_ahead(step + 1, metrics)])
-        metrics_logger.log_metrics(metrics, step=step)
-        if step + 1 < plan.end:
-            await session.checkpoints.maybe_save(step + 1, {"batch": step + 1}, batch.num_tokens)
-        else:
-            session.checkpoints.tokens += batch.num_tokens
-        batch = ahead
-    if last := rounds.at_end():
-        final = await run_evaluators(last, client)
-        metrics_logger.log_metrics({"progress/batch": plan.end, "progress/done_frac": 1.0, **final}, step=plan.end)
-    await session.checkpoints.save_final({"batch": plan.end})
+    def adam_params(self, step: int) -> tinker.AdamParams:
+        config = self._config
+        return tinker.AdamParams(
+            learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=config.grad_clip_norm
+        )
 
-
-@dataclass(frozen=True)
-class _Submitted:
-    """A step on its way."""
-
-    forward_backward: Awaitable[tinker.ForwardBackwardOutput]
-    optim_step: Awaitable[OptimStepResponse]
-
-
-def _submit(config: Config, client: TrainingClient, batch: ScoredBatch) -> _Submitted:
-    adam = tinker.AdamParams(
-        learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=config.grad_clip_norm
-    )
-    return _Submitted(client.forward_backward(batch.soft_data(), "cross_entropy"), client.optim_step(adam))
-
-
-async def _finish(submitted: _Submitted, batch: ScoredBatch, metrics: Metrics) -> None:
-    with timed("train", metrics):
-        output = await submitted.forward_backward
-        optim = await submitted.optim_step
-    metrics |= {
-        "train/num_sequences": len(batch.examples),
-        "train/num_tokens": batch.num_tokens,
-        "train/num_loss_tokens": batch.num_loss_tokens,
-        **batch.metrics("train", [output]),
-        **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
-    }
+    def cursor(self, step: int) -> dict[str, int]:
+        return {"batch": step}

@@ -18,24 +18,27 @@ import chz
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.config_tree import fill
 from tinker_cookbook.distillation.datasets import CompositeDataset, DistillationDatasetConfig
 from tinker_cookbook.distillation.teacher_kl import TeacherKL
-from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, SamplingClientEvaluatorBuilder
+from tinker_cookbook.distillation.teachers import check_teachers, open_teachers, teachers_by_field
+from tinker_cookbook.eval.evaluators import EvaluatorBuilder, SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.config import UpdateOptions
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
-from tinker_cookbook.runs.config import RunConfig, RunOptions
+from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.utils.seeds import derive_seed
 
 
 @chz.chz(typecheck=True)
-class OnPolicyOptions(RunOptions):
+class OnPolicyOptions(UpdateOptions):
     """Settings of the on-policy distillation loop."""
 
     temperature: float = chz.field(
@@ -49,23 +52,6 @@ class OnPolicyOptions(RunOptions):
     kl_discount_factor: float = chz.field(
         default=0.0, doc="how far a token answers for the ones after it; 0: for itself alone"
     )
-    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(train.LOSS_FNS))
-    loss_fn_config: dict[str, float] | None = chz.field(default=None, doc="settings of the loss")
-    num_substeps: int = chz.field(
-        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
-    )
-    compute_post_kl: bool = chz.field(
-        default=False, doc="score each batch again after its update, for optim/kl_pre_post"
-    )
-    rollout: RolloutConfig | None = chz.field(
-        default=None, doc="how rollouts are run, in training and on held-out prompts; None: as the environments say"
-    )
-    write_records: bool = chz.field(
-        default=True, doc="write each group's and each step's tokens, logprobs and advantages"
-    )
 
 
 @chz.chz(typecheck=True)
@@ -75,9 +61,6 @@ class Config(OnPolicyOptions, RunConfig):
     learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
     dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="what is asked, and who judges the answers")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
-    evaluator_builders: list[SamplingClientEvaluatorBuilder] = chz.field(
-        default_factory=list, doc="run with the KL to the teacher on held-out prompts"
-    )
 
 
 @chz.chz(typecheck=True)
@@ -112,7 +95,7 @@ def check_config(config: Config) -> None:
             "set temperature=1.0"
         )
     train.check_config(_loop_config(config, []))
-    check_teachers(_teachers(config), config.model_name, config.backend, config.base_url)
+    check_teachers(teachers_by_field(config.dataset_configs), config.model_name, config.backend, config.base_url)
 
 
 async def main(config: Config) -> None:
@@ -120,7 +103,7 @@ async def main(config: Config) -> None:
     check_config(config)
     tests = [(await dataset_config.dataset_builder())[1] for dataset_config in config.dataset_configs]
     service = backends.create_service_client(config.backend, config.base_url)
-    teachers = await open_teachers(service, _teachers(config))
+    teachers = await open_teachers(service, teachers_by_field(config.dataset_configs))
     penalty = TeacherKL(teachers, config.kl_penalty_coef, config.kl_discount_factor)
     builders = list(config.evaluator_builders)
     if any(test is not None for test in tests):
@@ -129,27 +112,14 @@ async def main(config: Config) -> None:
     await train.run(_loop_config(config, builders), penalties=[penalty])
 
 
-def _teachers(config: Config) -> dict[str, TeacherConfig]:
-    configs = enumerate(config.dataset_configs)
-    return {f"dataset_configs[{d}].teacher_config": dataset_config.teacher_config for d, dataset_config in configs}
-
-
-def _loop_config(config: Config, evaluator_builders: Sequence[SamplingClientEvaluatorBuilder]) -> _LoopConfig:
-    shared = {name: getattr(config, name) for name in chz.chz_fields(RunConfig)}
-    return _LoopConfig(
-        **shared,
-        learning_rate=config.learning_rate,
+def _loop_config(config: Config, evaluator_builders: Sequence[EvaluatorBuilder]) -> _LoopConfig:
+    return fill(
+        _LoopConfig,
+        config,
         dataset_builder=CompositeDatasetBuilder(dataset_configs=config.dataset_configs),
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        loss_fn=config.loss_fn,
-        loss_fn_config=config.loss_fn_config,
-        num_substeps=config.num_substeps,
-        grad_clip_norm=config.grad_clip_norm,
-        compute_post_kl=config.compute_post_kl,
         evaluator_builders=list(evaluator_builders),
-        rollout=config.rollout,
-        write_records=config.write_records,
+        kl_penalty_coef=0.0,
+        kl_discount_factor=0.0,
         teacher_kl_coef=config.kl_penalty_coef,
         teacher_kl_discount=config.kl_discount_factor,
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 from tinker_cookbook.clients import CustomLossFn, SamplingClient, TrainingClient
-from tinker_cookbook.eval.evaluators import TrainingClientEvaluator
+from tinker_cookbook.eval.evaluators import TrainingClientEvaluator, forward_logprobs
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.supervised.common import compute_mean_nll
-from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all
 
 LossType: TypeAlias = Literal["dpo", "ipo", "dpo_norm"]
+LOSS_METRICS = ("dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 Scalars: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 
 
@@ -150,24 +151,21 @@ class DPOEvaluator(TrainingClientEvaluator):
 
     def __init__(
         self,
-        dataset: SupervisedDataset,
+        batches: Sequence[list[tinker.Datum]],
         reference: SamplingClient,
         beta: float,
         loss_type: LossType,
         name: str = "test",
     ):
-        self._batches = [dataset.get_batch(i) for i in range(len(dataset))]
-        self._data = [datum for batch in self._batches for datum in batch]
-        self._reference, self._beta, self._name = reference, beta, name
-        self._loss_type: LossType = loss_type
+        self._batches, self._data = batches, [datum for batch in batches for datum in batch]
+        self._reference, self._name = reference, name
+        self._loss_fn = partial(dpo_loss_fn, beta=beta, loss_type=loss_type)
         self._reference_logprobs: list[torch.Tensor] | None = None
 
     async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
         if self._reference_logprobs is None:
             self._reference_logprobs = await compute_reference_logprobs(self._reference, self._data)
-        passes = [training_client.forward(batch, "cross_entropy") for batch in self._batches]
-        outputs = [await forward for forward in passes]
-        logprobs = [fields["logprobs"].to_torch() for output in outputs for fields in output.loss_fn_outputs]
-        _, metrics = dpo_loss_fn(self._reference_logprobs, self._beta, self._loss_type)(self._data, logprobs)
+        logprobs = [values.to_torch() for values in await forward_logprobs(training_client, self._batches)]
+        _, metrics = self._loss_fn(self._reference_logprobs)(self._data, logprobs)
         metrics["nll"] = compute_mean_nll(logprobs, [datum.loss_fn_inputs["weights"] for datum in self._data])
         return {f"{self._name}/{key}": value for key, value in metrics.items()}

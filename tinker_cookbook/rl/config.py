@@ -6,7 +6,6 @@ from typing import Literal
 import chz
 
 from tinker_cookbook import backends
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
@@ -48,7 +47,38 @@ class AsyncConfig:
 
 
 @chz.chz(typecheck=True)
-class RLOptions(RunOptions):
+class UpdateOptions(RunOptions):
+    """Settings of an update on sampled tokens, whatever gives them their advantages."""
+
+    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
+    loss_fn_config: dict[str, float] | None = chz.field(
+        default=None,
+        doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
+    )
+    num_substeps: int = chz.field(
+        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
+    )
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
+    )
+    compute_post_kl: bool = chz.field(
+        default=False, doc="score each batch again after its update, for optim/kl_pre_post"
+    )
+    write_records: bool = chz.field(
+        default=True, doc="write each group's and each step's tokens, logprobs and advantages"
+    )
+    num_groups_to_log: int = chz.field(
+        default=4,
+        doc="groups per step and per evaluation whose transcripts are written; 0: none",
+        validator=chz.validators.ge(0),
+    )
+    rollout: RolloutConfig | None = chz.field(
+        default=None, doc="how rollouts are run, in training and in evaluations; None: as the environments say"
+    )
+
+
+@chz.chz(typecheck=True)
+class RLOptions(UpdateOptions):
     """Settings of the reinforcement learning loop."""
 
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
@@ -56,23 +86,12 @@ class RLOptions(RunOptions):
     top_p: float = chz.field(
         default=1.0, doc="sample from the likeliest tokens that together have this probability; 1: all"
     )
-    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
-    loss_fn_config: dict[str, float] | None = chz.field(
-        default=None,
-        doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
-    )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
     on_zero_advantages: ZeroAdvantages = chz.field(
         default="raise", doc="what to do with a batch in which no advantage differs from zero"
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="groups whose rewards are all equal neither train nor count in a mean over tokens"
-    )
-    num_substeps: int = chz.field(
-        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
     )
     kl_penalty_coef: float = chz.field(
         default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
@@ -82,9 +101,6 @@ class RLOptions(RunOptions):
     )
     kl_reference_config: KLReferenceConfig | None = chz.field(
         default=None, doc="the reference policy; None: the weights that the run started from"
-    )
-    compute_post_kl: bool = chz.field(
-        default=False, doc="score each batch again after its update, for optim/kl_pre_post"
     )
     off_policy_correction: OffPolicyCorrection | None = chz.field(
         default=None, doc="weight tokens by the truncated ratio of trainer and sampler (one more forward pass)"
@@ -96,19 +112,8 @@ class RLOptions(RunOptions):
     termination: TerminationRewardPolicy | None = chz.field(
         default=None, doc="what a rollout that hit a limit is worth; None: what `rollout` says"
     )
-    rollout: RolloutConfig | None = chz.field(
-        default=None, doc="how rollouts are run, in training and on the test set; None: as the environments say"
-    )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
-    write_records: bool = chz.field(
-        default=True, doc="write each group's and each step's tokens, logprobs and advantages"
-    )
-    num_groups_to_log: int = chz.field(
-        default=4,
-        doc="groups per step and per evaluation whose transcripts are written; 0: none",
-        validator=chz.validators.ge(0),
-    )
 
     @chz.validate
     def _check_truncation(self) -> None:
@@ -143,11 +148,6 @@ class Config(RLOptions, RunConfig):
     learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
-    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set")
-    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
-    infrequent_eval_every: int = chz.field(
-        default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
-    )
 
 
 def check_config(config: Config) -> None:

@@ -13,13 +13,10 @@ machine gives the same metrics (when sampling ahead of training, on the local en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
-from tinker_cookbook.completers import derive_seed
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder
-from tinker_cookbook.eval.run import EvaluationRounds
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
@@ -33,6 +30,7 @@ from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollou
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import open_session
+from tinker_cookbook.utils.seeds import derive_seed
 
 __all__ = [
     "LOSS_FNS",
@@ -77,7 +75,7 @@ async def run(config: Config, *, penalties: Sequence[Penalty] = (), rollout_exec
 async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     dataset, test_dataset = await config.dataset_builder()
     pacing = config.async_config or config.stream_minibatch_config
-    builders: list[EvaluatorBuilder] = list(config.evaluator_builders)
+    own: list[Callable[[], RLTestSetEvaluator]] = []
     if test_dataset is not None:
         make_test = partial(
             RLTestSetEvaluator,
@@ -90,10 +88,8 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             seed=derive_seed(config.seed, "test"),
             config=config.effective_rollout(),
         )
-        builders.append(make_test)
-    rounds = EvaluationRounds.build(
-        builders, config.eval_every, config.infrequent_evaluator_builders, config.infrequent_eval_every
-    )
+        own.append(make_test)
+    rounds = config.evaluation_rounds(*own)
     batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
     async with open_session(config, {"kl_reference_config": config.kl_reference_config}) as session:
         session.rewind(session.start_step(), len(batches))

@@ -1,18 +1,20 @@
 """The list of a run's checkpoints, `checkpoints.jsonl`: one line per checkpoint, oldest first.
 
 A line says where the loop was (`batch` is the next batch to run, so nothing is trained twice) and under which paths the
-weights were saved. It is appended after the weights are safe. Saving and loading weights is left to the clients.
+weights were saved. Saves are submitted to the client at once, and the line is added when the weights are safe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.utils.files import append_jsonl, iterate_jsonl
 
 CHECKPOINTS_BASE_NAME = "checkpoints.jsonl"
+
+Kind: TypeAlias = Literal["state", "sampler", "both"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,81 @@ def append_checkpoint(log_dir: str | Path, record: CheckpointRecord) -> None:
         DataValidationError: `extra` has a NaN or infinite number.
     """
     append_jsonl(Path(log_dir).expanduser() / CHECKPOINTS_BASE_NAME, record.to_dict())
+
+
+class _Saves(Protocol):
+    """What is needed here of a training client. Awaiting what a method returns gives an object with `.path`."""
+
+    def save_state(self, name: str, ttl_seconds: int | None = None) -> Awaitable[Any]: ...
+
+    def save_weights_for_sampler(self, name: str, ttl_seconds: int | None = None) -> Awaitable[Any]: ...
+
+
+@dataclass(frozen=True)
+class PendingCheckpoint:
+    """Saves that are on their way; `finish` waits for them and lists the checkpoint."""
+
+    name: str
+    log_path: str | Path
+    loop_state: Mapping[str, Any]
+    saves: Mapping[str, Awaitable[Any]]
+
+    async def finish(self) -> dict[str, str]:
+        """Wait until the weights are safe, then add the line to the run's `checkpoints.jsonl`. Returns the paths."""
+        paths = {key: (await save).path for key, save in self.saves.items()}
+        append_checkpoint(self.log_path, CheckpointRecord.from_dict({**self.loop_state, "name": self.name, **paths}))
+        return paths
+
+
+def submit_checkpoint(
+    training_client: _Saves,
+    name: str,
+    log_path: str | Path,
+    loop_state: Mapping[str, Any],
+    kind: Kind = "state",
+    ttl_seconds: int | None = None,
+) -> PendingCheckpoint:
+    """Start saving: the saves are queued when this returns, so what is submitted later does not change what they hold.
+
+    Args:
+        training_client: the client whose weights are saved.
+        name: name of the checkpoint, conventionally the zero-padded step.
+        log_path: the run's folder.
+        loop_state: where the loop is: `batch` (the next batch to run) and optionally `epoch`, `final` and other keys.
+        kind: weights with optimizer state, weights to sample from, or both.
+        ttl_seconds: time after which the saved weights may be deleted; None keeps them.
+
+    Raises:
+        ConfigurationError: unknown `kind`.
+        CheckpointError: `loop_state` is not that of a checkpoint. Nothing is saved then.
+    """
+    if kind not in ("state", "sampler", "both"):
+        raise ConfigurationError(f"kind={kind!r}: must be 'state', 'sampler' or 'both'")
+    if clash := {"name", "state_path", "sampler_path"} & loop_state.keys():
+        raise CheckpointError(f"loop_state must not contain {sorted(clash)}: they come from the save itself")
+    CheckpointRecord.from_dict({**loop_state, "name": name})
+    saves: dict[str, Awaitable[Any]] = {}
+    if kind in ("state", "both"):
+        saves["state_path"] = training_client.save_state(name, ttl_seconds=ttl_seconds)
+    if kind in ("sampler", "both"):
+        saves["sampler_path"] = training_client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)
+    return PendingCheckpoint(name, log_path, dict(loop_state), saves)
+
+
+async def save_checkpoint(
+    training_client: _Saves,
+    name: str,
+    log_path: str | Path,
+    loop_state: dict[str, Any],
+    kind: Kind = "state",
+    ttl_seconds: int | None = None,
+) -> dict[str, str]:
+    """Save weights and, once they are safe, list the checkpoint. Arguments and errors are those of `submit_checkpoint`.
+
+    Returns:
+        `state_path` and/or `sampler_path`.
+    """
+    return await submit_checkpoint(training_client, name, log_path, loop_state, kind, ttl_seconds).finish()
+
+
+save_checkpoint_async = save_checkpoint

@@ -1,4 +1,5 @@
-"""The settings that every training loop has, declared once: what is trained, where its files go, how often it is saved.
+"""The settings that every training loop has, declared once: what is trained, where its files go, how often it is measured
+and saved.
 
 The config of a loop is in two parts. Its options have defaults, and recipes inherit them as keys of the command line; the
 config proper adds what the loop needs to be told, data above all.
@@ -8,6 +9,7 @@ from typing import Any
 
 import chz
 
+from tinker_cookbook.eval.evaluators import EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.ml_log import TrackerConfig
 
@@ -36,6 +38,13 @@ class RunOptions(TrackerConfig):
     eval_every: int = chz.field(
         default=20, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
     )
+    infrequent_eval_every: int = chz.field(
+        default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
+    )
+    evaluator_builders: list[EvaluatorBuilder] = chz.field(
+        default_factory=list, doc="package.module:function that makes an evaluator, run with the test set"
+    )
+    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
     save_every: int = chz.field(
         default=20, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
     )
@@ -66,3 +75,12 @@ class RunConfig(RunOptions):
     log_path: str = chz.field(doc="folder of the run")
     model_name: str = chz.field(doc="base model: a directory or a hub id")
     recipe_name: str = chz.field(doc="name of the recipe, for metadata")
+
+    def evaluation_rounds(self, *more: EvaluatorBuilder) -> EvaluationRounds:
+        """The evaluators at their two frequencies; `more` are run with the frequent ones."""
+        return EvaluationRounds.build(
+            [*self.evaluator_builders, *more],
+            self.eval_every,
+            self.infrequent_evaluator_builders,
+            self.infrequent_eval_every,
+        )

@@ -16,8 +16,7 @@ from typing import Any
 
 from tinker_cookbook.clients import ServiceClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.checkpoints import CheckpointRecord
-from tinker_cookbook.runs.saving import Kind, PendingCheckpoint, submit_checkpoint
+from tinker_cookbook.runs.checkpoints import CheckpointRecord, Kind, PendingCheckpoint, submit_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient, TrainingClient
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.renderer_metadata import add_renderer_name_to_user_metadata
 from tinker_cookbook.runs.bootstrap import Run, open_run
-from tinker_cookbook.runs.checkpoints import CheckpointRecord
+from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
-from tinker_cookbook.runs.resume import open_training_client
-from tinker_cookbook.weights_config import WeightsConfig
+from tinker_cookbook.weights_config import WeightsConfig, find_origin
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,23 @@ class Session:
         else:
             logger.info("nothing left to do: the run had reached batch %d of %d", start, end)
 
+    def begin(self, end: int, steps_per_epoch: int | None = None) -> int | None:
+        """The step to go on from, after `rewind`; None when the run is complete."""
+        start = self.start_step(steps_per_epoch)
+        self.rewind(start, end)
+        return None if self.is_complete(start, end) else start
+
+
+_SAVING = (
+    "save_every",
+    "save_every_tokens",
+    "save_every_seconds",
+    "ttl_seconds",
+    "rolling_save_every",
+    "rolling_ttl_seconds",
+    "async_periodic_saves",
+)
+"""Fields of a config that are arguments of `CheckpointManager`."""
 
 _HOSTED_TTL_SECONDS = (3600, 10 * 365 * 24 * 3600)
 """The shortest and the longest life that the hosted service gives a checkpoint (SDK: TrainingClient.save_state)."""
@@ -93,28 +109,9 @@ async def open_session(
         for name, weights in (others or {}).items():
             if weights is not None:
                 await weights.origin(name, service)
-        client, record = await open_training_client(
-            run,
-            service,
-            config.model_name,
-            config.lora_rank,
-            config.seed,
-            config.load_checkpoint_path,
-            add_renderer_name_to_user_metadata({"recipe": config.recipe_name}, config.renderer_name),
-        )
-        checkpoints = CheckpointManager(
-            client,
-            service,
-            run.log_path,
-            save_every=config.save_every,
-            save_every_tokens=config.save_every_tokens,
-            save_every_seconds=config.save_every_seconds,
-            ttl_seconds=config.ttl_seconds,
-            rolling_save_every=config.rolling_save_every,
-            rolling_ttl_seconds=config.rolling_ttl_seconds,
-            async_periodic_saves=config.async_periodic_saves,
-            resumed_from=record,
-        )
+        client, record = await _open_training_client(config, run, service)
+        saving = {name: getattr(config, name) for name in _SAVING}
+        checkpoints = CheckpointManager(client, service, run.log_path, **saving, resumed_from=record)
         try:
             yield Session(config, run, service, client, record, checkpoints)
         except BaseException:
@@ -124,3 +121,51 @@ async def open_session(
                 logger.exception("a checkpoint that was being written when the run stopped could not be finished")
             raise
         await checkpoints.finalize()
+
+
+async def _open_training_client(
+    config: RunConfig, run: Run, service: ServiceClient
+) -> tuple[TrainingClient, CheckpointRecord | None]:
+    """The client to train with, and the checkpoint it goes on from (None: from the first batch).
+
+    A resumed run takes weights and optimizer state of its newest checkpoint that still exists (rolling and periodic ones
+    expire); `load_checkpoint_path` counts at the first start only.
+    """
+    metadata = add_renderer_name_to_user_metadata({"recipe": config.recipe_name}, config.renderer_name)
+    if run.resumed:
+        resumed = await _from_last_checkpoint(run, service, metadata)
+        if resumed is not None:
+            return resumed
+        logger.warning("%s holds no checkpoint to go on from: starting at the first batch", run.log_path)
+    if (path := config.load_checkpoint_path) is not None:
+        await find_origin(service, path, config.model_name, config.renderer_name, "load_checkpoint_path")
+        return await service.create_training_client_from_state(path, user_metadata=metadata), None
+    client = await service.create_lora_training_client(
+        config.model_name, rank=config.lora_rank, seed=config.seed, user_metadata=metadata
+    )
+    return client, None
+
+
+async def _from_last_checkpoint(
+    run: Run, service: ServiceClient, metadata: dict[str, str] | None
+) -> tuple[TrainingClient, CheckpointRecord] | None:
+    records = [record for record in load_checkpoints_file(run.log_path) if record.state_path is not None]
+    newest_error: Exception | None = None
+    for record in reversed(records):
+        path = record.state_path or ""
+        try:
+            client = await service.create_training_client_from_state_with_optimizer(path, user_metadata=metadata)
+        except Exception as error:
+            if not backends.is_checkpoint_error(error):
+                raise
+            newest_error = newest_error or error
+            logger.warning("checkpoint %s cannot be loaded (%s); trying the one before", path, error)
+            continue
+        logger.info("resuming from %s", path)
+        return client, record
+    if newest_error is not None:
+        raise CheckpointError(
+            f"{run.log_path}: none of its {len(records)} checkpoints can be loaded, the newest because: {newest_error}. "
+            "Start over with behavior_if_log_dir_exists=delete, or in another log_path"
+        ) from newest_error
+    return None

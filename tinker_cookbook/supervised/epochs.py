@@ -1,25 +1,30 @@
-"""What the loops over epochs of a dataset share (supervised, DPO): their settings, the learning rate of a step, the cursor."""
+"""The loop over epochs of a dataset, for supervised training and DPO: its settings, and what it checks before a resume."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import chz
 
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
-from tinker_cookbook.eval.run import EvaluationRounds
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig, RunOptions
-from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.runs.session import Session
+from tinker_cookbook.runs.steps import Metrics, StepLoop, limited_steps
+from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_multiplier
+from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
 BATCHES_KEY, SCHEDULE_KEY = "batches_per_epoch", "schedule_steps"
+CHECKED_BATCHES = 100
+"""Training batches rendered before a model is loaded; those beyond are checked when their turn comes."""
 
 
 @chz.chz(typecheck=True)
@@ -31,9 +36,7 @@ class EpochOptions(RunOptions):
         doc="how it falls over the run, linear, cosine or constant: over all epochs, or over max_steps where that is less",
     )
     num_epochs: int = chz.field(default=1, doc="passes over the data", validator=chz.validators.gt(0))
-    eval_every: int = chz.field(
-        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
-    )
+    eval_every: int = with_default(RunOptions, "eval_every", 10)
     adam_beta1: float = chz.field(default=0.9, doc="Adam's beta1")
     adam_beta2: float = chz.field(default=0.95, doc="Adam's beta2")
     adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
@@ -52,34 +55,55 @@ class EpochConfig(EpochOptions, RunConfig):
     """A run over epochs of a dataset."""
 
     learning_rate: float = chz.field(default=1e-4, doc="peak learning rate", validator=chz.validators.gt(0))
-    infrequent_eval_every: int = chz.field(
-        default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
-    )
-    evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run with the test set")
-    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
+    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
 
 
-def count_steps(config: EpochConfig, dataset: SupervisedDataset) -> int:
-    """Steps of the whole run: those of all epochs, or max_steps where that is less.
+class EpochData:
+    """The data of a run, checked as far as it can be before a model is loaded. What was read for that is not read again.
 
-    Raises ConfigurationError when there is none.
+    Training batches come in rising order, each epoch in one that depends on the run's seed and the epoch alone.
+
+    Args:
+        check: raises for a batch that cannot be trained on; it is told where the batch stands.
+
+    Attributes:
+        test: all test batches.
+        steps: steps of the whole run: those of all epochs, or max_steps where that is less.
+
+    Raises:
+        ConfigurationError: there is nothing to train on; and what the builder and `check` raise.
     """
-    total = len(dataset) * config.num_epochs
-    if config.max_steps is not None:
-        if config.max_steps > total:
-            logger.warning("max_steps=%d, but the data gives %d; raise num_epochs for more", config.max_steps, total)
-        total = min(total, config.max_steps)
-    if total < 1:
-        raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={config.max_steps}")
-    return total
+
+    def __init__(self, config: EpochConfig, check: Callable[[list[tinker.Datum], str], None]) -> None:
+        self._seed, self._check, self._epoch = config.seed, check, 0
+        self._dataset, test = config.dataset_builder()
+        self.batches_per_epoch = len(self._dataset)
+        self.steps = limited_steps(config, self.batches_per_epoch * config.num_epochs)
+        self._order(0)
+        first = range(min(self.batches_per_epoch, CHECKED_BATCHES))
+        self._kept = {index: self._read(self._dataset, index, "batch") for index in first}
+        self.test = [self._read(test, index, "test batch") for index in range(len(test))] if test is not None else []
+
+    def get_batch(self, step: int) -> list[tinker.Datum]:
+        """The datums of a step, checked."""
+        epoch, index = divmod(step, self.batches_per_epoch)
+        if epoch == 0 and index in self._kept:
+            return self._kept.pop(index)
+        if epoch != self._epoch:
+            self._order(epoch)
+        return self._read(self._dataset, index, "batch")
+
+    def _order(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._dataset.set_epoch(derive_seed(self._seed, "epoch", epoch))
+
+    def _read(self, dataset: SupervisedDataset, index: int, name: str) -> list[tinker.Datum]:
+        data = dataset.get_batch(index)
+        self._check(data, f"{name} {index}")
+        return data
 
 
-def order_epoch(config: EpochConfig, dataset: SupervisedDataset, epoch: int) -> None:
-    """Put the dataset in the order of an epoch, which depends on the run's seed and the epoch alone."""
-    dataset.set_epoch(derive_seed(config.seed, "epoch", epoch))
-
-
-def check_resumed(config: EpochConfig, dataset: SupervisedDataset, total: int) -> None:
+def check_resumed(config: EpochConfig, data: EpochData) -> None:
     """A cursor means the same batch only in the same data; a longer run has another schedule than the one begun.
 
     Raises:
@@ -88,61 +112,59 @@ def check_resumed(config: EpochConfig, dataset: SupervisedDataset, total: int) -
     record = get_last_checkpoint(config.log_path)
     if record is None:
         return
-    if (batches := record.get(BATCHES_KEY, len(dataset))) != len(dataset):
+    if (batches := record.get(BATCHES_KEY, data.batches_per_epoch)) != data.batches_per_epoch:
         raise ConfigurationError(
-            f"log_path={config.log_path!r}: the run has {batches} batches per epoch, and the dataset now gives {len(dataset)}; "
-            "resume it with the data and batch_size it began with, or start in another log_path"
+            f"log_path={config.log_path!r}: the run has {batches} batches per epoch, and the dataset now gives "
+            f"{data.batches_per_epoch}; resume it with the data and batch_size it began with, or start in another log_path"
         )
-    if (steps := record.get(SCHEDULE_KEY, total)) != total and config.lr_schedule != "constant":
+    if (steps := record.get(SCHEDULE_KEY, data.steps)) != data.steps and config.lr_schedule != "constant":
         logger.warning(
             "the run began with a %s schedule over %d steps and goes on with one over %d: the steps that are done keep their "
             "learning rates, so the result is not that of a run of %d steps from the start",
             config.lr_schedule,
             steps,
-            total,
-            total,
+            data.steps,
+            data.steps,
         )
 
 
-def data_state(dataset: SupervisedDataset, total: int) -> dict[str, Any]:
-    """What each checkpoint says of the data and the schedule, for `check_resumed`."""
-    return {BATCHES_KEY: len(dataset), SCHEDULE_KEY: total}
+class EpochLoop(StepLoop):
+    """A loop over epochs of a dataset."""
 
+    def __init__(
+        self,
+        config: EpochConfig,
+        session: Session,
+        data: EpochData,
+        evaluators: Sequence[EvaluatorBuilder] = (),
+        submit_ahead: int = 0,
+    ) -> None:
+        super().__init__(session, config.evaluation_rounds(*evaluators), data.steps, submit_ahead)
+        self._config, self._data = config, data
+        session.checkpoints.loop_state |= {BATCHES_KEY: data.batches_per_epoch, SCHEDULE_KEY: data.steps}
 
-def evaluation_rounds(config: EpochConfig, *more: EvaluatorBuilder) -> EvaluationRounds:
-    """The config's evaluators at their two frequencies; `more` are run with the frequent ones."""
-    return EvaluationRounds.build(
-        [*config.evaluator_builders, *more],
-        config.eval_every,
-        config.infrequent_evaluator_builders,
-        config.infrequent_eval_every,
-    )
+    def draw(self, step: int, metrics: Metrics) -> list[tinker.Datum]:
+        """The datums of a step; `metrics` says of which epoch and with which learning rate."""
+        metrics |= {
+            "epoch": step // self._data.batches_per_epoch,
+            "learning_rate": self.adam_params(step).learning_rate,
+        }
+        with timed("get_batch", metrics):
+            return self._data.get_batch(step)
 
+    def adam_params(self, step: int) -> tinker.AdamParams:
+        config = self._config
+        return tinker.AdamParams(
+            learning_rate=config.learning_rate * compute_schedule_lr_multiplier(config.lr_schedule, step, self.end),
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_eps,
+        )
 
-def adam_params(config: EpochConfig, step: int, total: int) -> tinker.AdamParams:
-    """Adam with the learning rate of `step` (0-based) of `total`."""
-    return tinker.AdamParams(
-        learning_rate=config.learning_rate * compute_schedule_lr_multiplier(config.lr_schedule, step, total),
-        beta1=config.adam_beta1,
-        beta2=config.adam_beta2,
-        eps=config.adam_eps,
-    )
+    def progress(self, step: int) -> Metrics:
+        """Adds `progress`: the share that is done before the step, which the schedule goes by."""
+        return super().progress(step) | {"progress": step / self.end}
 
-
-def progress_metrics(step: int, total: int) -> dict[str, float | int]:
-    """Where the run is in the row of `step`; `total` stands for the row after the last one.
-
-    `progress/batch` and `progress/done_frac` (the share that is done with this step) are what every loop logs, `progress` (the
-    share before it) what the learning rate's schedule goes by.
-    """
-    return {
-        "progress/batch": step,
-        "progress/done_frac": min(1.0, (step + 1) / total),
-        "progress": step / total,
-    }
-
-
-def cursor(step: int, dataset: SupervisedDataset) -> dict[str, int]:
-    """Where the next batch stands when `step` steps are done, as checkpoints record it."""
-    epoch, batch = divmod(step, len(dataset))
-    return {"epoch": epoch, "batch": batch}
+    def cursor(self, step: int) -> dict[str, int]:
+        epoch, batch = divmod(step, self._data.batches_per_epoch)
+        return {"epoch": epoch, "batch": batch}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -62,11 +63,7 @@ class PackedPlan:
     @classmethod
     def whole(cls, lengths: Sequence[int]) -> PackedPlan:
         """Whole sequences of these lengths, end to end."""
-        segments, start = [], 0
-        for length in lengths:
-            segments.append(Segment(start, start + length))
-            start += length
-        return cls(segments)
+        return cls([Segment(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)])
 
 
 @dataclass
@@ -77,21 +74,35 @@ class DecodePlan:
     rows: int
     lengths: torch.Tensor
     longest: int
-    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.index = torch.arange(self.rows, device=self.lengths.device)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores, (rows, 1, 1, longest + 1): 0 where visible, -inf elsewhere. Shared by all layers."""
-        if window not in self._masks:
+        """Which keys each new token sees, (rows, 1, 1, longest + 1), shared by all layers.
+
+        True where visible, or (another dtype than bool) what is added to the scores: 0 where visible, -inf elsewhere.
+        """
+        if (window, dtype) not in self._masks:
             positions = torch.arange(self.longest + 1, device=self.lengths.device)[None, :]
-            visible = positions <= self.lengths[:, None]
+            mask = positions <= self.lengths[:, None]
             if window is not None:
-                visible &= positions > self.lengths[:, None] - window
-            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-            self._masks[window] = mask[:, None, None, :]
-        return self._masks[window]
+                mask &= positions > self.lengths[:, None] - window
+            if dtype != torch.bool:
+                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+            self._masks[window, dtype] = mask[:, None, None, :]
+        return self._masks[window, dtype]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a layer says of its own attention."""
+
+    index: int
+    scaling: float
+    softcap: float | None
+    window: int | None
 
 
 def packed_attention(
@@ -109,105 +120,73 @@ def packed_attention(
     """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D). Signature is transformers'; masks are ours, not its."""
     if plan is None:
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
-    layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if isinstance(plan, DecodePlan):
-        return _decode(layer, query, key, value, scale, softcap, sliding_window, plan), None
-    return _packed(layer, query, key, value, scale, softcap, sliding_window, plan), None
+    layer = _Layer(int(module.layer_idx), scale, softcap, sliding_window)  # pyright: ignore[reportArgumentType]
+    attend = _decode if isinstance(plan, DecodePlan) else _packed
+    return attend(layer, query, key, value, plan), None  # pyright: ignore[reportArgumentType]
 
 
 def _packed(
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    window: int | None,
-    plan: PackedPlan,
+    layer: _Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: PackedPlan
 ) -> torch.Tensor:
-    plan.windows[layer] = window
+    plan.windows[layer.index] = layer.window
     outputs = []
     # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros, once per segment.
     parts = [tensor.split([s.end - s.start for s in plan.segments], dim=2) for tensor in (query, key, value)]
     index = {segment.start: i for i, segment in enumerate(plan.segments)}
     for segment, q, k, v in zip(plan.segments, *parts, strict=True):
         if plan.cache is not None and segment.row is not None:
-            plan.cache.write(layer, segment.row, segment.before, k[0], v[0])
+            plan.cache.write(layer.index, segment.row, segment.before, k[0], v[0])
             if segment.before and segment.prefix is None:
-                k, v = plan.cache.read(layer, segment.row, segment.before + k.shape[2])
+                k, v = plan.cache.read(layer.index, segment.row, segment.before + k.shape[2])
         if segment.prefix is not None:
             before = index[segment.prefix[0]]
             k, v = torch.cat([parts[1][before], k], dim=2), torch.cat([parts[2][before], v], dim=2)
-        outputs.append(_attend(q, k, v, scaling, softcap, window, plan))
+        outputs.append(_causal(layer, q, k, v, plan))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    window: int | None,
-    plan: PackedPlan,
-) -> torch.Tensor:
+def _causal(layer: _Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
     """Causal attention of the last q.shape[2] positions of a sequence to all of it."""
     queries, total = q.shape[2], k.shape[2]
-    if softcap is None and queries == total and (window is None or total <= window):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-    visible = plan.visible(total - queries, queries, window, q.device)
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True)
-    parts = zip(q.split(SOFTCAP_QUERIES, dim=2), visible.split(SOFTCAP_QUERIES), strict=True)
-    outputs = [_soft_capped_chunk(part, k, v, rows, scaling, softcap) for part, rows in parts]
-    return torch.cat(outputs, dim=2)
-
-
-def _soft_capped_chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scaling: float, softcap: float
-) -> torch.Tensor:
-    """In training the scores are computed again in the backward pass: kept, they would grow with the square of the length."""
-    if not torch.is_grad_enabled():
-        return _soft_capped(q, k, v, visible, scaling, softcap)
-    arguments = (q, k, v, visible, scaling, softcap)
-    result = checkpoint(_soft_capped, *arguments, use_reentrant=False, preserve_rng_state=False)
-    assert isinstance(result, torch.Tensor)
-    return result
+    if layer.softcap is None and queries == total and (layer.window is None or total <= layer.window):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
+    visible = plan.visible(total - queries, queries, layer.window, q.device)
+    if layer.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layer.scaling, enable_gqa=True)
+    outputs = []
+    # The heads that share a key head become a dimension of their own.
+    grouped = q.unflatten(1, (k.shape[1], -1)).split(SOFTCAP_QUERIES, dim=3)
+    for part, rows in zip(grouped, visible.split(SOFTCAP_QUERIES), strict=True):
+        arguments = (layer, part, k.unsqueeze(2), v.unsqueeze(2), rows)
+        if torch.is_grad_enabled():  # scores that were kept for the backward pass would grow with the length's square
+            outputs.append(checkpoint(_soft_capped, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outputs.append(_soft_capped(*arguments))
+    return torch.cat(outputs, dim=3).flatten(1, 2)
 
 
 def _soft_capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scaling: float, softcap: float
+    layer: _Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """softmax(softcap * tanh(scores / softcap)) @ v, as Gemma 2 has it; q (1, H, S, D), k and v (1, KV, T, D)."""
-    heads, kv_heads = q.shape[1], k.shape[1]
-    grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
-    scores = torch.tanh(grouped @ k.unsqueeze(2).transpose(-1, -2) * (scaling / softcap)) * softcap
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(q.dtype)
-    return (weights @ v.unsqueeze(2)).flatten(1, 2)
+    """softmax(softcap * tanh(scores / softcap)) @ v, as Gemma 2 has it; q (..., S, D), k and v (..., T, D)."""
+    assert layer.softcap is not None
+    scores = torch.tanh(q @ k.transpose(-1, -2) * (layer.scaling / layer.softcap)) * layer.softcap
+    return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
 
 
 def _decode(
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    window: int | None,
-    plan: DecodePlan,
+    layer: _Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: DecodePlan
 ) -> torch.Tensor:
     heads, rows, dim = query.shape[1:]
-    kv_heads = key.shape[1]
-    keys, values = plan.cache.append(layer, plan.index, plan.lengths, plan.longest, key[0], value[0])
+    keys, values = plan.cache.append(layer.index, plan.index, plan.lengths, plan.longest, key[0], value[0])
     # The heads that share a key head become query positions of it, so keys are never repeated in memory.
-    grouped = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
-    mask = plan.mask(window, query.dtype)
-    if softcap is None:
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    grouped = query[0].transpose(0, 1).reshape(rows, key.shape[1], -1, dim)
+    if layer.softcap is None:
+        mask = plan.mask(layer.window, query.dtype)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=layer.scaling)
     else:
-        scores = torch.tanh(grouped @ keys.transpose(-1, -2) * (scaling / softcap)) * softcap
-        out = (scores + mask).softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ values
+        out = _soft_capped(layer, grouped, keys, values, plan.mask(layer.window, torch.bool))
     return out.reshape(1, rows, heads, dim)
 
 

@@ -84,33 +84,35 @@ def _quiet_loading() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _refused(name: str, config: Any, why: str) -> ModelLoadError:
+    return ModelLoadError(f"model {name!r} ({config.model_type}) {why}; {_INSTEAD}")
+
+
 def _refuse_unsupported(name: str, config: Any) -> None:
     for key, what in _REFUSED_CONFIG.items():
         value = getattr(config, key, None)
         if value is True or value not in (None, 0, 1):
-            raise ModelLoadError(
-                f"model {name!r} ({config.model_type}) has {what} (config.{key}), which the local engine "
-                f"does not support; {_INSTEAD}"
-            )
+            raise _refused(name, config, f"has {what} (config.{key}), which the local engine does not support")
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
-        raise ModelLoadError(
-            f"model {name!r} ({config.model_type}) states no max_position_embeddings, as models without "
-            f"rotary positions do, which the local engine does not support; {_INSTEAD}"
+        raise _refused(
+            name,
+            config,
+            "states no max_position_embeddings, as models without rotary positions do, which the local engine does not "
+            "support",
         )
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:
-        raise ModelLoadError(
-            f"model {name!r} ({config.model_type}) has layers of type {', '.join(sorted(kinds))}, which the local "
-            f"engine does not support; {_INSTEAD}"
-        )
+        layers = ", ".join(sorted(kinds))
+        raise _refused(name, config, f"has layers of type {layers}, which the local engine does not support")
 
 
 def _load(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
     """Module (on the CPU) and tokenizer of a directory or hub id."""
-    model_type = "unknown"
     try:
         config = AutoConfig.from_pretrained(name).get_text_config()
-        model_type = config.model_type
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+    try:
         _refuse_unsupported(name, config)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
         with _quiet_loading():
@@ -120,9 +122,7 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
     except KeyError as error:  # an architecture with attention of its own looks ours up in vain
-        raise ModelLoadError(
-            f"model {name!r} ({model_type}) cannot be loaded with the local engine's attention ({error}); {_INSTEAD}"
-        ) from error
+        raise _refused(name, config, f"cannot be loaded with the local engine's attention ({error})") from error
     return module, tokenizer
 
 
@@ -194,9 +194,7 @@ class BaseModel:
         count = self.config.num_hidden_layers
         stacks = [m for m in self._body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
-            raise ModelLoadError(
-                f"model {self.name!r} ({self.config.model_type}) has no list of {count} decoder layers; {_INSTEAD}"
-            )
+            raise _refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._beyond_lora = sorted(  # LoraLinear has replaced the others
             {
                 path.rpartition(".")[2]
@@ -244,16 +242,12 @@ class BaseModel:
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError) as error:
-            raise ModelLoadError(
-                f"model {self.name!r} ({self.config.model_type}) does not run in the local engine ({error}); {_INSTEAD}"
-            ) from error
+            raise _refused(self.name, self.config, f"does not run in the local engine ({error})") from error
         wanted = torch.cat([*expected, expected[0][4:]])
         error = float((torch.cat([packed, decoded]) - wanted).norm() / wanted.norm().clamp(min=1e-12))
         if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
-            raise ModelLoadError(
-                f"model {self.name!r} ({self.config.model_type}) has other logits in the local engine than in transformers "
-                f"(relative error {error:.1e}): it has layers that the engine does not support; {_INSTEAD}"
-            )
+            why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
+            raise _refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
         return self._context_length(together.windows)
 
     def _pass_logits(
@@ -288,22 +282,18 @@ class BaseModel:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """What ends a turn when a request names no stop: the model's own end-of-sequence ids."""
-        generation = getattr(self._model, "generation_config", None)
-        ids = getattr(generation, "eos_token_id", None)
-        if ids is None:
-            ids = self.config.eos_token_id
-        if ids is None:
-            return frozenset()
-        return frozenset(ids if isinstance(ids, list) else [ids])
+        for config in (getattr(self._model, "generation_config", None), self.config):
+            ids = getattr(config, "eos_token_id", None)
+            if ids is not None:
+                return frozenset(ids if isinstance(ids, list) else [ids])
+        return frozenset()
 
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
         """A fresh adapter. Raises ModelLoadError for a model of which it would cover only some linears."""
         if self._beyond_lora:
-            raise ModelLoadError(
-                f"model {self.name!r} ({self.config.model_type}) has linears that LoRA here does not know "
-                f"({', '.join(self._beyond_lora)}): an adapter would leave them out. It can be sampled from, not trained; "
-                f"{_INSTEAD}"
-            )
+            beyond = ", ".join(self._beyond_lora)
+            why = f"has linears that LoRA here does not know ({beyond}): an adapter would leave them out"
+            raise _refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
         return new_adapter(spec, self.linears, seed, self.device)
 
     def new_cache(self, budget_tokens: int) -> KVCache:
@@ -375,13 +365,10 @@ class BaseModel:
         kv_heads, head_dim = self._kv_shape()
         config = self.config
         width = 8 * config.hidden_size + 8 * (config.num_attention_heads + kv_heads) * head_dim
-        width += 5 * max(_as_list(config.intermediate_size))
+        sizes = config.intermediate_size  # one for all layers, or one for each
+        width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)
         return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
 
     def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
         """Within: every pass goes through these adapters. For a backward pass that runs layers again."""
         return self._routing.use(adapters if isinstance(adapters, list) else one_for_all(adapters))
-
-
-def _as_list(value: int | list[int]) -> list[int]:
-    return value if isinstance(value, list) else [value]

@@ -24,6 +24,7 @@ from tinker_local_backend.engine.micro_batch import (
     least_micro_batches,
     make_micro_batch,
     split_positions,
+    widen,
 )
 from tinker_local_backend.engine.scoring import Scorer
 from tinker_local_backend.errors import RequestError
@@ -76,8 +77,7 @@ def _one_pass(
         logprobs = batch.of_positions(scorer.logprobs(hidden.detach(), batch.score_targets))
         arrays = list(split_positions(logprobs, batch, examples))
         loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)
-        width = logprobs.shape[1]
-        weights = torch.cat([_columns(slope, width) for slope in slopes]).to(logprobs)
+        weights = torch.from_numpy(np.concatenate([widen(slope, logprobs.shape[1]) for slope in slopes])).to(logprobs)
         surrogate = float((weights * logprobs).sum())
         gradient = scorer.gradient(hidden.detach(), batch.score_targets, batch.of_scores(weights))
         trainer.backpropagate(model, hidden, gradient, state.adapter, gradients)
@@ -90,7 +90,7 @@ def _one_pass(
             "trained_tokens:sum": float(sum(int((slope != 0).sum()) for slope in slopes)),
             "surrogate_loss:sum": surrogate,
             **metrics,
-            "loss:sum": float(loss),
+            "loss:sum": loss,
         },
     )
     state.accumulate(gradients)  # last: a call that fails leaves nothing behind
@@ -111,13 +111,13 @@ def _two_passes(
     output = trainer.forward_backward(model, state, weighted, "cross_entropy", None, backward=True)
     output.metrics["surrogate_loss:sum"] = output.metrics.pop("loss:sum")
     output.metrics.update(metrics)
-    output.metrics["loss:sum"] = float(loss)
+    output.metrics["loss:sum"] = loss
     return output
 
 
 def _differentiate(
     datums: list[tinker.Datum], arrays: Sequence[np.ndarray], loss_fn: CustomLossFn
-) -> tuple[torch.Tensor, dict[str, float], list[torch.Tensor]]:
+) -> tuple[float, dict[str, float], list[np.ndarray]]:
     """The function's value, its metrics, and dC/dlp for each datum."""
     logprobs = [torch.from_numpy(array).clone().requires_grad_() for array in arrays]
     with torch.enable_grad():
@@ -133,8 +133,8 @@ def _differentiate(
             raise RequestError(f"the custom loss does not depend on the logprobs of data[{i}]; leave that datum out")
         if not bool(array.grad.isfinite().all()):
             raise RequestError(f"the custom loss has a gradient with NaN or infinity at the logprobs of data[{i}]")
-        slopes.append(array.grad)
-    return loss.detach(), metrics, slopes
+        slopes.append(array.grad.numpy())
+    return float(loss.detach()), metrics, slopes
 
 
 def _checked(result: object) -> tuple[object, dict[str, float]]:
@@ -149,19 +149,13 @@ def _checked(result: object) -> tuple[object, dict[str, float]]:
     return result[0], metrics
 
 
-def _columns(array: torch.Tensor, width: int) -> torch.Tensor:
-    """(N,) or (N, K) as (N, width), filled up with zeros."""
-    matrix = array if array.ndim == 2 else array[:, None]
-    return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
-
-
-def _linear(datum: tinker.Datum, index: int, weights: torch.Tensor | None) -> tinker.Datum:
+def _linear(datum: tinker.Datum, index: int, weights: np.ndarray | None) -> tinker.Datum:
     """The datum with its target tokens and these weights (None: zeros) as its only loss inputs."""
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None:
         raise RequestError(
             f"data[{index}].loss_fn_inputs lacks ['target_tokens']; a custom loss is a function of their logprobs"
         )
-    values = np.zeros(targets.to_numpy().shape, dtype=np.float32) if weights is None else weights.numpy()
+    values = np.zeros(targets.to_numpy().shape, dtype=np.float32) if weights is None else weights
     inputs = {"target_tokens": targets, "weights": tinker.TensorData.from_numpy(values)}
     return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)

@@ -26,6 +26,10 @@ _DTYPES = {
 }
 
 
+LossConfig = Mapping[str, float | str] | None
+"""As clients give it: numbers by name (the type is the SDK's)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Example:
     """A checked datum: N input tokens and, per loss input, an array of shape (N,) or (N, K) aligned with them."""
@@ -51,7 +55,7 @@ def freeze_data(data: Sequence[tinker.Datum]) -> list[tinker.Datum]:
         replace(
             datum,
             model_input=_frozen_model_input(datum.model_input),
-            loss_fn_inputs={key: _frozen_tensor(value) for key, value in datum.loss_fn_inputs.items()},
+            loss_fn_inputs={key: frozen_tensor(value) for key, value in datum.loss_fn_inputs.items()},
         )
         for datum in data
     ]
@@ -67,7 +71,8 @@ def _frozen_model_input(model_input: tinker.ModelInput) -> tinker.ModelInput:
     return model_input.model_copy(update={"chunks": chunks})
 
 
-def _frozen_tensor(tensor: tinker.TensorData) -> tinker.TensorData:
+def frozen_tensor(tensor: tinker.TensorData) -> tinker.TensorData:
+    """A copy that nothing outside can change."""
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         return tinker.TensorData(data=tensor.to_numpy().copy(), dtype=tensor.dtype, shape=copy(tensor.shape))
     return tinker.TensorData(  # `data` is a new list each time
@@ -75,7 +80,7 @@ def _frozen_tensor(tensor: tinker.TensorData) -> tinker.TensorData:
     )
 
 
-def loss_function(name: str, config: Mapping[str, float | str] | None) -> tuple[LossFn, dict[str, float], float]:
+def loss_function(name: str, config: LossConfig) -> tuple[LossFn, dict[str, float], float]:
     """Look up a loss and complete its config. Returns (loss, config, temperature).
 
     `temperature` is understood for every loss: logits are divided by it, so that lp is on the distribution that was sampled.

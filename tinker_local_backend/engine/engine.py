@@ -7,13 +7,12 @@ them, one token at a time. Everything that touches torch happens on the worker, 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
 from tinker_local_backend.environment import env_int
 from tinker_local_backend.errors import EngineClosedError, RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture
+from tinker_local_backend.futures import ClientFuture, EngineFuture, settle
 
 T = TypeVar("T")
 
@@ -38,55 +37,17 @@ CLOSE_SECONDS = 30.0
 """How long `close` waits for the operation that is running."""
 
 
-class _Work(ABC):
-    """Something submitted: it enters the worker's queues, or it fails."""
+class _Work(NamedTuple):
+    """Something submitted: its future, and what the worker does with it next."""
 
     future: Future[Any]
-
-    @abstractmethod
-    def enter(self, engine: Engine) -> None:
-        """On the worker: take a place in its queue."""
-
-    def fail(self, error: BaseException) -> None:
-        """Answer whoever waits with an error."""
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
+    proceed: Callable[[], None]
 
 
-class _Operation(_Work):
-    """A function to run on the worker, after the earlier ones of the same client."""
-
-    def __init__(self, client: Hashable, function: Callable[[], Any], post: Callable[[Callable[[], None]], None]):
-        self.future: Future[Any] = Future()
-        self.client = client
-        self._function = function
-        self._post = post
-
-    def enter(self, engine: Engine) -> None:
-        engine.queue(self)
-
-    def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self._function()
-        except BaseException as error:
-            failure = error
-            self._post(lambda: self.future.set_exception(failure))
-        else:
-            self._post(lambda: self.future.set_result(result))
-
-
-class _Sampling(_Work):
-    """A sampling request for one model's generator."""
-
-    def __init__(self, model_name: str, ticket: Ticket, future: Future[SamplingResult]):
-        self._model_name = model_name
-        self._ticket = ticket
-        self.future = future
-
-    def enter(self, engine: Engine) -> None:
-        engine.add_ticket(self._model_name, self._ticket)
+def _fail(future: Future[Any], error: BaseException) -> None:
+    """Answer whoever waits with an error."""
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)
 
 
 class Engine:
@@ -106,7 +67,7 @@ class Engine:
         self._gates: dict[int, LoopGate[_Work]] = {}
         self._condition = threading.Condition()
         self._inbox: deque[_Work] = deque()
-        self._queues: dict[Hashable, deque[_Operation]] = {}
+        self._queues: dict[Hashable, deque[_Work]] = {}
         self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
         self._closing = False
         self._death: BaseException | None = None
@@ -117,32 +78,40 @@ class Engine:
 
     def submit(self, client: Hashable, operation: Callable[[], T]) -> EngineFuture[T]:
         """Run `operation` on the worker after all earlier ones of the same client."""
+        future: Future[T] = Future()
         gate = self._gate()
-        work = _Operation(client, operation, lambda settle: self._outbox.append((gate, settle)))
-        self._enter(gate, work)
-        return EngineFuture(work.future, partial(self._waiting, gate))
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                outcome = partial(future.set_result, operation())
+            except BaseException as error:
+                outcome = partial(future.set_exception, error)
+            self._outbox.append((gate, outcome))
+
+        self._enter(gate, _Work(future, lambda: self._queues.setdefault(client, deque()).append(_Work(future, run))))
+        return EngineFuture(future, partial(self._waiting, gate))
 
     def make_client(self, make: Callable[[], T]) -> ClientFuture[T]:
         """Make a client on the worker, after those that were asked for earlier."""
         return ClientFuture(self.submit("clients", make))
 
-    def sample(self, model_name: str, request: SamplingRequest) -> EngineFuture[SamplingResult]:
-        """Run a checked sampling request. Cancelling the future frees its rows."""
-        future: Future[SamplingResult] = Future()
+    def sample(
+        self, model_name: str, request: SamplingRequest, convert: Callable[[SamplingResult], T]
+    ) -> EngineFuture[T]:
+        """Run a checked sampling request and convert its result. Cancelling the future frees its rows."""
+        future: Future[T] = Future()
         gate = self._gate()
 
         def complete(outcome: SamplingResult | BaseException) -> None:
-            def settle() -> None:
-                if not future.set_running_or_notify_cancel():
-                    return
-                if isinstance(outcome, BaseException):
-                    future.set_exception(outcome)
-                else:
-                    future.set_result(outcome)
+            if isinstance(outcome, BaseException):
+                self._outbox.append((gate, partial(_fail, future, outcome)))
+            else:
+                self._outbox.append((gate, partial(settle, future, partial(convert, outcome))))
 
-            self._outbox.append((gate, settle))
-
-        self._enter(gate, _Sampling(model_name, Ticket(request, complete, future.cancelled), future))
+        ticket = Ticket(request, complete, future.cancelled)
+        self._enter(gate, _Work(future, lambda: self._generators[model_name].add(ticket)))
         return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
 
     def close(self) -> None:
@@ -168,7 +137,7 @@ class Engine:
             return EngineClosedError(
                 f"the engine stopped after an internal error: {self._death!r}; create a new client"
             )
-        return EngineClosedError("this service client is closed; create a new one")
+        return EngineClosedError("this service client was closed before this request ran; create a new one")
 
     def _gate(self) -> LoopGate[_Work] | None:
         """The gate of the running event loop, if this thread runs one."""
@@ -217,7 +186,7 @@ class Engine:
                 self._condition.notify()
                 return
         for work in works:
-            work.fail(self._closed_error())
+            _fail(work.future, self._closed_error())
 
     # On the worker
 
@@ -243,12 +212,6 @@ class Engine:
         for generator in self._generators.values():
             generator.forget()
 
-    def queue(self, operation: _Operation) -> None:
-        self._queues.setdefault(operation.client, deque()).append(operation)
-
-    def add_ticket(self, model_name: str, ticket: Ticket) -> None:
-        self._generators[model_name].add(ticket)
-
     def random_seed(self) -> int:
         """A fresh seed for something for which the client gave none."""
         return int(self._seeds.integers(1 << 63))
@@ -261,17 +224,14 @@ class Engine:
         return max(1, available // model.kv_bytes_per_token())
 
     def _work(self) -> None:
-        error: BaseException
         try:
             self._serve()
-            error = EngineClosedError("the service client was closed before this request ran")
         except BaseException as death:  # a bug, but nobody must wait forever for it
             self._death = death
-            error = EngineClosedError(f"the engine stopped after an internal error: {death!r}")
         with self._condition:
             self._closing = True
             rest, self._inbox = list(self._inbox), deque()
-        self._fail_rest(rest, error)
+        self._fail_rest(rest, self._closed_error())
 
     def _serve(self) -> None:
         # A step is a call of its own, so that an idle worker keeps no reference to what it did last.
@@ -282,7 +242,7 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         with self._condition:
-            while not (self._inbox or self._closing or self._has_work()):
+            while not (self._inbox or self._closing or self._queues or any(g.busy for g in self._generators.values())):
                 self._condition.wait()
             return not self._closing
 
@@ -290,10 +250,7 @@ class Engine:
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
         for work in arrived:
-            work.enter(self)
-
-    def _has_work(self) -> bool:
-        return bool(self._queues) or any(generator.busy for generator in self._generators.values())
+            work.proceed()
 
     def _turn(self) -> None:
         """One operation of the client whose turn it is, and some steps of each model's sampler."""
@@ -303,7 +260,7 @@ class Engine:
             operation = queue.popleft()
             if queue:
                 self._queues[client] = queue  # to the back of the line
-            operation.run()
+            operation.proceed()
         # A count, not a time: what is in a batch must not depend on the clock.
         for _ in range(SAMPLER_STEPS_PER_OPERATION if self._queues else 1):
             for generator in self._generators.values():
@@ -313,11 +270,11 @@ class Engine:
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []
         by_gate: dict[LoopGate[_Work], list[Callable[[], None]]] = {}
-        for gate, settle in outbox:
+        for gate, result in outbox:
             if gate is None:
-                settle()
+                result()
             else:
-                by_gate.setdefault(gate, []).append(settle)
+                by_gate.setdefault(gate, []).append(result)
         for gate, results in by_gate.items():
             gate.deliver(results)
         for gate in by_gate:
@@ -325,7 +282,7 @@ class Engine:
 
     def _fail_rest(self, rest: list[_Work], error: BaseException) -> None:
         for work in [*rest, *(operation for queue in self._queues.values() for operation in queue)]:
-            work.fail(error)
+            _fail(work.future, error)
         for generator in self._generators.values():
             generator.fail_all(error)
         self._queues.clear()

@@ -160,10 +160,11 @@ class Generator:
         """Out of memory: begin the requests again, fewer at a time. Anything else: each of them gets the error."""
         retry = out_of_memory(error) and (rows > 1 or self._prefill_tokens > 1)
         if not retry:
-            mend = " (use a smaller model or max_tokens, or lower TINKER_LOCAL_KV_CACHE_TOKENS)"
+            # As text: the traceback's frames would keep the failed pass's tensors alive.
+            cause = f"{type(error).__name__}: {error}"
+            if out_of_memory(error):
+                cause += " (use a smaller model or max_tokens, or lower TINKER_LOCAL_KV_CACHE_TOKENS)"
             for ticket in affected:
-                # Without the traceback, whose frames would keep the failed pass's tensors alive.
-                cause = f"{type(error).__name__}: {error}{mend if out_of_memory(error) else ''}"
                 ticket.finish(SamplingError(f"a sampling pass failed: {cause}"))
             return
         if rows > 1:  # with fewer, the prompts alone were too much
@@ -316,15 +317,7 @@ class Generator:
                 assert ticket.seed is not None
                 hidden = hidden_TH[torch.from_numpy(rows).to(hidden_TH.device)]
                 try:
-                    ticket.prompt = score_prompt(
-                        self._model,
-                        hidden,
-                        request.prompt,
-                        request.adapter,
-                        request.scoring,
-                        request.temperature,
-                        ticket.seed,
-                    )
+                    ticket.prompt = score_prompt(self._model, hidden, request, ticket.seed)
                 except RequestError as error:
                     ticket.finish(error)
             if request.num_samples == 0:

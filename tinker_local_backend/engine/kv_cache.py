@@ -42,7 +42,7 @@ class KVCache:
         return self.budget_tokens // max(1, length)
 
     def resize(self, rows: int, length: int) -> None:
-        """Change the shape; rows keep what fits of their contents."""
+        """Change the shape; rows keep what fits of their contents. (0, 0) gives the memory back."""
         kept_rows, kept = min(rows, self.rows), min(length, self.length)
         for layer, old in enumerate(self._slabs):
             if kept_rows == 0:
@@ -51,10 +51,6 @@ class KVCache:
             new[:, :kept_rows, :, :kept] = old[:, :kept_rows, :, :kept]
             self._slabs[layer] = new
         self.rows, self.length = rows, length
-
-    def release(self) -> None:
-        """Give the memory back (nothing is running)."""
-        self.resize(0, 0)
 
     def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values, each (kv_heads, tokens, head_dim), in a row from token `start` on."""

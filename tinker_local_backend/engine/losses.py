@@ -130,7 +130,7 @@ class LossFn:
     inputs: tuple[str, ...]
     config: Config
     compute: Callable[[torch.Tensor, Inputs, Config], torch.Tensor]
-    is_policy_loss: bool = False
+    is_policy_loss: bool = True
     is_elementwise: bool = True
     """whether a position's loss depends on that position alone"""
     ratio: Callable[[torch.Tensor, Inputs], torch.Tensor] = probability_ratio
@@ -140,13 +140,12 @@ class LossFn:
 _POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
 
 LOSSES: dict[str, LossFn] = {
-    "cross_entropy": LossFn(("target_tokens", "weights"), {}, cross_entropy),
-    "importance_sampling": LossFn(_POLICY_INPUTS, {}, importance_sampling, is_policy_loss=True),
+    "cross_entropy": LossFn(("target_tokens", "weights"), {}, cross_entropy, is_policy_loss=False),
+    "importance_sampling": LossFn(_POLICY_INPUTS, {}, importance_sampling),
     "ppo": LossFn(
         _POLICY_INPUTS,
         {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         ppo,
-        is_policy_loss=True,
         clip_binds=minimum_is_clipped,
     ),
     # No lower bound, as in the paper, and the hosted service's upper one.
@@ -154,17 +153,15 @@ LOSSES: dict[str, LossFn] = {
         _POLICY_INPUTS,
         {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         cispo,
-        is_policy_loss=True,
         clip_binds=ratio_is_clipped,
     ),
     # The hosted service documents no default; 0.05 is the value of its example.
-    "dro": LossFn(_POLICY_INPUTS, {"beta": 0.05}, dro, is_policy_loss=True),
+    "dro": LossFn(_POLICY_INPUTS, {"beta": 0.05}, dro),
     # 1 - 3e-4 and 1 + 4e-4, the clip ranges of the paper's section 5.1: a mean over a sequence hardly leaves 1.
     "gspo": LossFn(
         (*_POLICY_INPUTS, "sequence_ratio_mask"),
         {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
         gspo,
-        is_policy_loss=True,
         is_elementwise=False,
         ratio=sequence_ratio,
         clip_binds=minimum_is_clipped,

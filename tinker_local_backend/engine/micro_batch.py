@@ -123,7 +123,7 @@ def make_micro_batch(
     chosen = [examples[i] for i in indices]
     packed = pack([example.tokens for example in chosen], groups)
     width = max(_width(example.inputs["target_tokens"]) for example in chosen)
-    targets = [_widen(example.inputs["target_tokens"], width) for example in chosen]
+    targets = [widen(example.inputs["target_tokens"], width) for example in chosen]
     rows: list[npt.NDArray[np.int64]] = []
     kept: list[npt.NDArray[np.int64]] = []
     scored: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(chosen)
@@ -144,7 +144,7 @@ def make_micro_batch(
             scored[member] = own
     device = model.device
     inputs = {
-        key: torch.from_numpy(np.concatenate([_widen(example.inputs[key], width) for example in chosen])).to(device)
+        key: torch.from_numpy(np.concatenate([widen(example.inputs[key], width) for example in chosen])).to(device)
         for key in chosen[0].inputs
         if key != "target_tokens"
     }
@@ -167,7 +167,7 @@ def _width(array: npt.NDArray) -> int:
     return 1 if array.ndim == 1 else array.shape[1]
 
 
-def _widen(array: npt.NDArray, width: int) -> npt.NDArray:
+def widen(array: npt.NDArray, width: int) -> npt.NDArray:
     """(N,) or (N, K) as (N, width): what is added has weight 0."""
     matrix = array if array.ndim == 2 else array[:, None]
     return np.pad(matrix, ((0, 0), (0, width - matrix.shape[1])))

@@ -77,11 +77,6 @@ def prefix_groups(sequences: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
     members: list[int] = []
     prefix = 0
 
-    def close() -> None:
-        kept = prefix if len(members) > 1 else 0
-        tokens = kept + sum(len(sequences[i]) - kept for i in members)
-        groups.append(PrefixGroup(tuple(sorted(members)), kept, tokens))
-
     for i in sorted(range(len(sequences)), key=lambda i: (sequences[i], i)):
         if members:
             common = shared_prefix(sequences[members[-1]], sequences[i])
@@ -90,10 +85,10 @@ def prefix_groups(sequences: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
                 members.append(i)
                 prefix = shorter
                 continue
-            close()
+            groups.append(_group(sorted(members), prefix, sequences))
         members, prefix = [i], len(sequences[i])
     if members:
-        close()
+        groups.append(_group(sorted(members), prefix, sequences))
     return groups
 
 
@@ -142,8 +137,9 @@ def micro_batches(
     return passes
 
 
-def _part(group: PrefixGroup, members: Sequence[int], sequences: Sequence[tuple[int, ...]]) -> PrefixGroup:
-    prefix = group.prefix if len(members) > 1 else 0
+def _group(members: Sequence[int], prefix: int, sequences: Sequence[tuple[int, ...]]) -> PrefixGroup:
+    """These sequences, with their prefix stored once; one alone has none to share."""
+    prefix = prefix if len(members) > 1 else 0
     return PrefixGroup(tuple(members), prefix, prefix + sum(len(sequences[i]) - prefix for i in members))
 
 
@@ -159,7 +155,7 @@ def _split_to_budget(group: PrefixGroup, sequences: Sequence[tuple[int, ...]], t
             used = group.prefix
         parts[-1].append(i)
         used += own
-    return [_part(group, members, sequences) for members in parts]
+    return [_group(members, group.prefix, sequences) for members in parts]
 
 
 def _halve(groups: Sequence[PrefixGroup], sequences: Sequence[tuple[int, ...]]) -> list[list[PrefixGroup]]:
@@ -171,6 +167,6 @@ def _halve(groups: Sequence[PrefixGroup], sequences: Sequence[tuple[int, ...]]) 
         room = max(0, total // 2 - placed)
         for half, members in zip(halves, (group.members[:room], group.members[room:]), strict=True):
             if members:
-                half.append(_part(group, members, sequences))
+                half.append(_group(members, group.prefix, sequences))
         placed += len(group.members)
     return halves

@@ -151,12 +151,9 @@ class PrefixCache:
         contents = self._contents[row]
         if contents is None:
             return
-
-        def usefulness(candidate: int) -> int:
-            other = self._contents[candidate]
-            return 0 if other is None else other.used
-
-        least = min((row, *range(end, len(self._contents))), key=usefulness)
+        used = {row: contents.used}
+        used.update({i: other.used if other else 0 for i, other in enumerate(self._contents) if i >= end})
+        least = min(used, key=used.__getitem__)
         if least == row:
             self.drop(row)
         else:
@@ -169,7 +166,7 @@ class PrefixCache:
         if running == 0:
             self._contents = []
             self._index.clear()
-            self._cache.release()
+            self._cache.resize(0, 0)
 
 
 def _block_keys(adapter: Adapter | None, tokens: Sequence[int]):

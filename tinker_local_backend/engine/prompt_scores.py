@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.noise import mix_seed
-from tinker_local_backend.engine.requests import PromptScoring
-from tinker_local_backend.engine.sampler import draw
+from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.engine.sampler import RowParams, next_tokens
 from tinker_local_backend.engine.scoring import chunk_rows
 from tinker_local_backend.engine.tickets import PromptScores, diverged
 
@@ -17,19 +16,12 @@ ALTERNATIVES_STREAM = 0xA17E
 """Keeps the draws at prompt positions apart from those of the completions, which use the same request seed."""
 
 
-def score_prompt(
-    model: BaseModel,
-    hidden_NH: torch.Tensor,
-    prompt: tuple[int, ...],
-    adapter: Adapter | None,
-    scoring: PromptScoring,
-    temperature: float,
-    seed: int,
-) -> PromptScores:
-    """Scores of a prompt of N tokens from its N hidden states, at temperature 1; draws are at `temperature`.
+def score_prompt(model: BaseModel, hidden_NH: torch.Tensor, request: SamplingRequest, seed: int) -> PromptScores:
+    """Scores of the request's prompt of N tokens from its N hidden states, at temperature 1.
 
-    Raises RequestError if the model gives NaN.
+    Draws are at the request's temperature. Raises RequestError if the model gives NaN.
     """
+    prompt, scoring = request.prompt, request.scoring
     length = len(prompt)
     scores = PromptScores()
     if scoring.logprobs:
@@ -44,7 +36,7 @@ def score_prompt(
     everywhere = scoring.targets is not None or scoring.alternatives
     for start in range(0 if everywhere else first_scored - 1, length - 1, chunk_rows(model)):
         end = min(start + chunk_rows(model), length - 1)  # hidden state i predicts token i + 1
-        logits = model.logits(hidden_NH[start:end], adapter)
+        logits = model.logits(hidden_NH[start:end], request.adapter)
         logprobs = torch.log_softmax(logits, dim=-1)
         if torch.isnan(logprobs[:, 0]).any():
             raise diverged(f"at prompt positions {start + 1}..{end}")
@@ -62,11 +54,11 @@ def score_prompt(
             values = torch.where(wanted >= 0, logprobs.gather(1, wanted.clamp(min=0)), 0.0)
             scores.targets[start:end] = values.cpu().numpy()
         if scores.alternatives is not None:
+            positions, rows = np.arange(start, end, dtype=np.uint64), end - start
             for column in range(scoring.alternatives):
-                stream = mix_seed(seed, ALTERNATIVES_STREAM, column)
-                positions = np.arange(start, end, dtype=np.uint64)
-                seeds = np.full(end - start, stream, dtype=np.uint64)
-                ids, values = draw(logits, temperature, seeds, positions)
+                streams = [mix_seed(seed, ALTERNATIVES_STREAM, column)] * rows
+                params = RowParams([request.temperature] * rows, [-1] * rows, [1.0] * rows, streams, logits.device)
+                ids, values, _ = next_tokens(logits, params, positions)
                 scores.alternatives[0][start:end, column] = ids.cpu().numpy()
                 scores.alternatives[1][start:end, column] = values.cpu().numpy()
     return scores

@@ -77,16 +77,6 @@ def next_tokens(
     return tokens_R, (probs_R / mass_R).log().float(), tempered_RV
 
 
-def draw(
-    logits_RV: torch.Tensor, temperature: float, seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (rows,) and logprobs (rows,) at one temperature for all rows; 0 is greedy and reports temperature 1."""
-    rows = len(logits_RV)
-    params = RowParams([temperature] * rows, [-1] * rows, [1.0] * rows, seeds_R.tolist(), logits_RV.device)
-    tokens_R, logprobs_R, _ = next_tokens(logits_RV, params, positions_R)
-    return tokens_R, logprobs_R
-
-
 def _invert(
     probs_RV: torch.Tensor, seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.datums import check_datum, loss_function
+from tinker_local_backend.engine.datums import LossConfig, check_datum, loss_function
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch, split_positions
@@ -52,7 +52,7 @@ def forward_backward(
     state: TrainState,
     data: Sequence[tinker.Datum],
     loss_fn: str,
-    loss_fn_config: Mapping[str, float | str] | None,
+    loss_fn_config: LossConfig,
     backward: bool,
 ) -> tinker.ForwardBackwardOutput:
     """Loss, per-token logprobs and (with `backward`) gradients of a list of datums.

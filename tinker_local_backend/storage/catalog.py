@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tarfile
 import time
@@ -10,28 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinker_local_backend.errors import CheckpointError
-from tinker_local_backend.storage.files import (
-    discard,
-    recover,
-    remove_stale,
-    staging_file,
-    staging_folder,
-    write_json,
-    writing,
-)
+from tinker_local_backend.storage import files
 from tinker_local_backend.storage.info import (
     EXPIRY_FILE,
     INFO_FILE,
-    PUBLIC_FILE,
     CheckpointInfo,
-    change,
     expires_at_in,
     expiry,
     info_in,
     is_expired,
-    is_public,
     missing,
     read_info,
+    read_object,
 )
 from tinker_local_backend.storage.paths import (
     KINDS,
@@ -41,6 +32,8 @@ from tinker_local_backend.storage.paths import (
     names_in,
     runs_folder,
 )
+
+PUBLIC_FILE = "public.json"
 
 
 @dataclass(frozen=True)
@@ -77,18 +70,18 @@ def list_run(home: Path, run_id: str) -> RunListing:
             if folder.exists():  # else somebody deleted it while we looked
                 damaged.append(path)
             continue
-        entries.append(CheckpointEntry(path, info, expires_at_in(folder), is_public(folder), size))
+        entries.append(CheckpointEntry(path, info, expires_at_in(folder), _is_public(folder), size))
     return RunListing(sorted(entries, key=lambda entry: (entry.info.created, str(entry.path))), damaged)
 
 
 def remove(home: Path, path: CheckpointPath) -> None:
     """Delete a checkpoint, also a damaged one, and its archive. Raises CheckpointError when there is none."""
     folder = path.folder(home)
-    recover(folder)
+    files.recover(folder)
     if not folder.is_dir():
         raise missing(folder, path)
-    with writing(f"the deletion of checkpoint {path}"):
-        discard(folder)
+    with files.writing(f"the deletion of checkpoint {path}"):
+        files.discard(folder)
     path.archive(home).unlink(missing_ok=True)
 
 
@@ -98,10 +91,10 @@ def remove_expired(home: Path, run_id: str) -> None:
         folder = path.folder(home)
         # Deleting is a courtesy of whoever comes by; one that cannot be deleted stays refused as expired.
         with suppress(OSError):
-            if is_expired(folder) and discard(folder, is_expired):
+            if is_expired(folder) and files.discard(folder, is_expired):
                 path.archive(home).unlink(missing_ok=True)
     for _, folder in _kind_folders(home, run_id):
-        remove_stale(folder)
+        files.remove_stale(folder)
 
 
 def _paths(home: Path, run_id: str) -> list[CheckpointPath]:
@@ -119,11 +112,26 @@ def _kind_folders(home: Path, run_id: str) -> list[tuple[CheckpointKind, Path]]:
 
 def set_ttl(home: Path, path: CheckpointPath, ttl_seconds: float | None) -> None:
     """Let a checkpoint expire `ttl_seconds` from now; None: never."""
-    change(home, path, EXPIRY_FILE, {"expires_at": expiry(ttl_seconds, time.time())})
+    _change(home, path, EXPIRY_FILE, {"expires_at": expiry(ttl_seconds, time.time())})
 
 
 def set_public(home: Path, path: CheckpointPath, public: bool) -> None:
-    change(home, path, PUBLIC_FILE, {"public": public})
+    """Mark it as published, which on one's own machine is a mark and nothing more."""
+    _change(home, path, PUBLIC_FILE, {"public": public})
+
+
+def _change(home: Path, path: CheckpointPath, name: str, value: object) -> None:
+    """Replace one of the small files. Raises CheckpointError when there is no such checkpoint."""
+    read_info(home, path)
+    with files.writing(f"{name} of checkpoint {path}"), files.staging_file(path.folder(home) / name) as file:
+        file.write_text(json.dumps(value) + "\n")
+
+
+def _is_public(folder: Path) -> bool:
+    try:
+        return read_object(folder / PUBLIC_FILE)["public"] is True
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def copy(home: Path, source: CheckpointPath, run_id: str, ttl_seconds: float | None) -> CheckpointPath:
@@ -132,11 +140,11 @@ def copy(home: Path, source: CheckpointPath, run_id: str, ttl_seconds: float | N
     info = read_info(home, source)
     copied = replace(info, created=now, expires_at=expiry(ttl_seconds, now))
     target = CheckpointPath(run_id, source.kind, source.name)
-    with writing(f"checkpoint {target}"), staging_folder(target.folder(home)) as staging:
+    with files.writing(f"checkpoint {target}"), files.staging_folder(target.folder(home)) as staging:
         for file in _files(home, source):
             if file.name not in (EXPIRY_FILE, PUBLIC_FILE, INFO_FILE):
                 shutil.copyfile(file, staging / file.name)
-        write_json(staging / INFO_FILE, copied.to_json())
+        files.write_json(staging / INFO_FILE, copied.to_json())
         _check_unchanged(home, source, info)
     return target
 
@@ -145,10 +153,10 @@ def archive(home: Path, path: CheckpointPath) -> Path:
     """Write the checkpoint's files into a .tar.gz, without a folder around them. Returns its path."""
     info = read_info(home, path)
     target = path.archive(home)
-    with writing(f"the archive of checkpoint {path}"):
+    with files.writing(f"the archive of checkpoint {path}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Weights hardly compress: the fastest level loses nothing.
-        with staging_file(target) as staging, tarfile.open(staging, "w:gz", compresslevel=1) as tar:
+        with files.staging_file(target) as staging, tarfile.open(staging, "w:gz", compresslevel=1) as tar:
             for file in _files(home, path):
                 tar.add(file, arcname=file.name, recursive=False)
             _check_unchanged(home, path, info)
@@ -157,13 +165,13 @@ def archive(home: Path, path: CheckpointPath) -> Path:
 
 def _files(home: Path, path: CheckpointPath) -> list[Path]:
     """The files to copy. Raises CheckpointError for anything that is not a plain file: it could lead out of the home."""
-    files = sorted(file for file in path.folder(home).iterdir() if not file.name.startswith("."))
-    for file in files:
+    found = sorted(file for file in path.folder(home).iterdir() if not file.name.startswith("."))
+    for file in found:
         if file.is_symlink() or not file.is_file():
             raise CheckpointError(
                 f"checkpoint {path}: {file.name} is not a plain file; remove it or put the file itself there"
             )
-    return files
+    return found
 
 
 def _check_unchanged(home: Path, path: CheckpointPath, before: CheckpointInfo) -> None:

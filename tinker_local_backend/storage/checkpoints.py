@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from tinker_local_backend.engine.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage.catalog import remove_expired
 from tinker_local_backend.storage.files import recover, staging_folder, write_json, writing
-from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, check_user_metadata, expiry, info_in
+from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, expiry, info_in
 from tinker_local_backend.storage.paths import CheckpointPath
 
 PEFT_PREFIX = "base_model.model."
@@ -37,7 +36,7 @@ def save(
     optimizer: AdamW | None,
     ttl_seconds: int | None,
     overwrite: bool,
-    user_metadata: Mapping[str, str] | None,
+    user_metadata: dict[str, str],
 ) -> None:
     """Write a checkpoint to a temporary folder, sync it, and rename it into place.
 
@@ -51,7 +50,7 @@ def save(
         spec=adapter.spec,
         created=now,
         expires_at=expiry(ttl_seconds, now),
-        user_metadata=check_user_metadata(user_metadata),
+        user_metadata=user_metadata,
         optimizer_steps=None if optimizer is None else optimizer.steps,
     )
     target = path.folder(home)
@@ -59,15 +58,13 @@ def save(
     recover(target)
     if os.path.lexists(target) and not overwrite:
         raise RequestError(f"checkpoint {path} exists; choose another name or pass overwrite=True")
-    names, tensors = [], {}
-    for name, tensor in adapter.named_parameters():
-        names.append(name)
-        tensors[PEFT_PREFIX + name] = tensor.detach().contiguous()
+    named = dict(adapter.named_parameters())
+    tensors = {PEFT_PREFIX + name: tensor.detach().contiguous() for name, tensor in named.items()}
     with writing(f"checkpoint {path}"), staging_folder(target) as staging:
         save_file(tensors, staging / ADAPTER_FILE, metadata={"format": "pt"})
         write_json(staging / CONFIG_FILE, peft_config(adapter, base_model))
         if optimizer is not None:
-            save_file(optimizer.state_tensors(names), staging / OPTIMIZER_FILE)
+            save_file(optimizer.state_tensors(list(named)), staging / OPTIMIZER_FILE)
         sums = {name: _sha256(staging / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE) if (staging / name).exists()}
         write_json(staging / INFO_FILE, replace(info, sha256=sums).to_json())
 

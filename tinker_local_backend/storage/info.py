@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import CheckpointError, RequestError
-from tinker_local_backend.storage.files import recover, staging_file, writing
+from tinker_local_backend.storage.files import recover
 from tinker_local_backend.storage.paths import CheckpointPath
 
-INFO_FILE, EXPIRY_FILE, PUBLIC_FILE = "checkpoint.json", "expires_at.json", "public.json"
+INFO_FILE, EXPIRY_FILE = "checkpoint.json", "expires_at.json"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_info(home: Path, path: CheckpointPath) -> CheckpointInfo:
 def info_in(folder: Path, path: CheckpointPath) -> CheckpointInfo:
     """The description in a checkpoint's folder, expired or not. Raises CheckpointError when it is absent or damaged."""
     try:
-        return CheckpointInfo.from_json(_read(folder / INFO_FILE))
+        return CheckpointInfo.from_json(read_object(folder / INFO_FILE))
     except (FileNotFoundError, NotADirectoryError):
         raise missing(folder, path) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -101,7 +101,7 @@ def expires_at_in(folder: Path) -> float | None:
     """When the checkpoint in this folder expires. A file that cannot be read expires nothing: better kept than lost."""
     for name in (EXPIRY_FILE, INFO_FILE):
         try:
-            expires_at = _read(folder / name)["expires_at"]
+            expires_at = read_object(folder / name)["expires_at"]
             return None if expires_at is None else float(expires_at)
         except FileNotFoundError:
             continue
@@ -115,22 +115,8 @@ def is_expired(folder: Path) -> bool:
     return expires_at is not None and expires_at <= time.time()
 
 
-def is_public(folder: Path) -> bool:
-    """Whether it was published, which on one's own machine is a mark and nothing more."""
-    try:
-        return _read(folder / PUBLIC_FILE)["public"] is True
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
-
-
-def change(home: Path, path: CheckpointPath, name: str, value: object) -> None:
-    """Replace EXPIRY_FILE or PUBLIC_FILE. Raises CheckpointError when there is no such checkpoint."""
-    read_info(home, path)
-    with writing(f"{name} of checkpoint {path}"), staging_file(path.folder(home) / name) as file:
-        file.write_text(json.dumps(value) + "\n")
-
-
-def _read(file: Path) -> dict:
+def read_object(file: Path) -> dict:
+    """A JSON object. Raises OSError, or ValueError for a symbolic link or anything else."""
     if file.is_symlink():
         raise ValueError(f"{file.name} is a symbolic link")
     value = json.loads(file.read_text())

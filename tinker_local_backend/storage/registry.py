@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.storage.catalog import list_run
@@ -67,11 +67,11 @@ class Run:
     """None for a run that was adopted from its folder"""
     base_model: str
     spec: LoraSpec
-    created: float
-    last_request_time: float
-    """of its creation or its latest save"""
-    has_saved: bool
     user_metadata: dict[str, str]
+    created: float = field(default_factory=time.time)
+    last_request_time: float = field(default_factory=time.time)
+    """of its creation or its latest save"""
+    has_saved: bool = False
 
 
 class Registry:
@@ -174,24 +174,20 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 def _put_session(connection: sqlite3.Connection, session: Session) -> None:
-    connection.execute(
-        "INSERT OR REPLACE INTO sessions VALUES (:session_id, :created, :display_name, :user_metadata)",
-        {**vars(session), "user_metadata": json.dumps(session.user_metadata)},
-    )
+    _insert(connection, "sessions", "REPLACE", vars(session))
 
 
 def _put_run(connection: sqlite3.Connection, run: Run, conflict: str) -> None:
-    connection.execute(
-        f"INSERT OR {conflict} INTO runs VALUES (:run_id, :session_id, :base_model, :lora_rank, :lora_alpha,"
-        " :train_attn, :train_mlp, :train_unembed, :created, :last_request_time, :has_saved, :user_metadata)",
-        {
-            **{key: value for key, value in vars(run).items() if key != "spec"},
-            **{key: value for key, value in vars(run.spec).items() if key.startswith("train_")},
-            "lora_rank": run.spec.rank,
-            "lora_alpha": run.spec.alpha,
-            "user_metadata": json.dumps(run.user_metadata),
-        },
-    )
+    row, spec = dict(vars(run)), vars(run.spec)
+    del row["spec"]
+    renamed = {key if key.startswith("train_") else f"lora_{key}": value for key, value in spec.items()}
+    _insert(connection, "runs", conflict, row | renamed)
+
+
+def _insert(connection: sqlite3.Connection, table: str, conflict: str, row: dict[str, Any]) -> None:
+    columns, places = ", ".join(row), ", ".join(f":{key}" for key in row)
+    values = {**row, "user_metadata": json.dumps(row["user_metadata"])}
+    connection.execute(f"INSERT OR {conflict} INTO {table} ({columns}) VALUES ({places})", values)
 
 
 def _session(row: sqlite3.Row) -> Session:
@@ -219,7 +215,7 @@ def _adopt(home: Path, run_id: str) -> Run | None:
         return None
     first, last = entries[0].info, entries[-1].info
     agreed = set(first.user_metadata.items()).intersection(*(entry.info.user_metadata.items() for entry in entries))
-    return Run(run_id, None, last.base_model, last.spec, first.created, last.created, True, dict(sorted(agreed)))
+    return Run(run_id, None, last.base_model, last.spec, dict(sorted(agreed)), first.created, last.created, True)
 
 
 def _reconcile(connection: sqlite3.Connection, gone: list[str], adopted: list[Run]) -> None:

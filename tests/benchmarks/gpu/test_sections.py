@@ -21,7 +21,7 @@ from benchmarks.gpu.visit import SECTIONS, Section, Visit
 from benchmarks.models import SHAPES, Shape
 from benchmarks.report import Report
 from benchmarks.workload import random_tokens
-from tinker_local_backend.engine import generation
+from tinker_local_backend.engine import generation, sampler
 from tinker_local_backend.engine.generation import Generator
 
 CPU = torch.device("cpu")
@@ -230,32 +230,25 @@ def test_an_error_that_grows_with_depth_is_seen_where_it_is(visit: Visit, monkey
     assert all(ok == ("positions 0 to 15" in name) for name, ok in kl.items()), kl
 
 
-PLANTED = """
-import torch
-from benchmarks.gpu import fake_device
-from tinker_local_backend.engine import sampler
-
-original = sampler._truncate
-sampler._truncate = lambda probs, top_k, top_p: original(probs, top_k, torch.ones(top_p.shape))
-fake_device.LOSSES = ("ppo",)
-fake_device.main()
-"""
-
-
 def test_a_tensor_on_the_wrong_device_is_caught_and_its_place_named(
-    visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "planted_device.py").write_text(PLANTED)
-    root = str(Path(__file__).parents[3])
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{root}")
-    examine = placement.examine
-    monkeypatch.setattr(placement, "examine", lambda: examine("planted_device"))
+    original = sampler._truncate
+    monkeypatch.setattr(sampler, "_truncate", lambda p, k, top_p: original(p, k, torch.ones(top_p.shape)))
+    monkeypatch.setattr(placement, "LOSSES", ("ppo",))
     placement.run(visit)
     decode, training = visit.findings.checks
     assert decode.name == "placement: one decode step" and not decode.ok
     assert decode.detail.startswith("tinker_local_backend/engine/sampler.py:")
-    assert "cpu and cuda:0" in decode.detail
+    assert "on the CPU" in decode.detail
     assert training.ok
+
+
+def test_reads_of_the_device_are_listed_with_their_places() -> None:
+    decode, *training = placement.examine(None)
+    assert [found.error for found in (decode, *training)] == [None] * (1 + len(placement.LOSSES))
+    assert decode.reads and all(place.startswith("tinker_local_backend/engine/") for _, place in decode.reads)
+    assert all(any("engine/trainer.py:" in place for _, place in found.reads) for found in training)
 
 
 def test_descriptions_name_running_out_of_memory() -> None:

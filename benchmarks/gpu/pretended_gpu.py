@@ -4,11 +4,13 @@ Arithmetic of two tensors on different devices, or a NumPy view of one that is n
 it is one on any machine. What torch does below Python is not seen, nor how fast or how exact a GPU is.
 """
 
+import os
 from collections.abc import Callable, Iterator
-from functools import wraps
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 from torch.utils import _device
@@ -120,30 +122,30 @@ def _module_moved(self: nn.Module, device: Any) -> nn.Module:
     return self
 
 
-def pretend(patch: pytest.MonkeyPatch) -> None:
-    """Until the patch is undone: torch makes tensors on a pretended `cuda`, in every thread."""
+@contextmanager
+def pretend() -> Iterator[None]:
+    """Within: torch makes tensors on a pretended `cuda`, in every thread, and the engine runs there."""
     _device._device_constructors()  # remembers the functions that are replaced below
-    for name in FACTORIES:
-        original = getattr(torch, name)
-        patch.setattr(
-            torch, name, wraps(original)(lambda *args, _original=original, **kw: _made(_original, *args, **kw))
-        )
-    patch.setattr(torch.Tensor, "to", _moved)
     original_module_to = nn.Module.to
-    patch.setattr(
-        nn.Module,
-        "to",
-        lambda self, *args, **kwargs: (
-            _module_moved(self, args[0])
-            if args and isinstance(args[0], (str, torch.device)) and _is_gpu(args[0])
-            else original_module_to(self, *args, **kwargs)
-        ),
-    )
-    patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (8 << 30, 8 << 30))
-    for name in ("memory_reserved", "memory_allocated"):
-        patch.setattr(torch.cuda, name, lambda device=None: 0)
-    patch.setattr(torch.cuda, "empty_cache", lambda: None)
-    # Checkpointing compares devices of what it keeps, below Python, where these tensors are on the CPU.
-    without_device = {"default": lambda tensor: (tensor.shape, tensor.dtype)}
-    patch.setattr(checkpointing, "_allowed_determinism_checks_to_fns", without_device)
-    patch.setenv("TINKER_LOCAL_DEVICE", "cuda")
+
+    def module_to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if args and isinstance(args[0], (str, torch.device)) and _is_gpu(args[0]):
+            return _module_moved(self, args[0])
+        return original_module_to(self, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for name in FACTORIES:
+            stack.enter_context(
+                mock.patch.object(torch, name, wraps(getattr(torch, name))(partial(_made, getattr(torch, name))))
+            )
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", _moved))
+        stack.enter_context(mock.patch.object(nn.Module, "to", module_to))
+        stack.enter_context(mock.patch.object(torch.cuda, "mem_get_info", lambda device=None: (8 << 30, 8 << 30)))
+        for name in ("memory_reserved", "memory_allocated"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda device=None: 0))
+        stack.enter_context(mock.patch.object(torch.cuda, "empty_cache", lambda: None))
+        # Checkpointing compares devices of what it keeps, below Python, where these tensors are on the CPU.
+        without_device = {"default": lambda tensor: (tensor.shape, tensor.dtype)}
+        stack.enter_context(mock.patch.object(checkpointing, "_allowed_determinism_checks_to_fns", without_device))
+        stack.enter_context(mock.patch.dict(os.environ, TINKER_LOCAL_DEVICE="cuda"))
+        yield

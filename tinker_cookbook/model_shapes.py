@@ -1,0 +1,178 @@
+"""Shapes of released models by hub name, as their config.json files say, so that nothing is asked of the hub.
+
+An entry is what AutoConfig.for_model takes. For a model that sees, it is that of its text model. Tuned variants have the
+shapes of their base.
+"""
+
+import re
+from typing import Any
+
+_VARIANT = re.compile(r"(-Base|-Instruct(-\d{4})?|-Thinking-\d{4})?(-FP8)?$")
+
+
+def shapes_of(hub_name: str) -> dict[str, Any] | None:
+    """Keyword arguments for AutoConfig.for_model; None for a name that the table does not have."""
+    return _SHAPES.get(_VARIANT.sub("", hub_name.replace("/Meta-Llama", "/Llama")))
+
+
+def known_names() -> list[str]:
+    """The names of the table, without the endings of tuned variants."""
+    return list(_SHAPES)
+
+
+def _llama(hidden: int, layers: int, mlp: int, heads: int, head_dim: int = 128, tied: bool = False) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": head_dim,
+        "vocab_size": 128256,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _qwen3(hidden: int, layers: int, mlp: int, heads: int, tied: bool = False) -> dict[str, Any]:
+    return {**_llama(hidden, layers, mlp, heads, 128, tied), "model_type": "qwen3", "vocab_size": 151936}
+
+
+def _qwen3_moe(hidden: int, layers: int, expert: int, heads: int) -> dict[str, Any]:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "num_key_value_heads": 4}
+    return {**_qwen3(hidden, layers, 3 * expert, heads), "model_type": "qwen3_moe", **experts}
+
+
+def _qwen3_5(hidden: int, layers: int, heads: int, kv_heads: int, value_heads: int, mlp: int) -> dict[str, Any]:
+    """Every fourth layer has full attention, whose queries are gated; the others a gated delta rule."""
+    return {
+        "model_type": "qwen3_5_text",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248320,
+        "tie_word_embeddings": hidden < 4096,
+    }
+
+
+def _qwen3_5_moe(
+    hidden: int, layers: int, heads: int, value_heads: int, expert: int, experts: int, used: int
+) -> dict[str, Any]:
+    routed = {"moe_intermediate_size": expert, "num_experts": experts, "num_experts_per_tok": used}
+    return {
+        **_qwen3_5(hidden, layers, heads, 2, value_heads, 0),
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": expert,
+        "tie_word_embeddings": False,
+        **routed,
+    }
+
+
+def _deepseek_v3(heads: int, experts: int, dense_layers: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": dense_layers,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": vocabulary,
+    }
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_hidden_layers": layers,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": experts,
+        "vocab_size": 201088,
+    }
+
+
+def _nemotron_h(
+    hidden: int, mamba: int, moe: int, attention: int, heads: int, mamba_heads: int, experts: tuple[int, int, int, int]
+) -> dict[str, Any]:
+    """`experts`: their number, their width, that of the shared one, and the width that tokens are projected to for
+    them (0: none). How the layers alternate is left out; counts do not depend on it."""
+    number, expert, shared, latent = experts
+    return {
+        "model_type": "nemotron_h",
+        "hidden_size": hidden,
+        "layers_block_type": ["linear_attention"] * mamba + ["moe"] * moe + ["full_attention"] * attention,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": mamba_heads,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "n_routed_experts": number,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": expert,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_latent_size": latent or None,
+        "vocab_size": 131072,
+    }
+
+
+_KIMI_K2 = _deepseek_v3(64, 384, 1, 163840)
+_QWEN3_5_27B = _qwen3_5(5120, 64, 24, 4, 48, 17408)
+_QWEN3_5_35B = _qwen3_5_moe(2048, 40, 16, 32, 512, 256, 8)
+_NEMOTRON3_30B = _nemotron_h(2688, 23, 23, 6, 32, 64, (128, 1856, 3712, 0))
+
+_SHAPES: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.2-1B": _llama(2048, 16, 8192, 32, head_dim=64, tied=True),
+    "meta-llama/Llama-3.2-3B": _llama(3072, 28, 8192, 24, tied=True),
+    "meta-llama/Llama-3.1-8B": _llama(4096, 32, 14336, 32),
+    "meta-llama/Llama-3.1-70B": _llama(8192, 80, 28672, 64),
+    "meta-llama/Llama-3.3-70B": _llama(8192, 80, 28672, 64),
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 3072, 16, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 6144, 16, tied=True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 36, 9728, 32, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 36, 12288, 32),
+    "Qwen/Qwen3-14B": _qwen3(5120, 40, 17408, 40),
+    "Qwen/Qwen3-32B": _qwen3(5120, 64, 25600, 64),
+    "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 48, 768, 32),
+    "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 94, 1536, 64),
+    "Qwen/Qwen3-VL-30B-A3B": _qwen3_moe(2048, 48, 768, 32),
+    "Qwen/Qwen3-VL-235B-A22B": _qwen3_moe(4096, 94, 1536, 64),
+    "Qwen/Qwen3.5-4B": _qwen3_5(2560, 32, 16, 4, 32, 9216),
+    "Qwen/Qwen3.5-9B": _qwen3_5(4096, 32, 16, 4, 32, 12288),
+    "Qwen/Qwen3.5-27B": _QWEN3_5_27B,
+    "Qwen/Qwen3.5-35B-A3B": _QWEN3_5_35B,
+    "Qwen/Qwen3.5-397B-A17B": _qwen3_5_moe(4096, 60, 32, 64, 1024, 512, 10),
+    "Qwen/Qwen3.6-27B": _QWEN3_5_27B,
+    "Qwen/Qwen3.6-35B-A3B": _QWEN3_5_35B,
+    "Qwen/Qwen3.8-27B": _QWEN3_5_27B,
+    "deepseek-ai/DeepSeek-V3.1": _deepseek_v3(128, 256, 3, 129280),
+    "moonshotai/Kimi-K2-Thinking": _KIMI_K2,
+    "moonshotai/Kimi-K2.5": _KIMI_K2,
+    "moonshotai/Kimi-K2.6": _KIMI_K2,
+    "openai/gpt-oss-20b": _gpt_oss(24, 32),
+    "openai/gpt-oss-120b": _gpt_oss(36, 128),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON3_30B,
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": _NEMOTRON3_30B,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": _nemotron_h(4096, 40, 40, 8, 32, 128, (512, 2688, 5376, 1024)),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": _nemotron_h(8192, 48, 48, 12, 64, 256, (512, 5120, 10240, 2048)),
+}

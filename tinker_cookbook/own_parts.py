@@ -1,0 +1,157 @@
+"""Parts of one's own (a judge, a reward, a task, a loss, ...) by name: how a text on the command line becomes an object.
+
+A text means a registered name, `package.module:object`, or `path/file.py:object`. From Python the object itself is given.
+What is found is checked before a model loads, and the error for a wrong one shows what is wanted, with an example.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from tinker_cookbook.exceptions import ConfigurationError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What may stand behind a key.
+
+    Attributes:
+        key: the config's field, for errors ("reward_fn").
+        wanted: one line that says what the object must be, its signature first.
+        example: a few lines that define one.
+        problem: what is wrong with an object, or None; never calls it.
+    """
+
+    key: str
+    wanted: str
+    example: str
+    problem: Callable[[Any], str | None]
+
+    def check(self, found: Any, said: str) -> Any:
+        """The object, if it is one of this kind. `said` is what the user wrote. Raises ConfigurationError."""
+        problem = self.problem(found)
+        if problem is not None:
+            raise ConfigurationError(f"{self.key}={said}: {problem}. {self.help()}")
+        return found
+
+    def help(self) -> str:
+        """What is wanted, with the example."""
+        return f"Wanted: {self.wanted}\n\n{textwrap.indent(self.example.strip(), '    ')}\n"
+
+
+class Registry(Generic[T]):
+    """Parts by name: the library's, and those that users register.
+
+    Args:
+        kind: what they are.
+        shipped: the library's own, by name.
+    """
+
+    def __init__(self, kind: Kind, shipped: Mapping[str, T]):
+        self.kind = kind
+        self._parts: dict[str, T] = dict(shipped)
+
+    def register(self, name: str, part: T) -> None:
+        """Make `part` known under a name. Raises ConfigurationError for a name that is taken, empty, or looks like a path."""
+        if not name or ":" in name or "," in name:
+            raise ConfigurationError(f"{self.kind.key}: {name!r} is no name; use letters, digits and underscores")
+        if name in self._parts:
+            raise ConfigurationError(f"{self.kind.key}: the name {name!r} is taken; choose another")
+        self._parts[name] = self.kind.check(part, repr(name))
+
+    def unregister(self, name: str) -> None:
+        """Forget a name, so that it can be registered anew."""
+        self._parts.pop(name, None)
+
+    def names(self) -> list[str]:
+        """All names, the library's first."""
+        return list(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def resolve(self, said: Any) -> T:
+        """The part that a text or an object stands for. Raises ConfigurationError for anything else."""
+        if not isinstance(said, str):
+            return self.kind.check(said, describe(said))
+        if said in self._parts:
+            return self._parts[said]
+        return self.kind.check(load_object(self.kind, said, self._parts), repr(said))
+
+
+def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
+    """The object of `package.module:object` or `path/file.py:object`.
+
+    Raises:
+        ConfigurationError: neither a known name nor of these forms, no such file, module or object, or an error while the
+            module was imported. The message names the known names and shows what is wanted.
+    """
+    place, colon, name = said.rpartition(":")
+    if not colon or not place or not all(part.isidentifier() for part in name.split(".")):
+        names = ", ".join(known)
+        raise ConfigurationError(
+            f"{kind.key}={said!r} is unknown; use {names + ', ' if names else ''}package.module:object or "
+            f"path/file.py:object. {kind.help()}"
+        )
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{kind.key}={said!r}: there is no file {error.filename}") from None
+    except Exception as error:
+        # Whatever the user's code raises; its traceback is the way to the line.
+        raise ConfigurationError(
+            f"{kind.key}={said!r}: importing {place} failed: {type(error).__name__}: {error}"
+        ) from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigurationError(f"{kind.key}={said!r}: {place} has no {name}. {kind.help()}")
+        found = getattr(found, part)
+    return found
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module of a file, imported once per file. It finds modules beside it, and other processes unpickle by its name."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(2, "no such file", str(path))
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path) and getattr(module, "__name__", "") != "__main__":
+            return module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.find_spec(path.stem)
+    if spec is None or spec.origin != str(path):
+        raise ImportError(f"a module called {path.stem} exists already; rename the file")
+    return importlib.import_module(path.stem)
+
+
+def describe(part: Any) -> str:
+    """What messages call an object that a script has given: `module:name`."""
+    return f"{getattr(part, '__module__', '?')}:{getattr(part, '__qualname__', type(part).__qualname__)}"
+
+
+def parameter_problem(function: Any, names: tuple[str, ...]) -> str | None:
+    """What is wrong with a function that will be called with as many positional arguments as `names`; None: nothing."""
+    if not callable(function):
+        return f"is no function but {type(function).__name__}"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None  # a builtin that does not tell
+    try:
+        signature.bind(*names)
+    except TypeError:
+        return f"takes {signature}, and will be called with ({', '.join(names)})"
+    return None

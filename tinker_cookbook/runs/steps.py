@@ -1,0 +1,182 @@
+"""The loop of runs that train on given data: evaluate what is due, read a batch, submit its update, log its row, save.
+
+Up to `submit_ahead` batches are submitted before the oldest is awaited, so the engine never waits for us. Before an
+evaluation or a checkpoint the pipeline is drained: what is measured or saved at step i has seen exactly i batches, and
+their metrics are on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from tinker_cookbook.clients import CustomLossFn
+from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.misc_utils import timed
+
+if TYPE_CHECKING:
+    from tinker.types import OptimStepResponse
+
+logger = logging.getLogger(__name__)
+
+Metrics: TypeAlias = dict[str, float | int | str]
+
+
+def limited_steps(config: RunConfig, available: int) -> int:
+    """`available` steps, or max_steps where that is less. Raises ConfigurationError when there is none."""
+    limit = config.max_steps
+    if limit is not None and limit > available:
+        logger.warning("max_steps=%d, but the data gives %d; raise num_epochs for more", limit, available)
+    steps = available if limit is None else min(available, limit)
+    if steps < 1:
+        raise ConfigurationError(f"nothing to train on: the data gives {available} steps, max_steps={limit}")
+    return steps
+
+
+def count_tokens(data: Iterable[tinker.Datum]) -> int:
+    """Positions that the model reads."""
+    return sum(datum.model_input.length for datum in data)
+
+
+def count_loss_tokens(data: Iterable[tinker.Datum]) -> int:
+    """Positions with a weight other than zero."""
+    return sum(int((datum.loss_fn_inputs["weights"].to_numpy() != 0).sum()) for datum in data)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step trains on."""
+
+    data: list[tinker.Datum]
+    loss_fn: str | CustomLossFn
+    report: Callable[[tinker.ForwardBackwardOutput], Mapping[str, float | int]]
+    """what the step's row says of the pass"""
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    """A batch on its way."""
+
+    step: int
+    batch: Batch
+    forward_backward: Awaitable[tinker.ForwardBackwardOutput]
+    optim_step: Awaitable[OptimStepResponse]
+    metrics: Metrics
+
+
+class StepLoop(ABC):
+    """Takes the steps of a run. A subclass says how a batch is read, with which optimizer settings, and where it stands.
+
+    Args:
+        end: steps of the whole run.
+        update_span: `time/<update_span>` is how long a batch was waited for.
+    """
+
+    def __init__(
+        self, session: Session, rounds: EvaluationRounds, end: int, submit_ahead: int = 0, update_span: str = "step"
+    ) -> None:
+        self.session, self.end = session, end
+        self._rounds, self._submit_ahead, self._update_span = rounds, submit_ahead, update_span
+        self._pending: deque[_Submitted] = deque()
+        self._done = 0
+        self._last_row = time.perf_counter()
+
+    @abstractmethod
+    async def read(self, step: int, metrics: Metrics) -> Batch:
+        """The batch of a step, checked. Times go into `metrics`."""
+
+    @abstractmethod
+    def adam_params(self, step: int) -> tinker.AdamParams:
+        """The optimizer's settings at a step."""
+
+    @abstractmethod
+    def cursor(self, step: int) -> dict[str, Any]:
+        """Where the next batch stands when `step` steps are done, as checkpoints record it."""
+
+    def progress(self, step: int) -> Metrics:
+        """Where the run is in the row of `step`; `end` stands for the row after the last one."""
+        return {"progress/batch": step, "progress/done_frac": min(1.0, (step + 1) / self.end)}
+
+    async def run(self, start: int) -> None:
+        """Take the steps from `start` on, evaluate and save the end. An error leaves a checkpoint of the steps before it."""
+        self._done = start
+        try:
+            metrics: Metrics = {}
+            for step in range(start, self.end):
+                metrics = await self._take(step, metrics)
+            await self._finish(0)
+            if last := self._rounds.at_end():
+                await self._evaluate(last, metrics)
+                self._log(self.end, metrics | self.progress(self.end))
+        except (Exception, asyncio.CancelledError):
+            await self._save_stopped(start)
+            raise
+        await self.session.checkpoints.save_final(self.cursor(self.end))
+
+    async def _take(self, step: int, metrics: Metrics) -> Metrics:
+        """One step, of which `metrics` holds what was measured before it. Returns the first metrics of the next."""
+        checkpoints = self.session.checkpoints
+        metrics |= self.progress(step)
+        if due := self._rounds.due(step):
+            await self._finish(0)
+            await self._evaluate(due, metrics)
+        self._submit(step, await self.read(step, metrics), metrics)
+        following: Metrics = {}
+        # Asked once: what is due by the clock must not become due between waiting for the batches and saving.
+        if step + 1 < self.end and checkpoints.should_save(step + 1):
+            await self._finish(0)
+            with timed("save_checkpoint", following):
+                await checkpoints.maybe_save(step + 1, self.cursor(step + 1))
+        else:
+            await self._finish(self._submit_ahead)
+        return following
+
+    async def _evaluate(self, evaluators: list[Evaluator], metrics: Metrics) -> None:
+        with timed("evals", metrics):
+            metrics |= await run_evaluators(evaluators, self.session.training_client)
+
+    def _submit(self, step: int, batch: Batch, metrics: Metrics) -> None:
+        client, adam = self.session.training_client, self.adam_params(step)
+        if callable(batch.loss_fn):
+            forward_backward = client.forward_backward_custom(batch.data, batch.loss_fn)
+        else:
+            forward_backward = client.forward_backward(batch.data, batch.loss_fn)
+        metrics["optim/lr"] = adam.learning_rate
+        self._pending.append(_Submitted(step, batch, forward_backward, client.optim_step(adam), metrics))
+        self.session.checkpoints.tokens += count_tokens(batch.data)
+
+    async def _finish(self, limit: int) -> None:
+        """Wait for the oldest batches and log them, until no more than `limit` are on their way."""
+        while len(self._pending) > limit:
+            submitted = self._pending[0]
+            with timed(self._update_span, submitted.metrics):
+                output = await submitted.forward_backward
+                optim = await submitted.optim_step
+            found = {f"optim/{key}": value for key, value in (optim.metrics or {}).items()}
+            self._log(submitted.step, {**submitted.metrics, **submitted.batch.report(output), **found})
+            self._pending.popleft()
+            self._done = submitted.step + 1
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        """A row; its `time/total` is that since the row before, so that they add up to the run's."""
+        now = time.perf_counter()
+        metrics["time/total"], self._last_row = now - self._last_row, now
+        self.session.run.logger.log_metrics(metrics, step=step)
+
+    async def _save_stopped(self, start: int) -> None:
+        try:
+            await self._finish(0)
+        except Exception:
+            return  # the update itself failed: these weights are nobody's
+        if self._done > start:
+            await self.session.checkpoints.save_stopped(self._done, self.cursor(self._done))

@@ -1,0 +1,73 @@
+"""Run an unmodified program written for the Tinker SDK on the local engine.
+
+    python -m tinker_local_backend.run script.py key=value ...
+    python -m tinker_local_backend.run -m package.module key=value ...
+
+While it runs, `tinker.ServiceClient` and the other client classes of the SDK are the local engine's, so the program needs
+no change, no API key and no network. From Python, `use_local()` does the same for a block of code:
+
+    with tinker_local_backend.use_local():
+        client = tinker.ServiceClient().create_lora_training_client(base_model="example_data/tiny_chat", rank=8)
+
+Models are directories or Hugging Face ids: give the program the name of one that this machine can hold.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from tinker_local_backend.binding import use_local
+from tinker_local_backend.errors import RequestError
+
+
+def find_program(arguments: Sequence[str]) -> Callable[[], object]:
+    """What runs `[-m package.module | script.py] args...` as `python` would.
+
+    Raises RequestError when no program is named, or there is no such script or module.
+    """
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        module = arguments[1]
+        sys.path.insert(0, os.getcwd())
+        if not _exists(module):
+            raise RequestError(f"there is no module {module!r} on the path; for a file leave out -m")
+        sys.argv = list(arguments[1:])
+        return partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
+    if not arguments or arguments[0].startswith("-"):
+        raise RequestError("name a program: python -m tinker_local_backend.run [-m package.module | script.py] args...")
+    script = Path(arguments[0])
+    if not script.is_file():
+        raise RequestError(f"there is no script {str(script)!r}; for a module use -m package.module")
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = list(arguments)
+    return partial(runpy.run_path, str(script), run_name="__main__")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command line: help for none or --help; exit code 2 for a program that cannot be found."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return
+    try:
+        program = find_program(arguments)
+    except RequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    with use_local():
+        program()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
