@@ -188,12 +188,16 @@ class JudgeConfig:
     name: str = chz.field(default="lm", doc="a name of JUDGES: mock, confidence, lm, scripted:...")
     weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
     system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm judge is told")
-    max_tokens: int = chz.field(default=96, doc="longest verdict", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=0.3, doc="of an lm judge; 0 is greedy", validator=chz.validators.ge(0))
-    max_retries: int = chz.field(
-        default=1, doc="how often an unreadable verdict is asked for again", validator=chz.validators.ge(0)
-    )
+    max_tokens: int = chz.field(default=96, doc="longest verdict")
+    temperature: float = chz.field(default=0.3, doc="of an lm judge; 0 is greedy")
+    max_retries: int = chz.field(default=1, doc="how often an unreadable verdict is asked for again")
     seed: int | None = chz.field(default=None, doc="seed of mock and lm judges; None: that of the dataset")
+
+    @chz.validate
+    def _check(self) -> None:
+        for name, least in (("max_tokens", 1), ("temperature", 0), ("max_retries", 0)):
+            if not getattr(self, name) >= least:
+                raise ConfigurationError(f"judge.{name}={getattr(self, name)}: must be at least {least}")
 
 
 async def _lm(config: JudgeConfig) -> Judge:

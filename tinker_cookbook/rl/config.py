@@ -128,8 +128,7 @@ class RLOptions(UpdateOptions):
         if self.termination is not None:
             rollout = chz.replace(rollout, termination=self.termination)
         if self.rollout_error_tolerance is not None:
-            strategy = rollout_strategy_from_config(self.rollout_error_tolerance)
-            rollout = chz.replace(rollout, strategy=strategy, retries=None)
+            rollout = rollout.with_strategy(rollout_strategy_from_config(self.rollout_error_tolerance))
         return rollout
 
     def effective_termination(self) -> TerminationRewardPolicy | None:

@@ -40,7 +40,7 @@ class _Sequence:
 
     def to_datum(self) -> tinker.Datum:
         # Position i predicts token i + 1: inputs lose their last token, everything else its first.
-        inputs = {"target_tokens": np.array(self.tokens[1:], dtype=np.int64)}
+        inputs: dict[str, np.ndarray] = {"target_tokens": np.array(self.tokens[1:], dtype=np.int64)}
         for key in ("logprobs", "advantages", "mask"):
             inputs[key] = np.array(getattr(self, key)[1:], dtype=np.float32)
         return tinker.Datum(

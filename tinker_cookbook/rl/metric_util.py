@@ -6,8 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-import chz
-
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
@@ -110,9 +108,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
     ):
         self._builders = dataset_to_env_group_builders(dataset)
         self._name, self._num_groups_to_log = name, num_groups_to_log
-        self._config = config or RolloutConfig()
-        if strategy is not None:
-            self._config = chz.replace(self._config, strategy=strategy, retries=None)
+        self._config = (config or RolloutConfig()).with_strategy(strategy)
         self._make_policy = partial(
             TinkerTokenCompleter,
             max_tokens=max_tokens,

@@ -45,7 +45,7 @@ class Minibatch:
         self.advantages_P += other.advantages_P
         self.data_D += other.data_D
         self.metadata_D += [
-            {"group_idx": meta["group_idx"] + offset, "traj_idx": meta["traj_idx"]} for meta in other.metadata_D
+            DatumMetadata(group_idx=meta["group_idx"] + offset, traj_idx=meta["traj_idx"]) for meta in other.metadata_D
         ]
 
 

@@ -48,6 +48,12 @@ class RolloutConfig:
         if self.retries is not None and self.strategy is not None:
             raise ConfigurationError(f"retries={self.retries} and strategy={self.strategy}: give one of the two")
 
+    def with_strategy(self, strategy: RolloutStrategy | None) -> "RolloutConfig":
+        """These settings with another strategy; None: as they are."""
+        if strategy is None:
+            return self
+        return chz.replace(self, strategy=strategy, retries=None)  # pyright: ignore[reportUnknownMemberType]
+
     def effective_strategy(self) -> RolloutStrategy:
         """What `retries` or `strategy` says; FailFast where neither is given."""
         if self.strategy is not None:

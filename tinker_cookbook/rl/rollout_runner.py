@@ -154,7 +154,8 @@ async def run_rollout(
         parse_errors = parse_errors if parse_errors is not None else config.parse_errors
         hooks = hooks if hooks is not None or config.hooks is None else config.hooks()
     if limits is None:
-        limits = getattr(env, "rollout_limits", None) or RolloutLimits()
+        offered: RolloutLimits | None = getattr(env, "rollout_limits", None)
+        limits = offered or RolloutLimits()
     if limits.max_tool_calls is not None:
         seam(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
     if parse_errors is not None:

@@ -103,9 +103,7 @@ async def do_group_rollout(
         GroupFailedError: a tolerant strategy gave the group up, or its rewards failed under one. Count it and go on.
         Exception: under FailFast, whatever a rollout or the rewards raised, with notes that say where.
     """
-    config = config or RolloutConfig()
-    if strategy is not None:
-        config = chz.replace(config, strategy=strategy, retries=None)
+    config = (config or RolloutConfig()).with_strategy(strategy)
     if termination is not None:
         config = chz.replace(config, termination=termination)
     play = partial(_play_group, config=config, name=name or describe_group(env_group_builder), with_notes=with_notes)
