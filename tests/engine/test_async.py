@@ -274,7 +274,7 @@ def test_futures_are_the_sdks(sampler: SamplingClient, training: TrainingClient)
         sampler.sample(prompt([1]), 1, params(200, stop=[])).result(1e-6)
 
 
-def test_an_error_reaches_its_awaiter_and_later_operations_run(training: TrainingClient) -> None:
+def test_an_error_reaches_its_awaiter_and_the_step_behind_it(training: TrainingClient) -> None:
     expected = training.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
 
     async def main() -> float:
@@ -285,8 +285,14 @@ def test_an_error_reaches_its_awaiter_and_later_operations_run(training: Trainin
             await bad
         with pytest.raises(RequestError, match="data is empty"):
             bad.result(SECONDS)
+        with pytest.raises(RequestError, match=r"no step was taken.*data is empty"):
+            await step
+        loss = (await good).metrics["loss:sum"]
+        # The step has cleared the gradients: what follows starts anew.
+        again, step = training.forward_backward(DATA, "cross_entropy"), training.optim_step(STEP)
+        await again
         await step
-        return (await good).metrics["loss:sum"]
+        return loss
 
     assert_repeats(run(main()), expected)
 

@@ -92,7 +92,9 @@ class DebateEnv(Env):
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         renderer, transcript = self.protocol.renderer, self.transcript
         round_ = len(transcript.turns[self.seat])
-        transcript.speak(self.seat, Turn(action, reply_text(renderer, action), decode_reply(renderer, action)))
+        malformed = renderer.holds_control_token(action)
+        turn = Turn(action, reply_text(renderer, action), decode_reply(renderer, action), malformed)
+        transcript.speak(self.seat, turn)
         opponent = await transcript.hear(self.seat.opponent, round_)
         done, reward = round_ + 1 == NUM_ROUNDS, 0.0
         if not done:
@@ -141,6 +143,9 @@ class DebateGroupBuilder(EnvGroupBuilder):
     async def _judge(self, transcript: Transcript, index: int) -> None:
         if not transcript.turns[Seat.A]:
             transcript.verdict = Verdict(Winner.INVALID, reasoning="the question is too long for a debate")
+            return
+        if any(transcript.is_malformed(seat) for seat in Seat):
+            transcript.verdict = Verdict(Winner.INVALID, reasoning="a turn holds a control token before its end")
             return
         started = time.perf_counter()
         transcript.verdict = await self.judge(transcript.view((*self.key, index)))

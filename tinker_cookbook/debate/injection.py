@@ -70,7 +70,7 @@ def _without_leading_stop(renderer: Renderer, tokens: list[int]) -> list[int]:
             continue
         text = decode_tokens(renderer.tokenizer, tokens)
         if text.startswith(stop):
-            return encode_text(renderer.tokenizer, text[len(stop) :])
+            return renderer.encode_text(text[len(stop) :])
     raise ConfigurationError(
         f"renderer {type(renderer).__name__} does not end an assistant turn with its stop sequence; it cannot carry a debate"
     )
@@ -81,12 +81,11 @@ def _placeholders(renderer: Renderer, template: str) -> tuple[tuple[str, int], t
     plain = renderer.build_generation_prompt(
         [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}, {"role": "user", "content": template}]
     ).to_ints()
-    stops = renderer.get_stop_sequences()
     spare = [
         (text, token)
         for token, text in sorted(((t, str(a)) for t, a in tokenizer.added_tokens_decoder.items()), reverse=True)
         if token not in plain
-        and token not in stops
+        and token not in renderer.control_ids
         and encode_text(tokenizer, text) == [token]
         # Tags that a renderer itself reads (thinking, tools) would change the rendering.
         and not any(word in text for word in ("think", "tool"))

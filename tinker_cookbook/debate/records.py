@@ -14,6 +14,7 @@ def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
 
     - debate/won: this seat won (ties and invalid debates count as 0)
     - debate/win_if_correct, win_if_wrong: over decided debates, by whether this seat's answer was right
+    - debate/malformed: a turn of this seat holds a control token before its end; the debate is invalid
     - debate/winner_correct, winner_tokens, loser_tokens: over decided debates
     - debate/a_wins (position bias), tie, invalid, judge_retries, agreement: per debate
     - debate/judge_accuracy: over decided debates in which exactly one answer was right
@@ -25,7 +26,7 @@ def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
     decided = winner in (Winner.A, Winner.B)
     won = transcript.won(seat)
     correct = transcript.scores[seat].correct
-    metrics: Metrics = {"debate/won": float(won)}
+    metrics: Metrics = {"debate/won": float(won), "debate/malformed": float(transcript.is_malformed(seat))}
     if decided:
         tokens = sum(len(turn.tokens) for turn in transcript.turns[seat])
         metrics["debate/winner_tokens" if won else "debate/loser_tokens"] = tokens

@@ -34,7 +34,7 @@ async def open_reference(session: Session, named: KLReferenceConfig | None = Non
     asked = None if named is None else {"base_model": named.base_model, "path": named.load_checkpoint_path}
     reference = _recorded(session, asked)
     if reference is None:
-        reference = asked or await _starting_policy(session)
+        reference = asked or {"base_model": session.config.model_name, "path": await _starting_weights(session)}
     session.checkpoints.loop_state[REFERENCE_KEY] = reference
     base_model, path = reference["base_model"], reference["path"]
     logger.info("reference policy: %s", path or base_model)
@@ -61,9 +61,7 @@ def _recorded(session: Session, asked: dict[str, Any] | None) -> dict[str, Any] 
     return recorded
 
 
-async def _starting_policy(session: Session) -> dict[str, Any]:
-    config = session.config
-    if config.load_checkpoint_path is None:
-        return {"base_model": config.model_name, "path": None}
-    saved = await session.training_client.save_weights_for_sampler(REFERENCE_NAME, ttl_seconds=None)
-    return {"base_model": config.model_name, "path": saved.path}
+async def _starting_weights(session: Session) -> str | None:
+    if session.config.load_checkpoint_path is None:
+        return None
+    return (await session.training_client.save_weights_for_sampler(REFERENCE_NAME, ttl_seconds=None)).path

@@ -6,8 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.jsonl import read_rows
-from tinker_cookbook.data.rows import Row
+from tinker_cookbook.data.rows import Row, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.types import Task, TaskItem
@@ -40,7 +39,7 @@ def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tup
 
 def _read_file(task: Task, path: str | Path) -> list[TaskItem]:
     name = Path(path).stem
-    return read_rows(path, lambda row: _item(task, row, f"{name}-{row.number}"), _expected(task), "dataset")
+    return read_file(path, lambda row: _item(task, row, f"{name}-{row.number}"), _expected(task), "dataset")
 
 
 @lru_cache(maxsize=4)  # a run asks several times, and some hub sets are large

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from tinker_cookbook.data.jsonl import read_rows
+from tinker_cookbook.data.rows import read_file
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tool_use.tools import FunctionTool, ToolError
 from tinker_cookbook.utils.arithmetic import ExpressionError, evaluate, format_number
@@ -46,7 +46,7 @@ class ArticleSearch:
     def from_jsonl(cls, *paths: str | Path, max_characters: int | None = None) -> ArticleSearch:
         """From files with a key `article` per line. Raises DataFormatError naming the file and line that lacks it."""
         expected = '{"article": "..."}'
-        articles = [read_rows(path, lambda row: row.text("article"), expected) for path in paths]
+        articles = [read_file(path, lambda row: row.text("article"), expected) for path in paths]
         return cls(concat_lists(articles), max_characters)
 
     def find(self, query: str, k: int = 1) -> list[str]:

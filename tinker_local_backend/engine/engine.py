@@ -6,6 +6,7 @@ them, one token at a time. Everything that touches torch happens on the worker, 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -70,6 +71,7 @@ class Engine:
         self._queues: dict[Hashable, deque[_Work]] = {}
         self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
         self._closing = False
+        self._process = os.getpid()
         self._death: BaseException | None = None
         self._worker = threading.Thread(target=self._work, name="tinker-local-engine", daemon=True)
         self._worker.start()
@@ -128,7 +130,12 @@ class Engine:
             self._worker.join(CLOSE_SECONDS)
 
     def check_open(self) -> None:
-        """Raise EngineClosedError after `close`, or the error that the worker died of."""
+        """Raise EngineClosedError after `close`, in a forked child, or with the error that the worker died of."""
+        if os.getpid() != self._process:
+            raise EngineClosedError(
+                f"this engine runs in process {self._process}, and a fork does not take its thread along: make a new "
+                "ServiceClient in this process, or start it with multiprocessing's 'spawn'"
+            )
         if self._closing:
             raise self._closed_error()
 
