@@ -216,6 +216,12 @@ RECIPES: tuple[RecipeRun, ...] = (
         arguments=("log_path={sl_basic}",),
         files=("adapter_config.json", "adapter_model.safetensors", "README.md"),
     ),
+    RecipeRun(
+        "recipes.validate_gpu",
+        folder_key="output",
+        small=("max_steps=1", "num_rollouts=16", "max_tokens=32"),
+        files=("report.json", "report.md"),
+    ),
     RecipeRun("recipes.chat", folder_key=None, arguments=("seed=0",), stdin="What is 2 + 3?\n/quit\n"),
 )
 

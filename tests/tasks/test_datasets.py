@@ -41,10 +41,10 @@ class TestShipped:
         assert all(item.id and item.question and item.reference for item in train + test)
         assert len({item.id for item in train}) == len(train)
 
-    def test_training_and_test_questions_differ(self) -> None:
-        for task in (QA, SUMMARY):
-            train, test = load_items(task, task.default_dataset)
-            assert not {item.question for item in train} & {item.question for item in test}
+    @pytest.mark.parametrize(("task", "name"), [(task, name) for task in (QA, SUMMARY) for name in task.shipped])
+    def test_training_and_test_questions_differ(self, task, name: str) -> None:
+        train, test = load_items(task, name)
+        assert not {item.question for item in train} & {item.question for item in test}
 
     def test_shipped_names_belong_to_their_task(self) -> None:
         with pytest.raises(ConfigurationError, match="dataset='articles' is unknown to task=qa; use a shipped name"):

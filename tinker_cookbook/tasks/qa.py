@@ -16,7 +16,7 @@ class QATask(Task):
     columns = (("question", "prompt", "problem"), ("answer", "solution", "reference"))
     shipped: ClassVar = {
         "arithmetic": ("qa/arithmetic_train.jsonl", "qa/arithmetic_test.jsonl"),
-        "test": ("qa/test.jsonl", "qa/test.jsonl"),
+        "test": ("qa/test.jsonl", "qa/test_held_out.jsonl"),
     }
     default_dataset = "arithmetic"
     default_reward = "exact_match"
