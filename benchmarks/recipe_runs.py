@@ -187,6 +187,11 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(Measure("test/kl", "down"),),
     ),
     RecipeRun(
+        "recipes.distillation.sdft",
+        small=("max_steps=2", "warm_up_steps=2", "eval_every=2", "groups_per_batch=4", "lora_rank=4"),
+        measures=(Measure("sdft/kl", "down", "steps"), Measure("test/env/all/correct", "up")),
+    ),
+    RecipeRun(
         "recipes.prompt_distillation.create_data",
         folder_key="output_path",
         small=("max_lines=20", "test_size=5"),

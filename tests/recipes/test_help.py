@@ -18,6 +18,7 @@ from recipes.rl_common import RLConfig
 from tests.child import python_path
 from tinker_cookbook import config_tree
 from tinker_cookbook.config_tree import default_of
+from tinker_cookbook.distillation.sdft import SDFTOptions
 from tinker_cookbook.distillation.train_off_policy import OffPolicyOptions
 from tinker_cookbook.distillation.train_on_policy import OnPolicyOptions
 from tinker_cookbook.exceptions import ConfigurationError
@@ -34,6 +35,7 @@ OPTIONS = {
     "sl_basic": SupervisedOptions, "chat_sl": SupervisedOptions, "prompt_distillation.train": SupervisedOptions,
     "preference.train": DPOOptions, "preference.rlhf_pipeline": RLOptions,
     "distillation.on_policy": OnPolicyOptions, "distillation.off_policy": OffPolicyOptions,
+    "distillation.sdft": SDFTOptions,
 }  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def test_every_key_is_shown_with_its_default(name: str) -> None:
             continue  # nested and not in use, or the documentation tells the default
         for part in rest.split(".") if rest else ():
             value = getattr(value, part) if value is not None else None
-        assert text in (str(value).partition(" ")[0], str(value), repr(value)), key
+        assert text in (str(value).partition(" ")[0], repr(value).partition(" ")[0], str(value), repr(value)), key
 
 
 @pytest.mark.parametrize("name", MAIN_ONES)
