@@ -13,6 +13,7 @@ from tinker_cookbook import backends, config_tree, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
@@ -141,7 +142,9 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
     return str(unique)
 
 
-def dataset_label(dataset: str | None, default: str) -> str:
-    """How a dataset is called in a folder's name: shipped and hub names as they are, files as `custom`."""
+def dataset_label(dataset: str | Callable[..., Any] | None, default: str) -> str:
+    """How a dataset is called in a folder's name: shipped and hub names as they are, files and functions as `custom`."""
     name = dataset or default
+    if not isinstance(name, str) or is_reference(name):
+        return "custom"
     return "custom" if name.endswith(".jsonl") or (os.sep in name and Path(name).exists()) else name
