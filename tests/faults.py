@@ -147,7 +147,7 @@ class Fault:
 
 def count_calls(file: Path) -> None:
     """In the run's process, before it starts: how often each target is called is written to `file` at its end."""
-    counts = dict.fromkeys((*ANYWHERE, TASK_SCORE), 0)
+    counts: dict[str, int] = dict.fromkeys((*ANYWHERE, TASK_SCORE), 0)
 
     def counted(target: str, calls: int, function: Function, arguments: tuple, options: dict[str, Any]) -> Any:
         counts[target] = calls
