@@ -11,6 +11,7 @@ import chz
 
 from tinker_cookbook import backends, config_tree, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
+from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import is_reference
@@ -147,4 +148,4 @@ def dataset_label(dataset: str | Callable[..., Any] | None, default: str) -> str
     name = dataset or default
     if not isinstance(name, str) or is_reference(name):
         return "custom"
-    return "custom" if name.endswith(".jsonl") or (os.sep in name and Path(name).exists()) else name
+    return "custom" if is_data_file(name) or (os.sep in name and Path(name).exists()) else name

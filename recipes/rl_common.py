@@ -123,7 +123,8 @@ class TaskConfig(RLConfig):
     )
     dataset: str | Callable[..., Any] | None = chz.field(
         default=None,
-        doc=f"shipped name ({_SHIPPED}), a .jsonl file, a hub dataset id, or your own (path/file.py:function)",
+        doc=f"shipped name ({_SHIPPED}), a .jsonl/.csv/.parquet file, a hub dataset id, or your own "
+        "(path/file.py:function)",
     )
     test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
     reward_fn: str | Callable[..., Any] | None = chz.field(

@@ -6,7 +6,7 @@ The loop checks its own config and makes its data first, so that nothing is load
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,7 +98,7 @@ def _check_ttl(config: RunConfig) -> None:
 @asynccontextmanager
 async def open_session(
     config: RunConfig, others: Mapping[str, WeightsConfig | None] | None = None
-) -> AsyncIterator[Session]:
+) -> AsyncGenerator[Session]:
     """Open the run of a config; on leaving, outstanding saves are finished and the loggers closed.
 
     Args:

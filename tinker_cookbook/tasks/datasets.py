@@ -1,4 +1,4 @@
-"""Where a task's items come from: a shipped name, a JSONL file of one's own, or a Hugging Face dataset."""
+"""Where a task's items come from: a shipped name, a file of one's own, or a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.rows import Row, read_file
+from tinker_cookbook.data.rows import Row, is_data_file, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, describe, is_reference, load_object, parameter_problem
@@ -38,7 +38,7 @@ Dataset: TypeAlias = str | Callable[[], Any]
 def load_items(
     task: Task, dataset: Dataset, test_dataset: Dataset | None = None
 ) -> tuple[list[TaskItem], list[TaskItem]]:
-    """Training and test items. Of a JSONL file all lines train; a file `test_dataset` gives the test items.
+    """Training and test items. Of a file all rows train; a file `test_dataset` gives the test items.
 
     Raises ConfigurationError for an unknown dataset; DataFormatError, with file and line, for a row that lacks something.
     """
@@ -46,14 +46,14 @@ def load_items(
         train, test = _call(task, dataset)
     elif dataset in task.shipped:
         train, test = (_read_file(task, EXAMPLE_DATA / file) for file in task.shipped[dataset])
-    elif dataset.endswith(".jsonl") or Path(dataset).expanduser().is_file():
+    elif is_data_file(dataset) or Path(dataset).expanduser().is_file():
         train, test = _read_file(task, dataset), []
     elif hub.find(dataset, HUB_TASKS) is not None:
         train, test = _read_hub(type(task), dataset)
     else:
         raise ConfigurationError(
-            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(task.shipped)}), a .jsonl file "
-            f"with {_expected(task)} per line, a Hugging Face dataset id (owner/name), or a function of your own "
+            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(task.shipped)}), a .jsonl/"
+            f".csv/.parquet file with {_expected(task)} per row, a Hugging Face dataset id (owner/name), or a function of your own "
             f"(package.module:function, path/file.py:function). {DATASET_KIND.help()}"
         )
     if test_dataset is not None:
