@@ -9,7 +9,7 @@ class TinkerCookbookError(Exception):
 
 
 class ConfigurationError(TinkerCookbookError, ValueError):
-    """A configuration value is wrong. The message names the field, the value and the mend."""
+    """A configuration value is wrong. The message names the field, the value and the fix."""
 
 
 class DataError(TinkerCookbookError, ValueError):

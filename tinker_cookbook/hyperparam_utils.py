@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tinker_cookbook import model_shapes
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.lora_counts import count_lora
+from tinker_cookbook.tokenizer_utils import base_model_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,11 +34,9 @@ _FAMILIES = {
 }
 """`model_type` of a text config -> family. The fit was made before Qwen3.5; the service applies it to all of Qwen."""
 
-_ATTENTION, _MLP, _UNEMBED = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("gate_proj", "up_proj", "down_proj"),
-    ("lm_head",),
-)
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_UNEMBED = ("lm_head",)
 
 _STATED_MLP = {"nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 254_529_536}
 """Where the service states another count at rank 1 than the shapes give; no stack of equal expert layers has it."""
@@ -113,7 +112,7 @@ def get_lora_param_count(
     if counted is None:
         linears = _linears(model_name)
         return sum(lora_rank * sum(sizes) for path, sizes in linears.items() if path.rpartition(".")[2] in chosen)
-    mlp = _STATED_MLP.get(_base_name(model_name), counted.mlp)
+    mlp = _STATED_MLP.get(base_model_of(model_name), counted.mlp)
     return lora_rank * (mlp * train_mlp + counted.attn * train_attn + counted.unembed * train_unembed)
 
 
@@ -148,15 +147,11 @@ def _skeleton(model_name: str) -> "nn.Module":
         return AutoModelForCausalLM.from_config(_config(model_name))
 
 
-def _base_name(model_name: str) -> str:
-    return model_name.split(":peft:")[0]
-
-
 def _config(model_name: str) -> "PreTrainedConfig":
     """The config of the model, of a model that sees that of its text model."""
     from transformers import AutoConfig
 
-    name = _base_name(model_name)
+    name = base_model_of(model_name)
     folder = Path(name).expanduser()
     if not folder.is_dir() and (shapes := model_shapes.shapes_of(name)) is not None:
         return AutoConfig.for_model(**shapes)

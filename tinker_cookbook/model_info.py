@@ -1,70 +1,185 @@
 """What is known of a model without loading it: which renderers fit it, and how long its context is.
 
-What hub names say is listed in model_families.py; this file answers for a name or a local folder.
+The patterns say what a released model's hub name means. They name only models whose chat format a renderer writes: a near
+relative (Qwen3.5, Thinking-2507, Qwen2.5-1M, DeepSeek-V3) is no match. A local folder is told by its files.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import re
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-from tinker_cookbook import model_families
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.model_families import ModelAttributes
 from tinker_cookbook.renderers import known_renderer_names
-from tinker_cookbook.renderers.qwen2_5 import DEFAULT_SYSTEM_PROMPT as QWEN2_5_SYSTEM_PROMPT
+from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
+from tinker_cookbook.tokenizer_utils import base_model_of
 from tinker_cookbook.utils.lazy import transformers
 
-__all__ = [
-    "ModelAttributes",
-    "get_context_length",
-    "get_deepseek_info",
-    "get_gemma_info",
-    "get_gpt_oss_info",
-    "get_llama_info",
-    "get_mistral_info",
-    "get_model_attributes",
-    "get_qwen_info",
-    "get_recommended_renderer_name",
-    "get_recommended_renderer_names",
-    "warn_if_renderer_not_recommended",
-]
 logger = logging.getLogger(__name__)
 
 _RENDERER_KEY = "recommended_renderer"
+_BASE = ("role_colon",)
+
+
+@dataclass(frozen=True)
+class ModelAttributes:
+    """What a hub name says. `version_str` and `size_str` are as in the name ("3.1", "30B-A3B"), empty if it names none.
+
+    is_chat: trained to chat; False for a base model.
+    recommended_renderers: names for get_renderer, the default first. All of them write text only, whatever else the
+        model takes in (is_vl: images, is_audio_in: audio).
+    """
+
+    organization: str
+    version_str: str
+    size_str: str
+    is_chat: bool
+    recommended_renderers: tuple[str, ...]
+    is_vl: bool = False
+    is_audio_in: bool = False
+
+
+class _Family(NamedTuple):
+    """`version` and `size` stand in where the name does not spell them (groups `v` and `s` of the pattern)."""
+
+    pattern: re.Pattern[str]
+    renderers: tuple[str, ...]
+    version: str = ""
+    size: str = ""
+    is_vl: bool = False
+
+
+_S = r"(?P<s>\d+(\.\d+)?B(-A\d+(\.\d+)?B)?)"
+_QWEN3_HYBRID = ("qwen3", "qwen3_disable_thinking")
+_DEEPSEEK = ("deepseekv3", "deepseekv3_disable_thinking", "deepseekv3_thinking")
+_GPT_OSS = (
+    "gpt_oss_medium_reasoning",
+    "gpt_oss_low_reasoning",
+    "gpt_oss_high_reasoning",
+    "gpt_oss_no_sysprompt",
+)
+
+
+def _family(pattern: str, renderers: tuple[str, ...], version: str = "", size: str = "", vl: bool = False) -> _Family:
+    return _Family(re.compile(pattern), renderers, version, size, vl)
+
+
+_FAMILIES = (
+    _family(rf"Qwen/Qwen(?P<v>3)-{_S}-Instruct-2507(-FP8)?", ("qwen3_instruct",)),
+    _family(rf"Qwen/Qwen(?P<v>3)-{_S}-Base", _BASE),
+    _family(rf"Qwen/Qwen(?P<v>3)-{_S}(-FP8)?", _QWEN3_HYBRID),
+    _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-)?{_S}-Instruct", ("qwen2_5",)),
+    _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-|Math-)?{_S}", _BASE),
+    # The plain form of Llama 3.0, which the later ones read too (see renderers/llama3.py).
+    _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3(\.\d)?)-{_S}-Instruct", ("llama3",)),
+    _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3(\.\d)?)-{_S}", _BASE),
+    _family(r"mistralai/Mistral-Small-(?P<s>24B)-Instruct-2501", ("mistral",), version="3"),
+    _family(r"mistralai/Mistral-Small-(?P<v>3\.1)-(?P<s>24B)-Instruct-2503", ("mistral",), vl=True),
+    _family(r"mistralai/Ministral-(?P<s>8B)-Instruct-2410", ("mistral_v3",)),
+    _family(r"mistralai/Mistral-Nemo-Instruct-2407", ("mistral_v3",), size="12B"),
+    _family(r"mistralai/Mistral-Small-(?P<s>24B)-Base-2501", _BASE, version="3"),
+    _family(r"mistralai/Mistral-Small-(?P<v>3\.1)-(?P<s>24B)-Base-2503", _BASE, vl=True),
+    _family(r"mistralai/Mistral-Nemo-Base-2407", _BASE, size="12B"),
+    _family(r"google/gemma-(?P<v>2)-(?P<s>(2|9|27)b)-it", ("gemma",)),
+    _family(r"google/gemma-(?P<v>3)-(?P<s>270m|1b)-it", ("gemma",)),
+    _family(r"google/gemma-(?P<v>3)-(?P<s>(4|12|27)b)-it", ("gemma",), vl=True),
+    _family(r"google/gemma-(?P<v>2)-(?P<s>(2|9|27)b)", _BASE),
+    _family(r"google/gemma-(?P<v>3)-(?P<s>1b)-pt", _BASE),
+    _family(r"google/gemma-(?P<v>3)-(?P<s>270m)", _BASE),
+    _family(r"google/gemma-(?P<v>3)-(?P<s>(4|12|27)b)-pt", _BASE, vl=True),
+    _family(r"deepseek-ai/DeepSeek-V(?P<v>3\.1)", _DEEPSEEK, size="671B-A37B"),
+    _family(r"deepseek-ai/DeepSeek-V(?P<v>3(\.1)?)-Base", _BASE, size="671B-A37B"),
+    _family(r"openai/gpt-oss-(?P<s>20b|120b)", _GPT_OSS),
+    # Whoever made it, a base model has no format of its own.
+    _family(r"[^/]+/[^/]+-Base", _BASE),
+)
+
+_LLAMA_NAMES = (
+    *("Meta-Llama-3-8B", "Meta-Llama-3-8B-Instruct", "Meta-Llama-3-70B", "Meta-Llama-3-70B-Instruct"),
+    *("Llama-3.1-8B", "Llama-3.1-8B-Instruct", "Llama-3.1-70B", "Llama-3.1-70B-Instruct"),
+    *("Llama-3.1-405B", "Llama-3.1-405B-Instruct"),
+    *("Llama-3.2-1B", "Llama-3.2-1B-Instruct", "Llama-3.2-3B", "Llama-3.2-3B-Instruct"),
+    "Llama-3.3-70B-Instruct",
+)
+_QWEN25_SIZES = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
+_QWEN_NAMES = (
+    *(f"Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")),
+    *(f"Qwen3-{size}-Base" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "30B-A3B")),
+    *(f"Qwen3-{size}-Instruct-2507" for size in ("4B", "30B-A3B", "235B-A22B")),
+    *(f"Qwen2.5-{size}{kind}" for size in _QWEN25_SIZES for kind in ("", "-Instruct")),
+    *(f"Qwen2.5-Coder-{size}{kind}" for size in _QWEN25_SIZES[:-1] for kind in ("", "-Instruct")),
+)
+_MISTRAL_NAMES = (
+    *("Mistral-Small-24B-Instruct-2501", "Mistral-Small-24B-Base-2501"),
+    *("Mistral-Small-3.1-24B-Instruct-2503", "Mistral-Small-3.1-24B-Base-2503"),
+    *("Mistral-Nemo-Instruct-2407", "Mistral-Nemo-Base-2407", "Ministral-8B-Instruct-2410"),
+)
+_GEMMA_NAMES = (
+    *(f"gemma-2-{size}{kind}" for size in ("2b", "9b", "27b") for kind in ("", "-it")),
+    *("gemma-3-270m", "gemma-3-270m-it"),
+    *(f"gemma-3-{size}{kind}" for size in ("1b", "4b", "12b", "27b") for kind in ("-pt", "-it")),
+)
+_DEEPSEEK_NAMES = ("DeepSeek-V3.1", "DeepSeek-V3.1-Base", "DeepSeek-V3-Base")
+_GPT_OSS_NAMES = ("gpt-oss-20b", "gpt-oss-120b")
 
 
 def get_llama_info() -> dict[str, ModelAttributes]:
     """Meta's Llama 3 text models, by name without the organization."""
-    return model_families.attributes_of_all("meta-llama", model_families.LLAMA)
+    return _attributes_of_all("meta-llama", _LLAMA_NAMES)
 
 
 def get_qwen_info() -> dict[str, ModelAttributes]:
     """Qwen3 and Qwen2.5 text models, by name without the organization."""
-    return model_families.attributes_of_all("Qwen", model_families.QWEN)
+    return _attributes_of_all("Qwen", _QWEN_NAMES)
 
 
 def get_mistral_info() -> dict[str, ModelAttributes]:
     """Mistral models with a Tekken tokenizer of version 3 or 7, by name without the organization."""
-    return model_families.attributes_of_all("mistralai", model_families.MISTRAL)
+    return _attributes_of_all("mistralai", _MISTRAL_NAMES)
 
 
 def get_gemma_info() -> dict[str, ModelAttributes]:
     """Google's Gemma 2 and Gemma 3 models, by name without the organization."""
-    return model_families.attributes_of_all("google", model_families.GEMMA)
+    return _attributes_of_all("google", _GEMMA_NAMES)
 
 
 def get_deepseek_info() -> dict[str, ModelAttributes]:
     """DeepSeek-V3.1 and the base models, by name without the organization."""
-    return model_families.attributes_of_all("deepseek-ai", model_families.DEEPSEEK)
+    return _attributes_of_all("deepseek-ai", _DEEPSEEK_NAMES)
 
 
 def get_gpt_oss_info() -> dict[str, ModelAttributes]:
     """OpenAI's gpt-oss models, by name without the organization."""
-    return model_families.attributes_of_all("openai", model_families.GPT_OSS)
+    return _attributes_of_all("openai", _GPT_OSS_NAMES)
+
+
+def _attributes_of(hub_name: str) -> ModelAttributes | None:
+    """What the name of a model on the hub says; None when no pattern matches it."""
+    for family in _FAMILIES:
+        if match := family.pattern.fullmatch(hub_name):
+            said = match.groupdict()
+            return ModelAttributes(
+                organization=hub_name.partition("/")[0],
+                version_str=said.get("v") or family.version,
+                size_str=said.get("s") or family.size,
+                is_chat=family.renderers != _BASE,
+                recommended_renderers=family.renderers,
+                is_vl=family.is_vl,
+            )
+    return None
+
+
+def _attributes_of_all(organization: str, names: tuple[str, ...]) -> dict[str, ModelAttributes]:
+    """By name without the organization. Raises KeyError for a name that no pattern matches."""
+    found = {name: _attributes_of(f"{organization}/{name}") for name in names}
+    if unmatched := sorted(name for name, attributes in found.items() if attributes is None):
+        raise KeyError(f"{organization}: no pattern matches {', '.join(unmatched)}")
+    return {name: attributes for name, attributes in found.items() if attributes is not None}
 
 
 def get_model_attributes(model_name: str) -> ModelAttributes:
@@ -72,13 +187,13 @@ def get_model_attributes(model_name: str) -> ModelAttributes:
 
     Raises ConfigurationError for a local folder, which says less, and for a hub id of no known family.
     """
-    name = _without_adapter(model_name)
+    name = base_model_of(model_name)
     if Path(name).expanduser().is_dir():
         raise ConfigurationError(
             f"model_name={model_name!r} is a local folder, whose name says nothing of its version and size; "
             "give a hub id, or ask get_recommended_renderer_names and get_context_length"
         )
-    attributes = model_families.attributes_of(name)
+    attributes = _attributes_of(name)
     if attributes is None:
         raise ConfigurationError(f"model_name={model_name!r}: it is of no family that this library knows")
     return attributes
@@ -93,11 +208,11 @@ def get_recommended_renderer_names(model_name: str) -> list[str]:
 
     Raises ConfigurationError when no renderer is known to fit.
     """
-    name = _without_adapter(model_name)
+    name = base_model_of(model_name)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return list(_of_folder(folder))
-    attributes = model_families.attributes_of(name)
+    attributes = _attributes_of(name)
     if attributes is None:
         raise _unknown(model_name, "it is neither a local folder nor of a known family")
     return list(attributes.recommended_renderers)
@@ -132,12 +247,6 @@ def get_context_length(model_name: str) -> int | None:
     return _read_context_length(str(folder)) if folder.is_dir() else _context_length_of_hub_name(model_name)
 
 
-@cache
-def _context_length_of_hub_name(name: str) -> int | None:
-    """Asked of the hub once: loops check every batch against it."""
-    return _read_context_length(name)
-
-
 def _read_context_length(source: str) -> int | None:
     try:
         config = transformers.AutoConfig.from_pretrained(source).get_text_config()
@@ -146,8 +255,8 @@ def _read_context_length(source: str) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _without_adapter(model_name: str) -> str:
-    return model_name.split(":peft:")[0]
+# Asked of the hub once: loops check every batch against it.
+_context_length_of_hub_name = cache(_read_context_length)
 
 
 def _of_folder(folder: Path) -> tuple[str, ...]:
@@ -159,60 +268,43 @@ def _of_folder(folder: Path) -> tuple[str, ...]:
             return (str(named),)
     template = _chat_template(folder, tokenizer_config)
     if not template:
-        return model_families.BASE
+        return _BASE
     model_type = config.get("model_type")
-    names = _BY_MODEL_TYPE.get(str(model_type), lambda _: ())(template)
-    if not names:
+    fitting = (known.renderers for known in _TEMPLATES if model_type in known.model_types and known.fits(template))
+    names = next(fitting, None)
+    if names is None:
         raise _unknown(str(folder), f"no renderer is known for the chat template of model_type {model_type!r}")
-    if names[0].startswith("qwen3") and _opens_think_block(template):
+    opens_block = "<think>" in template.rpartition("add_generation_prompt")[2] and "enable_thinking" not in template
+    if names[0].startswith("qwen3") and opens_block:
         raise _unknown(str(folder), "its prompts open a think block, which no renderer does")
     return names
 
 
-def _opens_think_block(template: str) -> bool:
-    return "enable_thinking" not in template and "<think>" in template.rpartition("add_generation_prompt")[2]
+class _Template(NamedTuple):
+    """The renderers for a chat template that has all the marks `has` and none of `lacks`."""
+
+    model_types: tuple[str, ...]
+    renderers: tuple[str, ...]
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+
+    def fits(self, template: str) -> bool:
+        return all(mark in template for mark in self.has) and not any(mark in template for mark in self.lacks)
 
 
-def _of_qwen3_template(template: str) -> tuple[str, ...]:
-    if "<|im_start|>" not in template:
-        return ()
-    return model_families.QWEN3_HYBRID if "think" in template else ("qwen3_instruct",)
-
-
-def _of_mistral_template(template: str) -> tuple[str, ...]:
-    # A space after [INST] marks a SentencePiece tokenizer, the other tokens the versions from 11 on.
-    if "[INST]" not in template or any(mark in template for mark in ("[INST] ", "[ARGS]", "[THINK]")):
-        return ()
-    if "[SYSTEM_PROMPT]" in template:
-        return ("mistral",)
-    return ("mistral_v3",) if "[AVAILABLE_TOOLS]" in template else ()
-
-
-def _if_marked(
-    renderers: tuple[str, ...], *marks: str, without: tuple[str, ...] = ()
-) -> Callable[[str], tuple[str, ...]]:
-    """The renderers for a template that has all `marks` and nothing of `without`."""
-
-    def read(template: str) -> tuple[str, ...]:
-        fits = all(mark in template for mark in marks) and not any(mark in template for mark in without)
-        return renderers if fits else ()
-
-    return read
-
-
-_GEMMA_TEMPLATE = _if_marked(("gemma",), "<start_of_turn>", without=("<start_function",))
-_BY_MODEL_TYPE: dict[str, Callable[[str], tuple[str, ...]]] = {
-    "qwen3": _of_qwen3_template,
-    "qwen3_moe": _of_qwen3_template,
-    "qwen2": _if_marked(("qwen2_5",), "<|im_start|>", QWEN2_5_SYSTEM_PROMPT, without=("<think>",)),
-    "llama": _if_marked(("llama3",), "<|start_header_id|>", "<|eot_id|>", without=("think",)),
-    "gemma2": _GEMMA_TEMPLATE,
-    "gemma3": _GEMMA_TEMPLATE,
-    "gemma3_text": _GEMMA_TEMPLATE,
-    "mistral": _of_mistral_template,
-    "mistral3": _of_mistral_template,
-    "gpt_oss": _if_marked(model_families.GPT_OSS_EFFORTS, "<|channel|>", "<|message|>"),
-}
+# A space after [INST] marks a SentencePiece tokenizer, the other tokens the versions from 11 on.
+_NO_TEKKEN = ("[INST] ", "[ARGS]", "[THINK]")
+_QWEN3_TYPES, _MISTRAL_TYPES = ("qwen3", "qwen3_moe"), ("mistral", "mistral3")
+_TEMPLATES = (
+    _Template(_QWEN3_TYPES, _QWEN3_HYBRID, ("<|im_start|>", "think")),
+    _Template(_QWEN3_TYPES, ("qwen3_instruct",), ("<|im_start|>",)),
+    _Template(("qwen2",), ("qwen2_5",), ("<|im_start|>", QWEN2_5_SYSTEM_PROMPT), ("<think>",)),
+    _Template(("llama",), ("llama3",), ("<|start_header_id|>", "<|eot_id|>"), ("think",)),
+    _Template(("gemma2", "gemma3", "gemma3_text"), ("gemma",), ("<start_of_turn>",), ("<start_function",)),
+    _Template(_MISTRAL_TYPES, ("mistral",), ("[INST]", "[SYSTEM_PROMPT]"), _NO_TEKKEN),
+    _Template(_MISTRAL_TYPES, ("mistral_v3",), ("[INST]", "[AVAILABLE_TOOLS]"), _NO_TEKKEN),
+    _Template(("gpt_oss",), _GPT_OSS, ("<|channel|>", "<|message|>")),
+)
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, object]) -> str:
@@ -231,9 +323,9 @@ def _read(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigurationError(f"{path} is not valid JSON ({error}); mend or replace the file") from error
+        raise ConfigurationError(f"{path} is not valid JSON ({error}); fix or replace the file") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} must hold a JSON object; mend or replace the file")
+        raise ConfigurationError(f"{path} must hold a JSON object; fix or replace the file")
     return content
 
 

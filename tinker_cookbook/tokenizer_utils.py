@@ -34,7 +34,7 @@ def get_tokenizer(name_or_path: str) -> Tokenizer:
         if name_or_path not in _made:
             _made[name_or_path] = _registry[name_or_path]()
         return _made[name_or_path]
-    name = name_or_path.split(":peft:")[0]
+    name = base_model_of(name_or_path)
     if _is_path(name):
         folder = Path(name).expanduser()
         if not folder.is_dir():
@@ -42,6 +42,11 @@ def get_tokenizer(name_or_path: str) -> Tokenizer:
         # Resolved before the cache: the same relative path means another folder after a chdir.
         return _from_hugging_face(str(folder.resolve()))
     return _from_hugging_face(name)
+
+
+def base_model_of(model_name: str) -> str:
+    """The name of the base model in `base:peft:adapter`; any other name as it is."""
+    return model_name.partition(":peft:")[0]
 
 
 def register_tokenizer(name: str, factory: TokenizerFactory) -> None:

@@ -13,16 +13,18 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import flatten, read_jsonl, write_text
+from tinker_cookbook.utils.misc_utils import markdown_table, not_none
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 Format = Literal["adapter", "merged"]
+T = TypeVar("T")
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CARD_BASE_NAME = "README.md"
@@ -135,10 +137,10 @@ def model_card(model_path: str, base_model: str, format: Format, log_path: str |
     ]
     if log_path is not None:
         if rows := _metric_rows(log_path):
-            parts += ["## Metrics", _table([["metric", "first", "last"], *rows])]
+            parts += ["## Metrics", markdown_table([["metric", "first", "last"], *rows])]
         leaves = [[f"`{key}`", f"`{json.dumps(value)}`"] for key, value in flatten(config).items()]
         if leaves:
-            parts += ["## Config", _table([["key", "value"], *leaves])]
+            parts += ["## Config", markdown_table([["key", "value"], *leaves])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -183,23 +185,26 @@ def _fetch(url: str, target: Path, model_path: str) -> None:
 
 def _fetch_files(urls: Mapping[str, str], folder: Path, model_path: str) -> None:
     folder.mkdir(parents=True)
-    named = {Path(path).name: url for path, url in urls.items()}
+    for name, url in _adapter_files(urls, model_path).items():
+        _fetch(url, folder / name, model_path)
+
+
+def _adapter_files(by_path: Mapping[str, T], model_path: str) -> dict[str, T]:
+    """The adapter's two files, by name, of all that a checkpoint has."""
+    by_name = {Path(path).name: file for path, file in by_path.items()}
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if name not in named:
-            raise CheckpointError(f"{model_path}: has no {name}, only {', '.join(sorted(urls))}")
-        _fetch(named[name], folder / name, model_path)
+        if name not in by_name:
+            raise CheckpointError(f"{model_path}: has no {name}, only {', '.join(sorted(by_path))}")
+    return {name: by_name[name] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
 
 
 def _unpack(archive: Path, folder: Path, model_path: str) -> None:
     folder.mkdir(parents=True)
     try:
         with tarfile.open(archive) as tar:
-            members = {Path(member.name).name: member for member in tar.getmembers() if member.isfile()}
-            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                source = tar.extractfile(members[name]) if name in members else None
-                if source is None:
-                    raise CheckpointError(f"{model_path}: its archive has no {name}, only {', '.join(sorted(members))}")
-                with source, open(folder / name, "wb") as file:
+            members = {member.name: member for member in tar.getmembers() if member.isfile()}
+            for name, member in _adapter_files(members, model_path).items():
+                with not_none(tar.extractfile(member)) as source, open(folder / name, "wb") as file:
                     shutil.copyfileobj(source, file)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise CheckpointError(f"{model_path}: its archive is damaged ({error}); try again") from error
@@ -224,8 +229,3 @@ def _metric_rows(log_path: str | Path) -> list[list[str]]:
             if isinstance(value, int | float) and not key.startswith(_CARD_SKIPS):
                 ends[key] = (ends[key][0] if key in ends else value, value)
     return [[f"`{key}`", f"{first:.4g}", f"{last:.4g}"] for key, (first, last) in sorted(ends.items())]
-
-
-def _table(rows: list[list[str]]) -> str:
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]])

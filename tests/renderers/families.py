@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.renderers import synthetic
 from tests.renderers.synthetic import INSTRUCT_TEMPLATE, make_tokenizer, template_tokens
 from tinker_cookbook.renderers import Message, Renderer, ToolSpec, get_renderer
-from tinker_cookbook.renderers.qwen2_5 import DEFAULT_SYSTEM_PROMPT
+from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
 
 TOOLS = [
     ToolSpec(name="add", description="Adds: 1 < 2, é", parameters={"type": "object", "properties": {}}),
@@ -91,7 +91,7 @@ _MISTRAL_TOKENS = (
 FAMILIES = {
     "qwen2_5": Family(
         "{%- if messages[0].role != 'system' %}{% set messages = [{'role': 'system', 'content': '"
-        + DEFAULT_SYSTEM_PROMPT
+        + QWEN2_5_SYSTEM_PROMPT
         + "'}] + messages %}{% endif %}"
         + INSTRUCT_TEMPLATE,
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),

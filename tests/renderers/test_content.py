@@ -172,7 +172,7 @@ def test_openai_form() -> None:
         ("qwen3", Message(role="assistant", content=[IMAGE]), "cannot hold image"),
         ("qwen3", Message(role="user", content=[THINK]), "text only"),
         ("qwen3", Message(role="user", content="", tool_calls=[call("a", "{}")]), "only an assistant message"),
-        ("role_colon", Message(role="tool", content="x"), "cannot write role 'tool'"),
+        ("role_colon", Message(role="tool", content="x"), "the role_colon format has no role 'tool'"),
         ("role_colon", Message(role="assistant", content="", tool_calls=[call("a", "{}")]), "no tool calls"),
         ("role_colon", Message(role="assistant", content=[THINK]), "text only"),
         ("role_colon", Message(role="assistant", content="a\n\nUser: b"), "stop sequence"),

@@ -148,7 +148,7 @@ def test_tool_declarations() -> None:
     assert f"\n{BEGIN}{shown}{{additional_tool_calls}}{END}\n\nWhere:\n- `tool_call_name` must" in text
     assert text.endswith("chain them directly without separators or spaces")
     assert get_text_content(renderer.create_conversation_prefix_with_tools(tools)[0]).startswith("\n\n## Tools\n")
-    with pytest.raises(RendererError, match="declares nothing"):
+    with pytest.raises(RendererError, match="tools is empty"):
         renderer.create_conversation_prefix_with_tools([])
 
 
@@ -409,7 +409,6 @@ def test_a_tag_that_arrives_in_parts_is_one_tag() -> None:
         ("thinking", [Message(role="developer", content="S")], "has no role 'developer'"),
         ("thinking", [answer(ImagePart(type="image", image="a.png"))], "cannot hold image"),
         ("thinking", [USER, answer(think("a</think>b"))], "its reasoning holds '</think>'"),
-        ("thinking", [USER, Message(role="assistant", content=f"a{DEEPSEEK_END}b")], "would end it"),
         ("thinking", [Message(role="user", content="", tool_calls=[call()])], "only an assistant message can call"),
     ],
 )

@@ -94,7 +94,7 @@ def test_prompts_and_whole_conversations_equal_the_template(effort: str | None, 
 
 def test_prompt_text() -> None:
     (opening,) = make().create_conversation_prefix_with_tools(TOOLS, "Be brief.")
-    prompt = make("high").build_generation_prompt([opening, USER], prefill="<|channel|>final<|message|>So")
+    prompt = make("high").build_generation_prompt([opening, USER], prefill="So")
     assert words(prompt.to_ints()) == (
         "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
         "Knowledge cutoff: 2024-06\nCurrent date: 2025-08-05\n\nReasoning: high\n\n"
@@ -412,7 +412,7 @@ def test_wrong_options(make_renderer: Callable[[], GptOssRenderer], error: str) 
 
 
 def test_tools_must_be_declared_to_declare_them() -> None:
-    with pytest.raises(RendererError, match="declares nothing"):
+    with pytest.raises(RendererError, match="tools is empty"):
         make().create_conversation_prefix_with_tools([])
 
 

@@ -61,5 +61,5 @@ def test_reasoning_passes_through_as_written() -> None:
 
 def test_media_cannot_be_written() -> None:
     image = ImagePart(type="image", image="file.png")
-    with pytest.raises(RendererError, match="message 0: the Qwen text format cannot hold image"):
+    with pytest.raises(RendererError, match="message 0: the Qwen format cannot hold image"):
         make("qwen2_5").build_generation_prompt([Message(role="assistant", content=[image])])

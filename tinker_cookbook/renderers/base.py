@@ -17,10 +17,11 @@ import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.content import get_text_content, thinking_of
-from tinker_cookbook.renderers.decoding import encode_text
+from tinker_cookbook.renderers.decoding import TextEncoder, encode_text
 from tinker_cookbook.renderers.types import Message, MessageDelta, ParseTermination, Role, ToolSpec, TrainOnWhat
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -64,9 +65,21 @@ class Renderer(ABC):
 
     disables_thinking: bool = False
     supports_streaming: bool = False
+    has_extension_property: bool = False
+    """True when each prompt of a conversation begins with the previous prompt plus the previous response."""
+    rewrites_last_message: bool = False
+    """True for a format that writes the last message of a conversation in another way than earlier ones. In a prompt the
+    message that is asked for follows, so there every message is an earlier one, as in the chat templates."""
+    control_tokens: ClassVar[tuple[str, ...]] = ()
+    """What only the renderer writes, between and around messages: no text of a message becomes one of them, nor the
+    tokenizer's own tokens for beginning, end and padding."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        own = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+        names = dict.fromkeys(str(name) for name in (*self.control_tokens, *own) if name)
+        ids = {name: encode_text(tokenizer, name) for name in names}
+        self._text_encoder = TextEncoder(tokenizer, {name: only[0] for name, only in ids.items() if len(only) == 1})
         self._renderer_name: str | None = None
         self._model_name: str | None = None
         self._has_image_processor = False
@@ -80,11 +93,6 @@ class Renderer(ABC):
         return copyreg.__newobj__, (type(self),), self.__dict__.copy()  # type: ignore[attr-defined]
 
     # What a family defines ------------------------------------------------------------------------------------------
-
-    @property
-    def has_extension_property(self) -> bool:
-        """True when each prompt of a conversation begins with the previous prompt plus the previous response."""
-        return False
 
     @abstractmethod
     def get_stop_sequences(self) -> list[str] | list[int]:
@@ -106,9 +114,20 @@ class Renderer(ABC):
         """Messages that open a conversation in which the model may call `tools`."""
         raise RendererError(f"{type(self).__name__} has no tool format; use a renderer that has one, such as qwen3")
 
+    def _arranged(self, messages: list[Message]) -> list[Message]:
+        """The messages in the order in which they are written."""
+        return messages
+
     @property
     def _bos_tokens(self) -> list[int]:
         return []
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Token ids of what somebody said: none is a control token."""
+        return self._text_encoder.encode(text)
+
+    def _prefill_tokens(self, prefill: str, role: Role) -> list[int]:
+        return self._encode_text(prefill)
 
     @property
     def _end_message_token(self) -> int | None:
@@ -154,19 +173,16 @@ class Renderer(ABC):
         self, messages: list[Message], role: Role = "assistant", prefill: str | None = None
     ) -> tinker.ModelInput:
         """The prompt that asks `role` for the next message, which begins with the text `prefill` if given."""
+        messages = self._arranged(messages)
+        *contexts, asked = self._contexts([*messages, Message(role=role, content="")])
+        if not self.rewrites_last_message:
+            contexts = self._contexts(messages)
         chunks = [text_chunk(self._bos_tokens)]
-        for message, ctx in zip(messages, self._contexts(messages), strict=True):
+        for message, ctx in zip(messages, contexts, strict=True):
             rendered = self.render_message(message, ctx)
             chunks += [rendered.header, *rendered.output]
-        ctx = RenderContext(
-            idx=len(messages),
-            is_last=True,
-            prev_message=messages[-1] if messages else None,
-            last_user_index=self._last_user_index(messages),
-            in_last_assistant_turn=True,
-        )
-        chunks.append(text_chunk(self._get_generation_suffix(role, ctx)))
-        chunks.append(text_chunk(encode_text(self.tokenizer, prefill or "")))
+        chunks.append(text_chunk(self._get_generation_suffix(role, asked)))
+        chunks.append(text_chunk(self._prefill_tokens(prefill, role) if prefill else []))
         return tinker.ModelInput(chunks=merge_text_chunks([chunk for chunk in chunks if chunk is not None]))
 
     def build_supervised_example(
@@ -179,7 +195,7 @@ class Renderer(ABC):
 
         Raises RendererError when nothing is selected, or when `trainable` keys do not fit `train_on_what`.
         """
-        train_on_what = TrainOnWhat(train_on_what)
+        train_on_what, messages = TrainOnWhat(train_on_what), self._arranged(messages)
         _check_trainable_keys(messages, train_on_what)
         all_tokens = train_on_what is TrainOnWhat.ALL_TOKENS
         weighted: list[tuple[tinker.ModelInputChunk | None, float]] = [
@@ -249,11 +265,7 @@ class Renderer(ABC):
             converted["reasoning_content"] = thinking
         if calls := message.get("tool_calls"):
             converted["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
-        if tool_call_id := message.get("tool_call_id"):
-            converted["tool_call_id"] = tool_call_id
-        if name := message.get("name"):
-            converted["name"] = name
-        return converted
+        return converted | {key: value for key in ("tool_call_id", "name") if (value := message.get(key))}
 
     def _contexts(self, messages: list[Message]) -> list[RenderContext]:
         last_user_index = self._last_user_index(messages)

@@ -1,8 +1,9 @@
-"""A scanner for text with <think> and <tool_call> blocks, fed in pieces of any size.
+"""A scanner for text with think blocks and tool calls, fed in pieces of any size.
 
-The same scanner serves parsing in one go and streaming, so the two cannot disagree. It takes off the line breaks that
-the format itself adds around blocks, and no more: one inside each think tag, two after </think>, one before
-<tool_call>. Writing the pieces back in canonical form therefore gives the text that the model wrote.
+The same scanner serves parsing in one go and streaming, so the two cannot disagree. The families differ in the tags of
+tool calls and in the line breaks that a format adds around blocks: Qwen's has one inside each think tag, two after
+</think>, one before <tool_call>. These are taken off, and no more: writing the pieces back in canonical form gives the
+text that the model wrote.
 """
 
 from enum import Enum
@@ -30,9 +31,23 @@ class Piece(NamedTuple):
 
 
 class BlockScanner:
-    """Feed text with `feed`, end with `finish`; both return the pieces that are settled by then."""
+    """Feed text with `feed`, end with `finish`; both return the pieces that are settled by then.
 
-    def __init__(self) -> None:
+    Args:
+        tool_tags: what opens and what closes a tool call; None where tool calls are text.
+        thinks: whether think tags open and close blocks; otherwise they are text.
+        adds_line_breaks: whether the format puts line breaks around blocks, which are then no part of what was said.
+    """
+
+    def __init__(
+        self,
+        tool_tags: tuple[str, str] | None = (TOOL_OPEN, TOOL_CLOSE),
+        thinks: bool = True,
+        adds_line_breaks: bool = True,
+    ) -> None:
+        self._opening_tags = ((THINK_OPEN,) if thinks else ()) + (tool_tags[:1] if tool_tags else ())
+        self._tool_close = tool_tags[1] if tool_tags else ""
+        self._adds_line_breaks = adds_line_breaks
         self._kind = BlockKind.TEXT
         self._buffer = ""
         self._newlines_to_drop = 0
@@ -42,56 +57,57 @@ class BlockScanner:
         self._buffer += text
         return self._scan(final=False)
 
-    def finish(self) -> list[Piece]:
+    def finish(self, text: str = "") -> list[Piece]:
+        self._buffer += text
         return self._scan(final=True)
 
     def _scan(self, final: bool) -> list[Piece]:
         pieces: list[Piece] = []
         while self._step(pieces, final):
             pass
-        return [piece for piece in pieces if piece.text or piece.kind is not BlockKind.TEXT]
+        return pieces
+
+    def _tags(self) -> tuple[str, ...]:
+        """The tags that end what is being read."""
+        if self._kind is BlockKind.TEXT:
+            return self._opening_tags
+        return (THINK_CLOSE,) if self._kind is BlockKind.THINKING else (self._tool_close,)
 
     def _step(self, pieces: list[Piece], final: bool) -> bool:
         """Consume up to and including the next tag. False when the buffer holds no further whole tag."""
-        if self._kind is BlockKind.TOOL_CALL:
-            return self._step_tool_call(pieces, final)
         self._drop_format_newlines()
-        thinking = self._kind is BlockKind.THINKING
-        tags = (THINK_CLOSE,) if thinking else (THINK_OPEN, TOOL_OPEN)
+        tags = self._tags()
         found = [(at, tag) for tag in tags if (at := self._buffer.find(tag)) >= 0]
-        if not found:
-            keep = 0 if final else _unsettled_suffix(self._buffer, tags)
-            settled, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
-            self._emit(pieces, settled, final)
-            return False
-        at, tag = min(found)
-        before, self._buffer = self._buffer[:at], self._buffer[at + len(tag) :]
-        if tag in (THINK_CLOSE, TOOL_OPEN):
-            before = before.removesuffix("\n")
-        self._emit(pieces, before, final=True)
-        self._enter(tag, pieces)
-        return True
+        if found:
+            at, tag = min(found)
+            before, self._buffer = self._buffer[:at], self._buffer[at + len(tag) :]
+            if self._adds_line_breaks and tag != THINK_OPEN and self._kind is not BlockKind.TOOL_CALL:
+                before = before.removesuffix("\n")
+            self._emit(pieces, before, final=True)
+            self._enter(tag, pieces)
+            return True
+        if self._kind is not BlockKind.TOOL_CALL:
+            settled = len(self._buffer) - (0 if final else self._unsettled_suffix(tags))
+            text, self._buffer = self._buffer[:settled], self._buffer[settled:]
+            self._emit(pieces, text, final)
+        elif final:
+            pieces.append(Piece(BlockKind.UNCLOSED_TOOL_CALL, self._buffer))
+            self._buffer = ""
+        return False
 
     def _enter(self, tag: str, pieces: list[Piece]) -> None:
-        self._after_tool_call = False
+        """Go on behind `tag`."""
+        self._after_tool_call = self._adds_line_breaks and self._kind is BlockKind.TOOL_CALL
+        self._newlines_to_drop = 0
         if tag == THINK_OPEN:
-            self._kind, self._newlines_to_drop = BlockKind.THINKING, 1
+            self._kind = BlockKind.THINKING
             pieces.append(Piece(BlockKind.THINK_START, ""))
-        elif tag == THINK_CLOSE:
-            self._kind, self._newlines_to_drop = BlockKind.TEXT, 2
+        elif tag in self._opening_tags:
+            self._kind = BlockKind.TOOL_CALL
         else:
-            self._kind, self._newlines_to_drop = BlockKind.TOOL_CALL, 0
-
-    def _step_tool_call(self, pieces: list[Piece], final: bool) -> bool:
-        body, close, rest = self._buffer.partition(TOOL_CLOSE)
-        if close:
-            pieces.append(Piece(BlockKind.TOOL_CALL, body))
-            self._kind, self._buffer, self._after_tool_call = BlockKind.TEXT, rest, True
-            return True
-        if final:
-            pieces.append(Piece(BlockKind.UNCLOSED_TOOL_CALL, body))
-            self._kind, self._buffer = BlockKind.TEXT, ""
-        return False
+            self._kind = BlockKind.TEXT
+        if self._adds_line_breaks:
+            self._newlines_to_drop = {THINK_OPEN: 1, THINK_CLOSE: 2}.get(tag, 0)
 
     def _emit(self, pieces: list[Piece], text: str, final: bool) -> None:
         # White space that only separates tool calls, or trails the last one, is format and not text.
@@ -99,7 +115,7 @@ class BlockScanner:
             if not final:
                 self._buffer = text + self._buffer
             return
-        if text:
+        if text or self._kind is BlockKind.TOOL_CALL:
             self._after_tool_call = False
             pieces.append(Piece(self._kind, text))
 
@@ -111,8 +127,8 @@ class BlockScanner:
             self._buffer = self._buffer[1:]
             self._newlines_to_drop -= 1
 
-
-def _unsettled_suffix(text: str, tags: tuple[str, ...]) -> int:
-    """Length of the end of `text` that may turn out to be a tag, or the line break that belongs to one."""
-    longest = max((n for tag in tags for n in range(len(tag)) if text.endswith(tag[:n])), default=0)
-    return longest + (1 if text[: len(text) - longest].endswith("\n") else 0)
+    def _unsettled_suffix(self, tags: tuple[str, ...]) -> int:
+        """Length of the end of the buffer that may turn out to be a tag, or the line break that belongs to one."""
+        longest = max((n for tag in tags for n in range(len(tag)) if self._buffer.endswith(tag[:n])), default=0)
+        before = self._buffer[: len(self._buffer) - longest]
+        return longest + (1 if self._adds_line_breaks and before.endswith("\n") else 0)

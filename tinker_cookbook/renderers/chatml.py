@@ -10,23 +10,20 @@ for reasoning, a default system prompt) is in its own file.
 
 import json
 
-from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext, RenderedMessage
+from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import BlockScanner
-from tinker_cookbook.renderers.content import ensure_list, ensure_text, parse_content_blocks, text_of
-from tinker_cookbook.renderers.decoding import decode_tokens, encode_text, special_token_id
-from tinker_cookbook.renderers.end_token import EndTokenRenderer
-from tinker_cookbook.renderers.types import (
-    Content,
-    Message,
-    Role,
-    ToolCall,
-    ToolSpec,
-    UnparsedToolCall,
+from tinker_cookbook.renderers.content import (
+    assistant_message,
+    ensure_text,
+    parse_content_blocks,
+    text_of,
 )
-from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
+from tinker_cookbook.renderers.types import Content, Message, Role, ToolCall, ToolSpec
 
-START, END = "<|im_start|>", "<|im_end|>"
+_START, _END = Token("<|im_start|>"), Token("<|im_end|>")
+QWEN2_5_SYSTEM_PROMPT = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 _TOOLS_PROMPT = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -45,62 +42,46 @@ For each function call, return a json object with function name and arguments wi
 class ChatMLRenderer(EndTokenRenderer):
     """ChatML with nothing added to what was said."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer, END)
-        special_token_id(tokenizer, START)
-
-    @property
-    def has_extension_property(self) -> bool:
-        return True
+    format_name, roles, calls_tools = "Qwen", ("system", "user", "assistant", "tool"), True
+    end, control_tokens = _END, (_START, _END)
+    has_extension_property = True
 
     # Writing --------------------------------------------------------------------------------------------------------
 
-    def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         role = message["role"]
-        if role != "assistant" and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
-            raise RendererError(f"message {ctx.idx}: only an assistant message can call tools, not role {role!r}")
         if role == "assistant":
-            header = self._header(role, ctx) + "\n" + self._prompt_think_block(ctx)
-            output = self._assistant_body(message, ctx) + END
-        elif role == "tool":
-            header, output = self._tool_result(message, ctx)
-        elif role in ("system", "user"):
-            # The line break goes with the text: a tokenizer joins it with line breaks that the text begins with.
-            header, output = self._header(role, ctx), "\n" + ensure_text(message["content"]) + END
-        else:
-            raise RendererError(
-                f"message {ctx.idx}: the Qwen format has no role {role!r}; it has system, user, assistant and tool"
-            )
-        return self._rendered(header, output)
+            return self._opening(role, ctx), [self._assistant_body(message, ctx), _END]
+        if role == "tool":
+            return self._tool_result(message, ctx)
+        # The line break goes with the text: a tokenizer joins it with line breaks that the text begins with.
+        return self._header(role, ctx), ["\n" + ensure_text(message["content"]), _END]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
-        suffix = self._header(role, ctx) + "\n"
-        if role == "assistant":
-            suffix += self._prompt_think_block(ctx)
-        return encode_text(self.tokenizer, suffix)
+        return self._encode(self._opening(role, ctx))
 
-    def _header(self, role: Role, ctx: RenderContext) -> str:
+    def _opening(self, role: Role, ctx: RenderContext) -> Row:
+        """All that a prompt supplies of a message."""
+        return [*self._header(role, ctx), "\n", self._prompt_think_block(ctx) if role == "assistant" else ""]
+
+    def _header(self, role: Role, ctx: RenderContext) -> Row:
         # The line break after <|im_end|> belongs to the next header: the model stops at <|im_end|>.
-        return ("\n" if ctx.idx else "") + START + role
+        return ["\n" if ctx.idx else "", _START, role]
 
     def _prompt_think_block(self, ctx: RenderContext) -> str:
         """The think block that the prompt supplies, so that it is never trained."""
         return ""
 
-    def _tool_result(self, message: Message, ctx: RenderContext) -> tuple[str, str]:
+    def _tool_result(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         """Results in a row share one user turn."""
         after_result = ctx.prev_message is not None and ctx.prev_message["role"] == "tool"
         before_result = ctx.next_message is not None and ctx.next_message["role"] == "tool"
-        header = "" if after_result else self._header("user", ctx)
         result = f"\n<tool_response>\n{ensure_text(message['content'])}\n</tool_response>"
-        return header, result if before_result else result + END
+        return [] if after_result else self._header("user", ctx), [result] if before_result else [result, _END]
 
     def _assistant_body(self, message: Message, ctx: RenderContext) -> str:
-        content = message["content"]
-        media = {part["type"] for part in ensure_list(content)} - {"text", "thinking"}
-        if media:
-            raise RendererError(f"message {ctx.idx}: the Qwen text format cannot hold {', '.join(sorted(media))}")
-        think_block, text = self._think_block_and_text(content, ctx)
+        self._parts(message, ctx)
+        think_block, text = self._think_block_and_text(message["content"], ctx)
         calls = [_tool_call_text(call) for call in message.get("tool_calls", [])]
         calls += [call.raw_text for call in message.get("unparsed_tool_calls", [])]
         return think_block + "\n".join([text, *calls] if text else calls)
@@ -109,20 +90,16 @@ class ChatMLRenderer(EndTokenRenderer):
         """(think block set apart, text). Here: parts in their order, nothing added or taken away; a string verbatim."""
         if isinstance(content, str):
             return "", content
-        written = ""
-        for part in content:
-            if part["type"] == "text":
-                written += part["text"]
-            elif part["type"] == "thinking":
-                written += self._think_block(part["thinking"], ctx)
-        return "", written
+        written = (
+            self._think_block(part["thinking"], ctx) if part["type"] == "thinking" else text_of([part])
+            for part in content
+        )
+        return "", "".join(written)
 
     def _think_block(self, reasoning: str, ctx: RenderContext) -> str:
         return f"<think>\n{reasoning}\n</think>\n\n"
 
-    def create_conversation_prefix_with_tools(self, tools: list[ToolSpec], system_prompt: str = "") -> list[Message]:
-        if not tools:
-            raise RendererError("tools is empty; declare at least one, or start with a plain system message")
+    def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
         declarations = "\n".join(
             json.dumps({"type": "function", "function": tool}, ensure_ascii=False) for tool in tools
         )
@@ -135,15 +112,28 @@ class ChatMLRenderer(EndTokenRenderer):
         """The message with every block that was written, empty ones too."""
         parts, calls = parse_content_blocks(decode_tokens(self.tokenizer, tokens))
         has_thinking = any(part["type"] == "thinking" for part in parts)
-        message = Message(role="assistant", content=parts if has_thinking else text_of(parts))
-        if good := [call for call in calls if isinstance(call, ToolCall)]:
-            message["tool_calls"] = good
-        if bad := [call for call in calls if isinstance(call, UnparsedToolCall)]:
-            message["unparsed_tool_calls"] = bad
-        return message
+        return assistant_message(parts if has_thinking else text_of(parts), calls)
 
     def _new_scanner(self) -> BlockScanner:
         return BlockScanner()
+
+
+class Qwen25Renderer(ChatMLRenderer):
+    """The Qwen2.5 family (Instruct, Coder Instruct), which never thinks and never goes without a system prompt.
+
+    A conversation that does not begin with a system message gets the one of the chat template, and so does a declaration
+    of tools without a system prompt of its own. The long-context (1M), Math and base models have another default, and so
+    need another renderer. A think block that is there all the same passes through as written.
+    """
+
+    def _header(self, role: Role, ctx: RenderContext) -> Row:
+        header = super()._header(role, ctx)
+        if ctx.idx == 0 and role != "system":
+            return [_START, f"system\n{QWEN2_5_SYSTEM_PROMPT}", _END, "\n", *header]
+        return header
+
+    def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
+        return super()._declare_tools(tools, system_prompt or QWEN2_5_SYSTEM_PROMPT)
 
 
 def _tool_call_text(call: ToolCall) -> str:

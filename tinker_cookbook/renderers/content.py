@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.blocks import THINK_OPEN, TOOL_CLOSE, TOOL_OPEN, BlockKind, BlockScanner, Piece
-from tinker_cookbook.renderers.decoding import is_encodable
 from tinker_cookbook.renderers.types import (
     Content,
     ContentPart,
@@ -56,28 +56,23 @@ def format_content_as_string(content: Content, separator: str = "\n") -> str:
     """Content for a log: thinking in <think> tags, media as [image] or [audio], parts joined by `separator`."""
     if isinstance(content, str):
         return content
-    shown = {"image": "[image]", "audio": "[audio]"}
     pieces: list[str] = []
     for part in content:
         if part["type"] == "text":
             pieces.append(part["text"])
-        elif part["type"] == "thinking":
-            pieces.append(f"<think>{part['thinking']}</think>")
         else:
-            pieces.append(shown[part["type"]])
+            pieces.append(f"<think>{part['thinking']}</think>" if part["type"] == "thinking" else f"[{part['type']}]")
     return separator.join(pieces)
 
 
 def parse_think_blocks(text: str) -> list[ContentPart]:
     """Split text with <think> blocks into thinking and text parts. Tool call blocks stay in the text."""
-    parts: list[ContentPart] = []
-    for piece in scan_blocks(text):
-        if piece.kind is BlockKind.TOOL_CALL:
-            piece = Piece(BlockKind.TEXT, f"{TOOL_OPEN}{piece.text}{TOOL_CLOSE}")
-        elif piece.kind is BlockKind.UNCLOSED_TOOL_CALL:
-            piece = Piece(BlockKind.TEXT, f"{TOOL_OPEN}{piece.text}")
-        _append_piece(parts, piece)
-    return parts
+    ends = {BlockKind.TOOL_CALL: TOOL_CLOSE, BlockKind.UNCLOSED_TOOL_CALL: ""}
+    pieces = (
+        Piece(BlockKind.TEXT, TOOL_OPEN + body + ends[kind]) if kind in ends else Piece(kind, body)
+        for kind, body in BlockScanner().finish(text)
+    )
+    return parse_pieces(pieces)[0]
 
 
 def parse_content_blocks(text: str) -> tuple[list[ContentPart], list[ToolCall | UnparsedToolCall]]:
@@ -86,59 +81,93 @@ def parse_content_blocks(text: str) -> tuple[list[ContentPart], list[ToolCall | 
     An unclosed <think> makes the rest thinking, so that a cut-off reasoning never passes for an answer; an unclosed
     <tool_call> becomes an UnparsedToolCall.
     """
+    return parse_pieces(BlockScanner().finish(text))
+
+
+def parse_pieces(
+    pieces: Iterable[Piece],
+    tool_tags: tuple[str, str] = (TOOL_OPEN, TOOL_CLOSE),
+    read_calls: Callable[[str], list[ToolCall | UnparsedToolCall]] | None = None,
+) -> tuple[list[ContentPart], list[ToolCall | UnparsedToolCall]]:
+    """(parts, tool calls) of the pieces of a whole text; `read_calls` reads what stands between `tool_tags`."""
+    read_calls = read_calls or (lambda body: [parse_tool_call(body)])
     parts: list[ContentPart] = []
     calls: list[ToolCall | UnparsedToolCall] = []
-    for piece in scan_blocks(text):
-        if piece.kind is BlockKind.TOOL_CALL:
-            calls.append(parse_tool_call(piece.text))
-        elif piece.kind is BlockKind.UNCLOSED_TOOL_CALL:
-            calls.append(UnparsedToolCall(raw_text=TOOL_OPEN + piece.text, error=f"{TOOL_CLOSE} is missing"))
+    for kind, text in pieces:
+        last = parts[-1] if parts else None
+        if kind is BlockKind.TOOL_CALL:
+            calls += read_calls(text)
+        elif kind is BlockKind.UNCLOSED_TOOL_CALL:
+            calls.append(UnparsedToolCall(raw_text=tool_tags[0] + text, error=f"{tool_tags[1]} is missing"))
+        elif kind is BlockKind.TEXT and last is not None and last["type"] == "text":
+            last["text"] += text
+        elif kind is BlockKind.TEXT:
+            parts.append(TextPart(type="text", text=text))
+        elif kind is BlockKind.THINKING and last is not None and last["type"] == "thinking":
+            last["thinking"] += text
         else:
-            _append_piece(parts, piece)
+            parts.append(ThinkingPart(type="thinking", thinking=text))
     return parts, calls
 
 
-def scan_blocks(text: str) -> Iterable[Piece]:
-    """The pieces of a whole text, in order."""
-    scanner = BlockScanner()
-    return [*scanner.feed(text), *scanner.finish()]
-
-
-def _append_piece(parts: list[ContentPart], piece: Piece) -> None:
-    last = parts[-1] if parts else None
-    if piece.kind is BlockKind.THINK_START:
-        parts.append(ThinkingPart(type="thinking", thinking=""))
-    elif piece.kind is BlockKind.THINKING and last is not None and last["type"] == "thinking":
-        last["thinking"] += piece.text
-    elif piece.kind is BlockKind.TEXT and last is not None and last["type"] == "text":
-        last["text"] += piece.text
-    elif piece.kind is BlockKind.TEXT:
-        parts.append(TextPart(type="text", text=piece.text))
+def assistant_message(content: Content, calls: Iterable[ToolCall | UnparsedToolCall]) -> Message:
+    """The assistant message of a parsed response; `calls` go under the key of their kind, which is absent for none."""
+    message, calls = Message(role="assistant", content=content), list(calls)
+    if good := [call for call in calls if isinstance(call, ToolCall)]:
+        message["tool_calls"] = good
+    if bad := [call for call in calls if isinstance(call, UnparsedToolCall)]:
+        message["unparsed_tool_calls"] = bad
+    return message
 
 
 def parse_tool_call(body: str) -> ToolCall | UnparsedToolCall:
     """Read the inside of one <tool_call> block: a JSON object with `name` (string) and `arguments` (object)."""
-
-    def unparsed(error: str) -> UnparsedToolCall:
-        return UnparsedToolCall(raw_text=TOOL_OPEN + body + TOOL_CLOSE, error=error)
-
     try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return unparsed(f"not valid JSON: {error}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return unparsed('expected a JSON object with the string key "name"')
-    if not isinstance(call.get("arguments"), dict):
-        return unparsed('expected the key "arguments" to be a JSON object')
-    extra = sorted(set(call) - {"name", "arguments"})
-    if extra:
-        return unparsed(f"unexpected keys {extra}; a call has name and arguments only")
-    canonical = _CANONICAL_CALL.fullmatch(body)
-    # The arguments keep the model's own spelling (spaces, escapes) where the block has the canonical shape.
-    arguments = canonical.group(2) if canonical else json.dumps(call["arguments"], ensure_ascii=False)
-    if not is_encodable(call["name"] + arguments):
-        return unparsed("an escape in it stands for half a character, which is no valid text")
+        call = check_call(load_json(body))
+        canonical = _CANONICAL_CALL.fullmatch(body)
+        # The arguments keep the model's own spelling (spaces, escapes) where the block has the canonical shape.
+        arguments = canonical.group(2) if canonical else json.dumps(call["arguments"], ensure_ascii=False)
+        check_encodable(call["name"] + arguments)
+    except ValueError as error:
+        return UnparsedToolCall(raw_text=TOOL_OPEN + body + TOOL_CLOSE, error=str(error))
     return ToolCall(function=ToolCall.FunctionBody(name=call["name"], arguments=arguments))
+
+
+def load_json(text: str) -> object:
+    """json.loads for what a model wrote. Raises ValueError, whose text says what is wrong, also for endless nesting."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+
+
+def check_call(call: object, *also: str) -> dict[str, Any]:
+    """A decoded tool call with `name`, `arguments` and the keys `also`. Raises ValueError that says what is wrong."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError('expected a JSON object with the string key "name"')
+    if not isinstance(call.get("arguments"), dict):
+        raise ValueError('expected the key "arguments" to be a JSON object')
+    if extra := sorted(set(call) - {"name", "arguments", *also}):
+        raise ValueError(f"unexpected keys {extra}; a call has {', '.join(('name', 'arguments', *also))} only")
+    return call
+
+
+def check_arguments(arguments: str) -> None:
+    """Raises ValueError when `arguments` is not the JSON object that a tool takes."""
+    try:
+        is_object = isinstance(load_json(arguments), dict)
+    except ValueError as error:
+        raise ValueError(f"the arguments are {error}") from error
+    if not is_object:
+        raise ValueError("the arguments are no JSON object")
+
+
+def check_encodable(text: str) -> None:
+    """Raises ValueError for text with half of a surrogate pair (JSON can spell one), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("an escape in it stands for half a character, which is no valid text") from None
 
 
 def classify_parse_failure(message: Message, termination: ParseTermination) -> ParseFailure | None:

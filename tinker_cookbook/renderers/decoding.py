@@ -1,4 +1,8 @@
-"""Token ids to text: in one go, and incrementally without ever emitting half a character."""
+"""Text to token ids, also so that text never becomes a control token; and back: in one go, or incrementally without ever
+emitting half a character."""
+
+import re
+from collections.abc import Mapping
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -16,15 +20,6 @@ def decode_tokens(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return text
 
 
-def is_encodable(text: str) -> bool:
-    """False for text with half of a surrogate pair (JSON can spell one), which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def special_token_id(tokenizer: Tokenizer, token: str) -> int:
     """The single id of a special token. Raises RendererError naming the token when the tokenizer splits it."""
     ids = encode_text(tokenizer, token)
@@ -34,6 +29,36 @@ def special_token_id(tokenizer: Tokenizer, token: str) -> int:
             f"(it encodes as {ids}); choose the renderer of the model's own family"
         )
     return ids[0]
+
+
+class TextEncoder:
+    """Encodes text so that nothing in it becomes one of the `control` tokens (name -> id).
+
+    A control token that the text spells is cut after its leading signs and encoded in two pieces, which decode to the same
+    text; with the usual tokenizers these are the tokens that the text would have if the control token did not exist.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, control: Mapping[str, int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = frozenset(control.values())
+        cuts = [re.match(r"\W+(?=\w)|.", name, re.DOTALL) for name in control]
+        inside = [f"(?<={re.escape(cut.group())})(?={re.escape(cut.string[cut.end() :])})" for cut in cuts if cut]
+        self._inside_control = re.compile("|".join(inside)) if inside else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, nothing added around it. Raises RendererError for a character that is a control token."""
+        pieces = self._inside_control.split(text) if self._inside_control else [text]
+        return [token for piece in pieces for token in self._encode(piece)]
+
+    def _encode(self, text: str) -> list[int]:
+        tokens = encode_text(self._tokenizer, text)
+        if self._ids.isdisjoint(tokens):
+            return tokens
+        # The tokenizer's own normalization has made a control token out of something else.
+        half = len(text) // 2
+        if not half:
+            raise RendererError(f"the tokenizer makes a control token of the text {text!r}; leave it out")
+        return self._encode(text[:half]) + self._encode(text[half:])
 
 
 class Utf8TokenDecoder:

@@ -12,23 +12,21 @@ With `strip_thinking_from_history=False` reasoning is kept as written, for multi
 """
 
 import json
+import re
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext, RenderedMessage
-from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockKind, Piece
-from tinker_cookbook.renderers.content import ensure_list, ensure_text, text_of
-from tinker_cookbook.renderers.decoding import decode_tokens, special_token_id
-from tinker_cookbook.renderers.deepseek_blocks import (
-    CALL_BEGIN,
-    CALL_END,
-    CALL_SEP,
-    CALLS_BEGIN,
-    CALLS_END,
-    DeepSeekScanner,
-    parse_calls,
+from tinker_cookbook.renderers.base import RenderContext
+from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockKind, BlockScanner, Piece
+from tinker_cookbook.renderers.content import (
+    assistant_message,
+    check_arguments,
+    ensure_list,
+    ensure_text,
+    parse_pieces,
+    text_of,
 )
-from tinker_cookbook.renderers.end_token import EndTokenRenderer
-from tinker_cookbook.renderers.history_prompt import HistoryPromptRenderer
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
 from tinker_cookbook.renderers.types import (
     Content,
     ContentPart,
@@ -42,10 +40,12 @@ from tinker_cookbook.renderers.types import (
 )
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-_BOS, _EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-_USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
-_RESULT_BEGIN, _RESULT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
-_TOOL_TOKENS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, CALL_SEP, _RESULT_BEGIN, _RESULT_END)
+_USER, _ASSISTANT, _EOS = Token("<｜User｜>"), Token("<｜Assistant｜>"), Token("<｜end▁of▁sentence｜>")
+_RESULT_BEGIN, _RESULT_END = Token("<｜tool▁output▁begin｜>"), Token("<｜tool▁output▁end｜>")
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+CALL_SEP = "<｜tool▁sep｜>"
+_CALL = re.compile(f"{CALL_BEGIN}(.*?){CALL_END}", re.DOTALL)
 # The wording that the model was trained with.
 _TOOLS_PROMPT = f"""## Tools
 You have access to the following tools:
@@ -61,64 +61,42 @@ Where:
 - For multiple tool calls, chain them directly without separators or spaces"""
 
 
-class DeepSeekV3DisableThinkingRenderer(HistoryPromptRenderer, EndTokenRenderer):
+class DeepSeekV3DisableThinkingRenderer(EndTokenRenderer):
     """The hybrid model told not to think. Reasoning to write is an error; think tags that it writes are text."""
 
+    format_name, roles, calls_tools = "DeepSeek", ("system", "user", "assistant", "tool"), True
+    bos, end = Token("<｜begin▁of▁sentence｜>"), _EOS
+    control_tokens = (_EOS, _USER, _ASSISTANT, _RESULT_BEGIN, _RESULT_END)
+    tags = (THINK_OPEN, THINK_CLOSE, CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, CALL_SEP)
     disables_thinking = True
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer, _EOS)
-        self._bos_id = special_token_id(tokenizer, _BOS)
-        for token in (_USER, _ASSISTANT, THINK_OPEN, THINK_CLOSE, *_TOOL_TOKENS):
-            special_token_id(tokenizer, token)
-
-    @property
-    def has_extension_property(self) -> bool:
-        return True
-
-    @property
-    def _bos_tokens(self) -> list[int]:
-        return [self._bos_id]
+    has_extension_property = True
+    rewrites_last_message = True
 
     # Writing --------------------------------------------------------------------------------------------------------
 
-    def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         role = message["role"]
-        if role != "assistant" and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
-            raise RendererError(f"message {ctx.idx}: only an assistant message can call tools, not role {role!r}")
         if role == "assistant":
-            header, output = self._assistant(message, ctx)
-        elif role == "user":
-            header, output = _USER, ensure_text(message["content"])
-        elif role == "tool":
-            header, output = _RESULT_BEGIN, ensure_text(message["content"]) + _RESULT_END
-        elif role == "system":
-            if ctx.idx:
-                raise RendererError(
-                    f"message {ctx.idx} has role 'system', but the DeepSeek format has one system text, at the very "
-                    "beginning: join it with the first message, or give it the role 'user'"
-                )
-            header, output = "", ensure_text(message["content"])
-        else:
+            self._parts(message, ctx)
+            body = self._body(_parts_of(message["content"], ctx), ctx)
+            return self._header(ctx), [body, _calls_text(message), _EOS]
+        text = ensure_text(message["content"])
+        if role == "user":
+            return [_USER], [text]
+        if role == "tool":
+            return [_RESULT_BEGIN], [text, _RESULT_END]
+        if ctx.idx:
             raise RendererError(
-                f"message {ctx.idx}: the DeepSeek format has no role {role!r}; it has system, user, assistant and tool"
+                f"message {ctx.idx} has role 'system', but the DeepSeek format has one system text, at the very "
+                "beginning: join it with the first message, or give it the role 'user'"
             )
-        return self._rendered(header, output)
+        return [], [text]
 
-    def _assistant(self, message: Message, ctx: RenderContext) -> tuple[str, str]:
-        parts = _parts_of(message["content"], ctx)
-        text = self._body(parts, ctx) + _calls_text(message)
-        if _EOS in text:
-            raise RendererError(
-                f"message {ctx.idx}: an assistant message holds {_EOS!r}, which would end it; remove it"
-            )
-        return self._header(ctx), text + _EOS
-
-    def _header(self, ctx: RenderContext) -> str:
+    def _header(self, ctx: RenderContext) -> Row:
         """What the prompt supplies: nothing after a tool result, else the role and the state of the think block."""
         if ctx.prev_message is not None and ctx.prev_message["role"] == "tool":
-            return ""
-        return _ASSISTANT + (THINK_OPEN if self._thinks_in(ctx) else THINK_CLOSE)
+            return []
+        return [_ASSISTANT, THINK_OPEN if self._thinks_in(ctx) else THINK_CLOSE]
 
     def _thinks_in(self, ctx: RenderContext) -> bool:
         """Whether this message is written with its reasoning."""
@@ -132,10 +110,7 @@ class DeepSeekV3DisableThinkingRenderer(HistoryPromptRenderer, EndTokenRenderer)
             )
         return text_of(parts)
 
-    def create_conversation_prefix_with_tools(self, tools: list[ToolSpec], system_prompt: str = "") -> list[Message]:
-        """One system message: the prompt, then the tools. Raises RendererError for no tools."""
-        if not tools:
-            raise RendererError("create_conversation_prefix_with_tools: tools=[] declares nothing; pass at least one")
+    def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
         declarations = "\n\n".join(
             f"### {tool['name']}\nDescription: {tool['description']}\n\n"
             f"Parameters: {json.dumps(tool['parameters'], ensure_ascii=False)}"
@@ -153,9 +128,6 @@ class DeepSeekV3DisableThinkingRenderer(HistoryPromptRenderer, EndTokenRenderer)
         answer if it ended or called a tool (after a tool result the prompt opens no think block), and reasoning if it
         was cut off, so that it never passes for an answer. A stream takes it for reasoning throughout.
         """
-        return self._parse_response_for_streaming(response)
-
-    def _parse_response_for_streaming(self, response: list[int]) -> tuple[Message, ParseTermination]:
         tokens, termination = self._split_ending(self._normalize_response_tokens(response))
         scanner = self._new_scanner()
         pieces = scanner.finish(decode_tokens(self.tokenizer, tokens))
@@ -164,7 +136,7 @@ class DeepSeekV3DisableThinkingRenderer(HistoryPromptRenderer, EndTokenRenderer)
             pieces[0] = pieces[0]._replace(kind=BlockKind.TEXT) if pieces[0].kind is BlockKind.THINKING else pieces[0]
         return _message(pieces), termination
 
-    def _new_scanner(self) -> DeepSeekScanner:
+    def _new_scanner(self) -> "DeepSeekScanner":
         return DeepSeekScanner(thinks=not self.disables_thinking)
 
 
@@ -176,10 +148,7 @@ class DeepSeekV3ThinkingRenderer(DeepSeekV3DisableThinkingRenderer):
     def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True) -> None:
         super().__init__(tokenizer)
         self.strip_thinking_from_history = strip_thinking_from_history
-
-    @property
-    def has_extension_property(self) -> bool:
-        return not self.strip_thinking_from_history
+        self.has_extension_property = not strip_thinking_from_history
 
     def _thinks_in(self, ctx: RenderContext) -> bool:
         return ctx.is_last or not self.strip_thinking_from_history
@@ -208,8 +177,6 @@ def _parts_of(content: Content, ctx: RenderContext) -> list[ContentPart]:
         ]
     parts = [part for part in ensure_list(content) if part["type"] != "thinking" or part["thinking"]]
     for part in parts:
-        if part["type"] not in ("text", "thinking"):
-            raise RendererError(f"message {ctx.idx}: the DeepSeek format cannot hold {part['type']}")
         if part["type"] == "thinking" and THINK_CLOSE in part["thinking"]:
             raise RendererError(
                 f"message {ctx.idx}: its reasoning holds {THINK_CLOSE!r}, which would end it; remove it"
@@ -229,26 +196,85 @@ def _calls_text(message: Message) -> str:
     return section + "".join(raw for raw in unparsed if raw.startswith(CALLS_BEGIN))
 
 
+class DeepSeekScanner(BlockScanner):
+    """The blocks of a response. A TOOL_CALL piece is a whole section of calls.
+
+    thinks: whether the prompt may have opened a think block. If so, what comes before the first </think> or section of
+        calls is taken for reasoning; `opening_unclosed` then tells whether a </think> has confirmed it. If not, think
+        tags are text.
+    """
+
+    def __init__(self, thinks: bool) -> None:
+        super().__init__((CALLS_BEGIN, CALLS_END), thinks, adds_line_breaks=False)
+        self._kind = BlockKind.THINKING if thinks else BlockKind.TEXT
+        self._at_start = self._in_opening = self.opening_unclosed = thinks
+
+    def _scan(self, final: bool) -> list[Piece]:
+        # The response may begin with <think> itself, where the prompt supplies none.
+        if self._at_start:
+            if self._buffer.startswith(THINK_OPEN):
+                self._buffer = self._buffer.removeprefix(THINK_OPEN)
+                self._in_opening = self.opening_unclosed = False
+            elif THINK_OPEN.startswith(self._buffer) and not final:
+                return []
+            self._at_start = False
+        return super()._scan(final)
+
+    def _tags(self) -> tuple[str, ...]:
+        return (*super()._tags(), CALLS_BEGIN) if self._in_opening else super()._tags()
+
+    def _enter(self, tag: str, pieces: list[Piece]) -> None:
+        if self._in_opening and tag == THINK_CLOSE:
+            self.opening_unclosed = False
+        self._in_opening = False
+        super()._enter(tag, pieces)
+
+
 def _message(pieces: list[Piece]) -> Message:
-    parts: list[ContentPart] = []
-    calls: list[ToolCall | UnparsedToolCall] = []
-    for kind, text in pieces:
-        last = parts[-1] if parts else None
-        if kind is BlockKind.TOOL_CALL:
-            calls += parse_calls(text)
-        elif kind is BlockKind.UNCLOSED_TOOL_CALL:
-            calls.append(UnparsedToolCall(raw_text=CALLS_BEGIN + text, error=f"{CALLS_END} is missing"))
-        elif kind is BlockKind.THINKING:
-            parts.append(ThinkingPart(type="thinking", thinking=text))
-        elif last is not None and last["type"] == "text":
-            last["text"] += text
-        else:
-            parts.append(TextPart(type="text", text=text))
+    # A block with nothing in it is no block.
+    following = [*(piece.kind for piece in pieces), None][1:]
+    pieces = [
+        piece
+        for piece, after in zip(pieces, following, strict=True)
+        if piece.kind is not BlockKind.THINK_START or after is BlockKind.THINKING
+    ]
+    parts, calls = parse_pieces(pieces, (CALLS_BEGIN, CALLS_END), parse_calls)
     # A string with </think> in it would be read as reasoning when it is written again.
     plain = all(part["type"] == "text" and THINK_CLOSE not in part["text"] for part in parts)
-    message = Message(role="assistant", content=text_of(parts) if plain else parts)
-    if good := [call for call in calls if isinstance(call, ToolCall)]:
-        message["tool_calls"] = good
-    if bad := [call for call in calls if isinstance(call, UnparsedToolCall)]:
-        message["unparsed_tool_calls"] = bad
-    return message
+    return assistant_message(text_of(parts) if plain else parts, calls)
+
+
+def parse_calls(section: str) -> list[ToolCall | UnparsedToolCall]:
+    """The calls between the two tokens of a section, in order; whatever is no call comes as UnparsedToolCall."""
+    calls: list[ToolCall | UnparsedToolCall] = []
+    end = 0
+    for match in _CALL.finditer(section):
+        calls += _between_calls(section[end : match.start()])
+        calls.append(_parse_call(match.group(1)))
+        end = match.end()
+    return [*calls, *_between_calls(section[end:])]
+
+
+def _between_calls(text: str) -> list[UnparsedToolCall]:
+    if not text.strip():
+        return []
+    error = (
+        f"{CALL_END} is missing" if CALL_BEGIN in text else f"expected {CALL_BEGIN}name{CALL_SEP}arguments{CALL_END}"
+    )
+    return [UnparsedToolCall(raw_text=text, error=error)]
+
+
+def _parse_call(body: str) -> ToolCall | UnparsedToolCall:
+    name, sep, arguments = body.partition(CALL_SEP)
+    try:
+        if CALL_BEGIN in body:
+            raise ValueError(f"{CALL_END} is missing")
+        if not sep:
+            raise ValueError(f"{CALL_SEP} between name and arguments is missing")
+        if not name or name != name.strip():
+            raise ValueError(f"the tool name {name!r} is empty or has spaces around it")
+        check_arguments(arguments)
+    except ValueError as error:
+        return UnparsedToolCall(raw_text=CALL_BEGIN + body + CALL_END, error=str(error))
+    # The arguments keep the model's own spelling, so that the call renders back.
+    return ToolCall(function=ToolCall.FunctionBody(name=name, arguments=arguments))

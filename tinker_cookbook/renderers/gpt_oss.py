@@ -3,9 +3,11 @@
     <|start|>user<|message|>1+1?<|end|><|start|>assistant<|channel|>analysis<|message|>Easy.<|end|>
     <|start|>assistant<|channel|>final<|message|>2<|return|>
 
-(one line; there are no line breaks between messages). A thinking part is an `analysis` message. The last text part of
-an answer is its `final` message, and a text part before it, or before a tool call, is a `commentary` message. A tool
-call is a `commentary` message to functions.<name>; the model stops there, so an assistant message has one at most.
+(one line; there are no line breaks between messages). Each is a header, <|message|>, a body and an end token; responses
+are cut at token ids, so text that merely looks like a token is text. A thinking part is an `analysis` message. The last
+text part of an answer is its `final` message, and a text part before it, or before a tool call, is a `commentary`
+message. A tool call is a `commentary` message to functions.<name>; the model stops there, so an assistant message has
+one at most.
 
 A system message of ours becomes Harmony's developer message (`# Instructions`). Harmony's own system message, with
 reasoning effort and date, comes first in every prompt, except with `reasoning_effort=None`. The date is a constant: a
@@ -16,31 +18,20 @@ Tokens equal those of OpenAI's harmony library. The chat templates on the hub di
 `json` without <|constrain|>, quote tool results as JSON strings, and put text before a tool call on the analysis channel.
 """
 
-import json
+import re
 from dataclasses import dataclass
 from datetime import date
 
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
-from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, text_chunk
-from tinker_cookbook.renderers.content import ensure_list, ensure_text, text_of
-from tinker_cookbook.renderers.decoding import encode_text
-from tinker_cookbook.renderers.harmony import (
-    CALL,
-    CHANNEL,
-    CONSTRAIN,
-    END,
-    MESSAGE,
-    RETURN,
-    START,
-    STOPS,
-    Frame,
-    HarmonyFraming,
-)
-from tinker_cookbook.renderers.history_prompt import HistoryPromptRenderer
+from tinker_cookbook.renderers.base import RenderContext
+from tinker_cookbook.renderers.content import assistant_message, check_arguments, ensure_text, text_of, thinking_of
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.formats import FormatRenderer, Row, Token
 from tinker_cookbook.renderers.types import (
     ContentPart,
     Message,
     ParseTermination,
+    Role,
     TextPart,
     ThinkingPart,
     ToolCall,
@@ -50,6 +41,10 @@ from tinker_cookbook.renderers.types import (
 from tinker_cookbook.renderers.typescript import declare_namespace
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
+START, CHANNEL, MESSAGE = Token("<|start|>"), Token("<|channel|>"), Token("<|message|>")
+CONSTRAIN = Token("<|constrain|>")
+END, RETURN, CALL = Token("<|end|>"), Token("<|return|>"), Token("<|call|>")
+STOPS, ENDINGS = (RETURN, CALL), (END, RETURN, CALL)
 REASONING_EFFORTS = ("low", "medium", "high")
 CONVERSATION_DATE = "2025-08-05"
 """`Current date` in the system message, unless the constructor is given another: the day the models were released."""
@@ -67,6 +62,30 @@ Reasoning: {effort}
 _CALLS_NOTE = f"\nCalls to these tools must go to the commentary channel: '{_NAMESPACE}'."
 
 
+# The recipient may stand with the role or with the channel; a content type may follow, with or without <|constrain|>.
+_HEADER = re.compile(
+    rf"(?P<role>\w*)(?: to=(?P<to>[^\s<]+))?"
+    rf"(?:{re.escape(CHANNEL)}(?P<channel>\w+)(?: to=(?P<also_to>[^\s<]+))? ?(?:{re.escape(CONSTRAIN)})?(?P<type>\w*)\s*)?"
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One Harmony message of a response.
+
+    ending: the special token that ends it; "" where the response was cut off.
+    text: all of it as written, from its header to its ending, without `<|start|>assistant`.
+    well_formed: its header can be read and names the assistant, or nobody.
+    """
+
+    channel: str
+    recipient: str
+    body: str
+    ending: str
+    text: str
+    well_formed: bool
+
+
 @dataclass(frozen=True)
 class _HarmonyContext(RenderContext):
     """`last_answer_index`: the last final answer before the last message; the reasoning up to there is forgotten."""
@@ -74,11 +93,15 @@ class _HarmonyContext(RenderContext):
     last_answer_index: int = -1
 
 
-class GptOssRenderer(HistoryPromptRenderer):
+class GptOssRenderer(FormatRenderer):
     """reasoning_effort: "low", "medium", "high", or None for no system message. current_date: YYYY-MM-DD.
 
     Raises ConfigurationError for another value of either.
     """
+
+    format_name, roles, calls_tools = "Harmony", ("system", "developer", "user", "assistant", "tool"), True
+    control_tokens = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDINGS)
+    rewrites_last_message = True
 
     def __init__(
         self, tokenizer: Tokenizer, reasoning_effort: str | None = "medium", current_date: str = CONVERSATION_DATE
@@ -96,21 +119,18 @@ class GptOssRenderer(HistoryPromptRenderer):
             raise ConfigurationError(f"current_date={current_date!r} is no date; write it as YYYY-MM-DD")
         self.reasoning_effort = reasoning_effort
         self.current_date = current_date
-        self._framing = HarmonyFraming(tokenizer)
+        self._names = {token_id: token for token, token_id in self.ids.items()}
 
     def get_stop_sequences(self) -> list[int]:
-        return [self._framing.ids[token] for token in STOPS]
+        return [self.ids[token] for token in STOPS]
 
     # Writing --------------------------------------------------------------------------------------------------------
 
-    def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
-        role, ids = message["role"], self._framing.ids
-        if role != "assistant" and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
-            raise RendererError(f"message {ctx.idx}: only an assistant message can call tools, not role {role!r}")
-        header = self._system_tokens(message) if ctx.idx == 0 else []
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+        role = message["role"]
+        header = self._system_row(message) if ctx.idx == 0 else []
         if role == "assistant":
-            header += [ids[START], *self._plain("assistant")]
-            return _rendered(header, self._assistant_tokens(message, ctx))
+            return [*header, START, role], self._assistant_row(message, ctx)
         text = ensure_text(message["content"])
         if role in ("system", "developer"):
             if ctx.idx and _TOOLS_HEADING in text:
@@ -119,77 +139,58 @@ class GptOssRenderer(HistoryPromptRenderer):
                     "them: put what create_conversation_prefix_with_tools returns at the beginning"
                 )
             if not text:
-                return _rendered(header, [])
-            name, text = "developer", text if text.startswith(_TOOLS_HEADING) else f"# Instructions\n\n{text}"
+                return header, []
+            header += [START, "developer"]
+            text = text if text.startswith(_TOOLS_HEADING) else f"# Instructions\n\n{text}"
         elif role == "tool":
-            name = f"{_NAMESPACE}.{_called_function(message, ctx)} to=assistant"
-        elif role == "user":
-            name = role
+            header += [START, f"{_NAMESPACE}.{_called_function(message, ctx)} to=assistant", CHANNEL, "commentary"]
         else:
-            raise RendererError(
-                f"message {ctx.idx}: the Harmony format has no role {role!r}; "
-                "it has system, developer, user, assistant and tool"
-            )
-        header += [ids[START], *self._plain(name)]
-        if role == "tool":
-            header += [ids[CHANNEL], *self._plain("commentary")]
-        return _rendered([*header, ids[MESSAGE]], [*self._plain(text), ids[END]])
+            header += [START, role]
+        return [*header, MESSAGE], [text, END]
 
-    def _plain(self, text: str) -> list[int]:
-        return self._framing.encode_body(text)
-
-    def _system_tokens(self, first: Message) -> list[int]:
+    def _system_row(self, first: Message) -> list[str]:
         if self.reasoning_effort is None:
             return []
         text = _SYSTEM_TEXT.format(date=self.current_date, effort=self.reasoning_effort)
         if first["role"] in ("system", "developer") and _TOOLS_HEADING in text_of(first["content"]):
             text += _CALLS_NOTE
-        ids = self._framing.ids
-        return [ids[START], *self._plain("system"), ids[MESSAGE], *self._plain(text), ids[END]]
+        return [START, "system", MESSAGE, text, END]
 
-    def _assistant_tokens(self, message: Message, ctx: RenderContext) -> list[int]:
+    def _assistant_row(self, message: Message, ctx: RenderContext) -> Row:
         """All that follows the first `<|start|>assistant`."""
-        ids, calls = self._framing.ids, message.get("tool_calls", [])
+        calls, unparsed = message.get("tool_calls", []), message.get("unparsed_tool_calls", [])
         if len(calls) > 1:
             raise RendererError(
                 f"message {ctx.idx} has {len(calls)} tool calls, but a gpt-oss model stops after each: "
                 "give every call an assistant message of its own, with its result after it"
             )
-        unparsed = message.get("unparsed_tool_calls", [])
         rows = self._part_rows(message, ctx, answers=not calls and not unparsed)
         for call in calls:
-            recipient = self._plain(f" to={_NAMESPACE}.{call.function.name}")
-            kind = [*self._plain("commentary "), ids[CONSTRAIN], *self._plain("json"), ids[MESSAGE]]
-            rows.append([*recipient, ids[CHANNEL], *kind, *self._plain(call.function.arguments), ids[CALL]])
-        for call in unparsed:
-            row = encode_text(self.tokenizer, call.raw_text)
-            ended = bool(row) and row[-1] in (ids[END], ids[RETURN], ids[CALL])
-            rows.append(row if ended else [*row, ids[END]])
-        start = [ids[START], *self._plain("assistant")]
-        return rows[0] + [token for row in rows[1:] for token in (*start, *row)]
+            recipient, kind = f" to={_NAMESPACE}.{call.function.name}", ["commentary ", CONSTRAIN, "json"]
+            rows.append([recipient, CHANNEL, *kind, MESSAGE, call.function.arguments, CALL])
+        rows += [_unparsed_row(call.raw_text) for call in unparsed]
+        return rows[0] + [piece for row in rows[1:] for piece in (START, "assistant", *row)]
 
-    def _part_rows(self, message: Message, ctx: RenderContext, answers: bool) -> list[list[int]]:
+    def _part_rows(self, message: Message, ctx: RenderContext, answers: bool) -> list[list[str]]:
         """The parts as Harmony messages; one that answers ends in a final one, empty if need be."""
-        ids = self._framing.ids
-        parts = ensure_list(message["content"])
-        media = {part["type"] for part in parts} - {"text", "thinking"}
-        if media:
-            raise RendererError(f"message {ctx.idx}: the Harmony text format cannot hold {', '.join(sorted(media))}")
-        parts = [part for part in parts if text_of([part]) or (part["type"] == "thinking" and part["thinking"])]
+        parts = [part for part in self._parts(message, ctx) if text_of([part]) or thinking_of([part])]
         if answers and (not parts or parts[-1]["type"] != "text"):
             parts = [*parts, TextPart(type="text", text="")]
         if _forgets_reasoning(ctx):
             parts = [part for part in parts if part["type"] != "thinking"]
-        rows: list[list[int]] = []
+        rows: list[list[str]] = []
         for i, part in enumerate(parts):
             final = answers and i == len(parts) - 1
-            ending = ids[RETURN if final and ctx.is_last else END]
             if part["type"] == "thinking":
                 channel, text = "analysis", part["thinking"]
             else:
                 channel, text = "final" if final else "commentary", text_of([part])
-            rows.append([ids[CHANNEL], *self._plain(channel), ids[MESSAGE], *self._plain(text), ending])
+            rows.append([CHANNEL, channel, MESSAGE, text, RETURN if final and ctx.is_last else END])
         return rows
+
+    def _prefill_tokens(self, prefill: str, role: Role) -> list[int]:
+        """An assistant's prefill begins its final message."""
+        return self._encode([CHANNEL, "final", MESSAGE, prefill]) if role == "assistant" else self._encode([prefill])
 
     def _contexts(self, messages: list[Message]) -> list[RenderContext]:
         answers = [
@@ -204,11 +205,7 @@ class GptOssRenderer(HistoryPromptRenderer):
             _HarmonyContext(**vars(ctx), last_answer_index=last_answer_index) for ctx in super()._contexts(messages)
         ]
 
-    def create_conversation_prefix_with_tools(self, tools: list[ToolSpec], system_prompt: str = "") -> list[Message]:
-        """One system message, written as Harmony's developer message: instructions, then tools. Raises RendererError
-        for no tools."""
-        if not tools:
-            raise RendererError("create_conversation_prefix_with_tools: tools=[] declares nothing; pass at least one")
+    def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
         declared = f"# Tools\n\n{declare_namespace(_NAMESPACE, tools)}"
         return [Message(role="system", content=f"{system_prompt}\n\n{declared}" if system_prompt else declared)]
 
@@ -216,34 +213,60 @@ class GptOssRenderer(HistoryPromptRenderer):
 
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
         """A response ends in <|return|> or <|call|> iff the model ended it; one with broken framing is MALFORMED."""
-        frames, whole = self._framing.split(self._normalize_response_tokens(response))
+        frames, whole = self._split(self._normalize_response_tokens(response))
         parts: list[ContentPart] = []
-        good: list[ToolCall] = []
-        bad: list[UnparsedToolCall] = []
+        calls: list[ToolCall | UnparsedToolCall] = []
         for frame in frames:
             if frame.recipient or frame.ending == CALL:
-                call = _parse_call(frame)
-                if isinstance(call, ToolCall):
-                    good.append(call)
-                else:
-                    bad.append(call)
+                calls.append(_parse_call(frame))
             elif frame.channel == "analysis" and frame.body:
                 parts.append(ThinkingPart(type="thinking", thinking=frame.body))
             elif frame.body:
                 parts.append(TextPart(type="text", text=frame.body))
         whole = whole and all(frame.channel in ("analysis", "commentary", "final") for frame in frames)
         is_text = len(parts) <= 1 and all(part["type"] == "text" for part in parts)
-        message = Message(role="assistant", content=text_of(parts) if is_text else parts)
-        if good:
-            message["tool_calls"] = good
-        if bad:
-            message["unparsed_tool_calls"] = bad
+        message = assistant_message(text_of(parts) if is_text else parts, calls)
         return message, ParseTermination.STOP_SEQUENCE if whole else ParseTermination.MALFORMED
 
+    def _split(self, response: list[int]) -> tuple[list[Frame], bool]:
+        """(messages up to the first stop, whether the response is one whole row of well-formed messages and no more)."""
+        frames: list[Frame] = []
+        start = 0
+        while True:
+            frame, end = self._read(response, start, first=not frames)
+            frames.append(frame)
+            if not frame.well_formed or frame.ending != END:
+                return frames, frame.well_formed and frame.ending in STOPS and end == len(response)
+            if end == len(response) or self._names.get(response[end]) != START:
+                return frames, False
+            start = end + 1
 
-def _rendered(header: list[int], output: list[int]) -> RenderedMessage:
-    chunk = text_chunk(output)
-    return RenderedMessage(header=text_chunk(header), output=[chunk] if chunk is not None else [])
+    def _read(self, response: list[int], start: int, first: bool) -> tuple[Frame, int]:
+        """The message whose header begins at `start`, and where it ends."""
+        at_body = self._find(response, start, (MESSAGE, START, *ENDINGS))
+        header = decode_tokens(self.tokenizer, response[start:at_body])
+        begins = at_body < len(response) and self._names[response[at_body]] == MESSAGE
+        at_end = self._find(response, at_body + 1, self.control_tokens) if begins else at_body
+        token = self._names[response[at_end]] if at_end < len(response) else ""
+        ending = token if token in ENDINGS else ""
+        end = at_end + 1 if ending else at_end
+        body = decode_tokens(self.tokenizer, response[at_body + 1 : at_end]) if begins else ""
+        # The prompt names the role of the first message only.
+        match = _HEADER.fullmatch(f"assistant{header}" if first else header)
+        well_formed = begins and token in ("", *ENDINGS) and match is not None and match["role"] == "assistant"
+        written = decode_tokens(self.tokenizer, response[start:end])
+        frame = Frame(
+            channel=(match["channel"] or "") if match else "",
+            recipient=(match["to"] or match["also_to"] or "") if match else "",
+            body=body,
+            ending=ending,
+            text=written if first else written.removeprefix("assistant"),
+            well_formed=well_formed,
+        )
+        return frame, end
+
+    def _find(self, response: list[int], start: int, tokens: tuple[str, ...]) -> int:
+        return next((i for i in range(start, len(response)) if self._names.get(response[i]) in tokens), len(response))
 
 
 def _forgets_reasoning(ctx: RenderContext) -> bool:
@@ -263,19 +286,23 @@ def _called_function(message: Message, ctx: RenderContext) -> str:
     return name
 
 
-def _parse_call(frame: Frame) -> ToolCall | UnparsedToolCall:
-    def unparsed(error: str) -> UnparsedToolCall:
-        return UnparsedToolCall(raw_text=frame.text, error=error)
+def _unparsed_row(raw: str) -> list[str]:
+    """A call as it was written, with the special tokens of its frame; others that its text spells stay text."""
+    ending = next((token for token in ENDINGS if raw.endswith(token)), None)
+    header, begins, body = raw.removesuffix(ending or "").partition(MESSAGE)
+    pieces = re.split(f"({re.escape(CHANNEL)}|{re.escape(CONSTRAIN)})", header)
+    row = [Token(piece) if i % 2 else piece for i, piece in enumerate(pieces)]
+    return [*row, *((MESSAGE, body) if begins else ()), ending or END]
 
+
+def _parse_call(frame: Frame) -> ToolCall | UnparsedToolCall:
     namespace, _, name = frame.recipient.partition(".")
-    if namespace != _NAMESPACE or not name:
-        return unparsed(f"the recipient is {frame.recipient!r}; a call goes to {_NAMESPACE}.<name>")
-    if frame.ending != CALL:
-        return unparsed(f"{CALL} is missing at the end of the call")
     try:
-        is_object = isinstance(json.loads(frame.body), dict)
-    except (ValueError, RecursionError) as error:
-        return unparsed(f"the arguments are not valid JSON: {error}")
-    if not is_object:
-        return unparsed("the arguments are no JSON object")
+        if namespace != _NAMESPACE or not name:
+            raise ValueError(f"the recipient is {frame.recipient!r}; a call goes to {_NAMESPACE}.<name>")
+        if frame.ending != CALL:
+            raise ValueError(f"{CALL} is missing at the end of the call")
+        check_arguments(frame.body)
+    except ValueError as error:
+        return UnparsedToolCall(raw_text=frame.text, error=str(error))
     return ToolCall(function=ToolCall.FunctionBody(name=name, arguments=frame.body))

@@ -11,43 +11,22 @@ As in the template, white space around system and user text is taken off. An ass
 wrote it, where the template would take it off too: so prompts extend each other.
 """
 
-from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext, RenderedMessage
-from tinker_cookbook.renderers.decoding import special_token_id
-from tinker_cookbook.renderers.end_token import EndTokenRenderer, text_only
+from tinker_cookbook.renderers.base import RenderContext
+from tinker_cookbook.renderers.content import ensure_text
+from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
 from tinker_cookbook.renderers.types import Message
-from tinker_cookbook.tokenizer_utils import Tokenizer
 
-_BOS, _END = "<|begin_of_text|>", "<|eot_id|>"
-_HEADER_START, _HEADER_END = "<|start_header_id|>", "<|end_header_id|>"
-_ROLES = ("system", "user", "assistant")
+_HEADER_START, _HEADER_END = Token("<|start_header_id|>"), Token("<|end_header_id|>")
 
 
 class Llama3Renderer(EndTokenRenderer):
     """Llama 3 Instruct: a header per role, text only."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer, _END)
-        self._bos_id = special_token_id(tokenizer, _BOS)
-        for token in (_HEADER_START, _HEADER_END):
-            special_token_id(tokenizer, token)
+    format_name, roles = "Llama 3", ("system", "user", "assistant")
+    bos, end = Token("<|begin_of_text|>"), Token("<|eot_id|>")
+    control_tokens = (_HEADER_START, _HEADER_END, end)
+    has_extension_property = True
 
-    @property
-    def has_extension_property(self) -> bool:
-        return True
-
-    @property
-    def _bos_tokens(self) -> list[int]:
-        return [self._bos_id]
-
-    def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
-        role = message["role"]
-        if role not in _ROLES:
-            raise RendererError(
-                f"message {ctx.idx}: the Llama 3 format has no role {role!r}; it has {', '.join(_ROLES)} "
-                "(tool results need a model and renderer that have tools, such as qwen3)"
-            )
-        text = text_only(message, ctx, "Llama 3")
-        if role != "assistant":
-            text = text.strip()
-        return self._rendered(f"{_HEADER_START}{role}{_HEADER_END}\n\n", text + _END)
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+        role, text = message["role"], ensure_text(message["content"])
+        return (_HEADER_START, role, _HEADER_END, "\n\n"), (text if role == "assistant" else text.strip(), self.end)

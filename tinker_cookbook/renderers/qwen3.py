@@ -25,10 +25,7 @@ class Qwen3Renderer(ChatMLRenderer):
     def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True) -> None:
         super().__init__(tokenizer)
         self.strip_thinking_from_history = strip_thinking_from_history
-
-    @property
-    def has_extension_property(self) -> bool:
-        return not self.strip_thinking_from_history
+        self.has_extension_property = not strip_thinking_from_history
 
     def _think_block_and_text(self, content: Content, ctx: RenderContext) -> tuple[str, str]:
         if self.strip_thinking_from_history:

@@ -6,12 +6,12 @@ from typing import TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.base import Renderer
+from tinker_cookbook.renderers.chatml import Qwen25Renderer
 from tinker_cookbook.renderers.deepseek_v3 import DeepSeekV3DisableThinkingRenderer, DeepSeekV3ThinkingRenderer
 from tinker_cookbook.renderers.gemma import GemmaRenderer
 from tinker_cookbook.renderers.gpt_oss import GptOssRenderer
 from tinker_cookbook.renderers.llama3 import Llama3Renderer
 from tinker_cookbook.renderers.mistral import MistralRenderer, MistralV3Renderer
-from tinker_cookbook.renderers.qwen2_5 import Qwen25Renderer
 from tinker_cookbook.renderers.qwen3 import Qwen3DisableThinkingRenderer, Qwen3InstructRenderer, Qwen3Renderer
 from tinker_cookbook.renderers.role_colon import RoleColonRenderer
 from tinker_cookbook.tokenizer_utils import Tokenizer

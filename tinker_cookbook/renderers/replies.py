@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tinker_cookbook.renderers import Renderer, get_text_content
+from tinker_cookbook.renderers.decoding import decode_tokens
 
 
 def strip_stop(renderer: Renderer, tokens: Sequence[int]) -> list[int]:
@@ -16,10 +17,10 @@ def strip_stop(renderer: Renderer, tokens: Sequence[int]) -> list[int]:
             if reply and reply[-1] == stop:
                 return reply[:-1]
             continue
-        text = _decode(renderer, reply)
+        text = decode_tokens(renderer.tokenizer, reply)
         if stop in text:
             kept = text[: text.index(stop)]
-            while reply and _decode(renderer, reply[:-1]).startswith(kept):
+            while reply and decode_tokens(renderer.tokenizer, reply[:-1]).startswith(kept):
                 reply.pop()
             return reply
     return reply
@@ -27,11 +28,11 @@ def strip_stop(renderer: Renderer, tokens: Sequence[int]) -> list[int]:
 
 def decode_reply(renderer: Renderer, tokens: Sequence[int]) -> str:
     """The reply's text without the stop. Never encoded again."""
-    text = _decode(renderer, list(tokens))
+    text = decode_tokens(renderer.tokenizer, list(tokens))
     for stop in renderer.get_stop_sequences():
         if isinstance(stop, int):
             if tokens and tokens[-1] == stop:
-                return _decode(renderer, list(tokens[:-1]))
+                return decode_tokens(renderer.tokenizer, list(tokens[:-1]))
         elif stop in text:
             return text[: text.index(stop)]
     return text
@@ -41,9 +42,3 @@ def reply_text(renderer: Renderer, tokens: Sequence[int]) -> str:
     """What the reply says, as rewards and judges read it: the message's text, without reasoning that the renderer sets apart."""
     message, _ = renderer.parse_response(list(tokens))
     return get_text_content(message)
-
-
-def _decode(renderer: Renderer, tokens: list[int]) -> str:
-    text = renderer.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return text

@@ -9,22 +9,23 @@
 A response ends where the model begins the next user message. There are no special tokens, tools or thinking.
 """
 
+from dataclasses import replace
+
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, Renderer, text_chunk
+from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, text_chunk
 from tinker_cookbook.renderers.content import ensure_text
-from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.formats import FormatRenderer, Row
 from tinker_cookbook.renderers.types import Message, ParseTermination
 
 _STOP = "\n\nUser:"
-_LABELS = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
-class RoleColonRenderer(Renderer):
+class RoleColonRenderer(FormatRenderer):
     """Base models: no special tokens but the beginning, a turn ends where the user's next one begins."""
 
-    @property
-    def has_extension_property(self) -> bool:
-        return True
+    format_name, roles = "role_colon", ("system", "user", "assistant")
+    has_extension_property = True
 
     @property
     def _bos_tokens(self) -> list[int]:
@@ -34,20 +35,16 @@ class RoleColonRenderer(Renderer):
     def get_stop_sequences(self) -> list[str]:
         return [_STOP]
 
-    def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
-        role = message["role"]
-        if role not in _LABELS:
-            raise RendererError(f"role_colon cannot write role {role!r}; it writes {', '.join(_LABELS)}")
-        if message.get("tool_calls") or message.get("unparsed_tool_calls"):
-            raise RendererError("role_colon has no tool calls; use a renderer that has them, such as qwen3")
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         text = ensure_text(message["content"])
-        if role == "assistant" and _STOP in text:
+        if message["role"] == "assistant" and _STOP in text:
             raise RendererError(f"an assistant message holds role_colon's stop sequence {_STOP!r}; remove it there")
-        return RenderedMessage(
-            header=text_chunk(encode_text(self.tokenizer, _LABELS[role])),
-            output=[chunk] if (chunk := text_chunk(encode_text(self.tokenizer, f" {text}\n\n"))) else [],
-            stop_overlap=text_chunk(encode_text(self.tokenizer, "User:")) if role == "assistant" else None,
-        )
+        return [f"{message['role'].capitalize()}:"], [f" {text}\n\n"]
+
+    def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
+        rendered = super().render_message(message, ctx)
+        overlap = text_chunk(self._encode_text("User:")) if message["role"] == "assistant" else None
+        return replace(rendered, stop_overlap=overlap)
 
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
         """STOP_SEQUENCE when the last token completes the stop, EOS after the end-of-text token, else MALFORMED.

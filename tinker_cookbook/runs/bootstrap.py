@@ -13,6 +13,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_run_metadata
 from tinker_cookbook.utils import ml_log
 from tinker_cookbook.utils.files import truncate_jsonl, write_json
+from tinker_cookbook.utils.run_logs import FILE_ONLY
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Run:
     ) -> None:
         if error is not None:
             # The terminal shows the error in its own way; an unattended run needs the traceback on file.
-            logger.error("the run stopped", exc_info=error, extra=ml_log.FILE_ONLY)
+            logger.error("the run stopped", exc_info=error, extra=FILE_ONLY)
         self.close()
 
 

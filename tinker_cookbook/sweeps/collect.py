@@ -19,6 +19,7 @@ from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME, load_checkpo
 from tinker_cookbook.sweeps.points import SEED_KEY
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
 from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
+from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 Mode = Literal["max", "min"]
@@ -265,10 +266,4 @@ def _markdown(summary: Summary) -> str:
     for run in summary.runs:
         value = "" if run.value is None else f"{run.value:.4g}"
         runs.append([run.name, value, str(run.steps), run.status, run.checkpoint or "", run.error or ""])
-    return "\n\n".join([head, _markdown_table(_ranking_rows(summary)), "## Runs", _markdown_table(runs)]) + "\n"
-
-
-def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    rule = ["---"] * len(cells[0])
-    return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], rule, *cells[1:]])
+    return "\n\n".join([head, markdown_table(_ranking_rows(summary)), "## Runs", markdown_table(runs)]) + "\n"

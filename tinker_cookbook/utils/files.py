@@ -6,6 +6,7 @@ every object looks as JSON. Which files exist and what they mean is left to the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import errno
@@ -258,13 +259,9 @@ def _is_torch_tensor(obj: Any) -> bool:
 
 def _sync_folder(folder: Path) -> None:
     # Makes the rename itself durable. Folders cannot be opened on every platform; the rename is atomic regardless.
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -111,28 +111,21 @@ def init_trace(title: str, path: str | Path | None = None) -> Iterator[Node]:
             write_trace(root, path)
 
 
-@contextmanager
-def write_into(node: Node) -> Iterator[None]:
+def write_into(node: Node) -> AbstractContextManager[None]:
     """Let what the body writes go to `node`, if a trace is open here; it need not be a part of that trace."""
-    if not is_enabled():
-        yield
-        return
-    with _inside(node):
-        yield
+    return _inside(node) if is_enabled() else nullcontext()
 
 
-@contextmanager
-def scope_header(title: str) -> Iterator[None]:
+def scope_header(title: str) -> AbstractContextManager[None]:
     """A section for what the body writes."""
-    with _branch("section", title):
-        yield
+    parent = _current.get()
+    return nullcontext() if parent is None else _inside(parent.section(title))
 
 
-@contextmanager
-def details(title: str) -> Iterator[None]:
+def details(title: str) -> AbstractContextManager[None]:
     """A folded section for what the body writes."""
-    with _branch("details", title):
-        yield
+    parent = _current.get()
+    return nullcontext() if parent is None else _inside(parent.details(title))
 
 
 def log_text(content: str, label: str = "") -> None:
@@ -156,15 +149,6 @@ def write_trace(root: Node, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path.with_name(f"{path.stem}_logtree.json"), root.to_dict())
     write_text(path, _page().render(root=root))
-
-
-@contextmanager
-def _branch(kind: Literal["section", "details"], title: str) -> Iterator[None]:
-    if (parent := _current.get()) is None:
-        yield
-        return
-    with _inside(parent.section(title) if kind == "section" else parent.details(title)):
-        yield
 
 
 @contextmanager
@@ -234,16 +218,13 @@ td, th { padding: .15rem .6rem; border: 1px solid #ddd; text-align: left; vertic
 <h1>{{ root.title | visible }}</h1>
 {% macro show(nodes, depth) %}
 {% for node in nodes %}
-{% set caption %}{% if node.title %}<figcaption>{{ node.title | visible }}</figcaption>{% endif %}{% endset %}
-{% if node.kind == "text" %}
+{% if node.kind in ("text", "table") %}
 <figure data-label="{{ node.title | visible }}">
-{{ caption }}
+{% if node.title %}<figcaption>{{ node.title | visible }}</figcaption>{% endif +%}
+{% if node.kind == "text" %}
 <pre>
 {{ node.content | visible }}</pre>
-</figure>
-{% elif node.kind == "table" %}
-<figure data-label="{{ node.title | visible }}">
-{{ caption }}
+{% else %}
 <table>
 {% if node.columns %}
 <tr>{% for column in node.columns %}<th>{{ column | visible }}</th>{% endfor %}</tr>
@@ -252,6 +233,7 @@ td, th { padding: .15rem .6rem; border: 1px solid #ddd; text-align: left; vertic
 <tr>{% for value in row %}<td>{{ value | cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </table>
+{% endif %}
 </figure>
 {% elif node.kind == "details" %}
 <details>

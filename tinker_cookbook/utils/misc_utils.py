@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from tinker_cookbook.exceptions import ConfigurationError
@@ -69,18 +70,19 @@ def split_list(items: Sequence[T], num_splits: int) -> list[list[T]]:
     if not 1 <= num_splits <= len(items):
         raise ConfigurationError(f"num_splits={num_splits}: must be between 1 and the number of items, {len(items)}")
     quotient, remainder = divmod(len(items), num_splits)
-    parts: list[list[T]] = []
-    start = 0
-    for i in range(num_splits):
-        end = start + quotient + (1 if i < remainder else 0)
-        parts.append(list(items[start:end]))
-        start = end
-    return parts
+    ends = [(i + 1) * quotient + min(i + 1, remainder) for i in range(num_splits)]
+    return [list(items[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def concat_lists(lists: Iterable[Sequence[T]]) -> list[T]:
     """One list with the items of all."""
     return [item for items in lists for item in items]
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose first row is its header."""
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]])
 
 
 def not_none(value: T | None) -> T:

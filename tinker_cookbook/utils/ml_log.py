@@ -9,7 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import chz
@@ -17,28 +17,8 @@ from rich.console import Console
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.utils.files import append_jsonl, flatten, to_jsonable, write_json, write_text
-from tinker_cookbook.utils.run_logs import FILE_ONLY, configure_logging_module, label_prefix
-
-__all__ = [
-    "FILE_ONLY",
-    "KEY_METRICS",
-    "LOGS_BASE_NAME",
-    "METRICS_BASE_NAME",
-    "PROJECT_KEYS",
-    "JsonLogger",
-    "Logger",
-    "Metrics",
-    "MultiplexLogger",
-    "PrettyPrintLogger",
-    "TensorBoardLogger",
-    "TrackerConfig",
-    "TrackioLogger",
-    "WandbLogger",
-    "configure_logging_module",
-    "dump_config",
-    "setup_logging",
-    "tracker_settings",
-]
+from tinker_cookbook.utils.misc_utils import markdown_table
+from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
@@ -116,12 +96,9 @@ class JsonLogger(Logger):
         Raises:
             DataValidationError: a value is NaN or infinite, or the metrics have a key "step" besides the step.
         """
-        if step is None:
-            append_jsonl(self.log_dir / METRICS_BASE_NAME, dict(metrics))
-            return
-        if "step" in metrics:
+        if step is not None and "step" in metrics:
             raise DataValidationError(f"metrics have a key 'step' ({metrics['step']!r}) besides step={step}; rename it")
-        append_jsonl(self.log_dir / METRICS_BASE_NAME, {"step": step, **metrics})
+        append_jsonl(self.log_dir / METRICS_BASE_NAME, {**({} if step is None else {"step": step}), **metrics})
 
     def log_hparams(self, config: Any) -> None:
         """Write `config.json`, unless the folder has one: a resumed run keeps the config of its first start."""
@@ -150,20 +127,39 @@ class PrettyPrintLogger(Logger):
         if not shown:
             shown = dict(list(metrics.items())[: self.FALLBACK])
         title = "metrics" if step is None else f"step {step:4d}"
-        self._print_line(
-            "  ".join([f"{label_prefix()}{title}", *(f"{label}={_show(value)}" for label, value in shown.items())])
-        )
-
-    def _print_line(self, line: str) -> None:
+        values = (f"{label}={_show(value)}" for label, value in shown.items())
+        line = "  ".join([f"{label_prefix()}{title}", *values])
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class WandbLogger(Logger):
+class _TrackerLogger(Logger):
+    """Sends metrics to the run of a tracker, `_run`, that the subclass opens."""
+
+    _run: Any
+    config_options: ClassVar[Mapping[str, Any]] = {}
+
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Log one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_hparams(self, config: Any) -> None:
+        """Set the config of the tracker's run."""
+        dumped = dump_config(config)
+        self._run.config.update(dumped if isinstance(dumped, dict) else {"config": dumped}, **self.config_options)
+
+    def close(self) -> None:
+        """Finish the tracker's run."""
+        self._run.finish()
+
+
+class WandbLogger(_TrackerLogger):
     """Sends metrics to Weights & Biases. A resumed run continues the same W&B run, whose id is kept in the folder.
 
     Raises:
         ConfigurationError: the package wandb is not installed.
     """
+
+    config_options: ClassVar[Mapping[str, Any]] = {"allow_val_change": True}
 
     def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
         wandb = _require("wandb", f"wandb_project={project!r}", "wandb_project unset")
@@ -175,25 +171,11 @@ class WandbLogger(Logger):
             resume="allow",
         )
 
-    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
-        """Log one step."""
-        self._run.log(dict(metrics), step=step)
 
-    def log_hparams(self, config: Any) -> None:
-        """Set the config of the W&B run."""
-        dumped = dump_config(config)
-        self._run.config.update(dumped if isinstance(dumped, dict) else {"config": dumped}, allow_val_change=True)
-
-    def close(self) -> None:
-        """Finish the W&B run."""
-        self._run.finish()
-
-
-class TrackioLogger(Logger):
+class TrackioLogger(_TrackerLogger):
     """Sends metrics to trackio. A resumed run continues the same trackio run, whose name is kept in the folder.
 
     Args:
-        project: the trackio project.
         name: what the run is called; None for the name of its folder. Eight random characters are added, because
             trackio would take two runs of one name for the same.
         log_dir: the run's folder; None for a run that is never resumed.
@@ -209,19 +191,6 @@ class TrackioLogger(Logger):
         if log_dir is not None:
             unique = _remembered(Path(log_dir) / TRACKIO_NAME_BASE_NAME, unique)
         self._run = trackio.init(project=project, name=unique, resume="allow", embed=False)
-
-    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
-        """Log one step."""
-        self._run.log(dict(metrics), step=step)
-
-    def log_hparams(self, config: Any) -> None:
-        """Set the config of the trackio run; it is sent with the first metrics."""
-        dumped = dump_config(config)
-        self._run.config.update(dumped if isinstance(dumped, dict) else {"config": dumped})
-
-    def close(self) -> None:
-        """Finish the trackio run."""
-        self._run.finish()
 
 
 class TensorBoardLogger(Logger):
@@ -241,33 +210,28 @@ class TensorBoardLogger(Logger):
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Write one step; it is on disk when this returns."""
-        writer = self._open(step)
+        if self._writer is None:
+            self._writer = self._writer_class(self._folder, purge_step=step)
         for key, value in metrics.items():
             if isinstance(value, str):
-                writer.add_text(key, value, step)
+                self._writer.add_text(key, value, step)
             else:
-                writer.add_scalar(key, value, step)
-        writer.flush()
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
 
     def log_hparams(self, config: Any) -> None:
         """Write the config as text under "config"."""
-        if self._writer is None:
-            # Its own file: the events file of the metrics is opened when it is known with which step they begin.
-            with self._writer_class(self._folder, filename_suffix=".config") as writer:
-                writer.add_text("config", _markdown_table(flatten(dump_config(config))))
-        else:
-            self._writer.add_text("config", _markdown_table(flatten(dump_config(config))))
+        leaves = flatten(dump_config(config)).items()
+        rows = [["key", "value"], *([key, json.dumps(value, ensure_ascii=False)] for key, value in leaves)]
+        # Its own file: the events file of the metrics is opened when it is known with which step they begin.
+        with self._writer_class(self._folder, filename_suffix=".config") as writer:
+            writer.add_text("config", markdown_table(rows))
 
     def close(self) -> None:
         """Close the events file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    def _open(self, step: int | None) -> Any:
-        if self._writer is None:
-            self._writer = self._writer_class(self._folder, purge_step=step)
-        return self._writer
 
 
 class MultiplexLogger(Logger):
@@ -295,13 +259,11 @@ class MultiplexLogger(Logger):
     def close(self) -> None:
         """Close each, also when one of them fails; then raise the first failure."""
         failures: list[Exception] = []
-        closing = [child.close for child in self.loggers]
-        if self.on_close is not None:
-            closing.append(self.on_close)
-            self.on_close = None
-        for close in closing:
+        on_close, self.on_close = self.on_close, None
+        for close in (*(child.close for child in self.loggers), on_close):
             try:
-                close()
+                if close is not None:
+                    close()
             except Exception as error:
                 failures.append(error)
         if failures:
@@ -320,15 +282,9 @@ def setup_logging(
 ) -> MultiplexLogger:
     """The loggers of a run: `metrics.jsonl`, the terminal, and those trackers that are asked for; the config goes to each.
 
-    Args:
-        log_dir: the run's folder; made if it is missing.
-        wandb_project: W&B project; None for no W&B.
-        wandb_name: display name of the W&B or trackio run.
-        config: the config to record; None for none.
-        do_configure_logging_module: also send Python's logging to the terminal and to `logs.log`, until the returned
-            logger is closed.
-        trackio_project: trackio project; None for no trackio.
-        tensorboard: also write TensorBoard events into the folder.
+    The folder is made if it is missing. None stands for no project of that tracker, and no config; `wandb_name` names the
+    trackio run too. With `do_configure_logging_module` Python's logging goes to the terminal and to `logs.log`, until the
+    returned logger is closed.
 
     Raises:
         ConfigurationError: a tracker is asked for whose package is not installed.
@@ -374,11 +330,6 @@ def _remembered(path: Path, fresh: str) -> str:
     if not path.exists():
         write_text(path, fresh)
     return path.read_text(encoding="utf-8").strip()
-
-
-def _markdown_table(leaves: Mapping[str, Any]) -> str:
-    rows = [f"| {key} | {json.dumps(value, ensure_ascii=False)} |" for key, value in leaves.items()]
-    return "\n".join(["| key | value |", "| --- | --- |", *rows])
 
 
 def _show(value: Any) -> str:

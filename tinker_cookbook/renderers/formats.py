@@ -1,0 +1,179 @@
+"""Formats that are declared by their roles and tokens: what the renderers of the families are made of.
+
+A family names its tokens and says how one message is written (`_write`). One whose responses hold more than text also says
+how they are read (`_read_message`, `_new_scanner`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import ClassVar
+
+from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, Renderer, text_chunk
+from tinker_cookbook.renderers.blocks import BlockKind, BlockScanner, Piece
+from tinker_cookbook.renderers.content import ensure_list
+from tinker_cookbook.renderers.decoding import Utf8TokenDecoder, decode_tokens, special_token_id
+from tinker_cookbook.renderers.types import (
+    ContentPart,
+    Message,
+    MessageDelta,
+    ParseTermination,
+    StreamingMessageHeader,
+    StreamingTextDelta,
+    StreamingThinkingDelta,
+    ToolSpec,
+)
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+
+class Token(str):
+    """A control token by its name, in a row of text: `[Token("<|im_start|>"), "user"]`."""
+
+
+Row = Sequence[str]
+"""What is written, in order: every Token is one id, and the text between two of them is encoded as one string."""
+
+
+class FormatRenderer(Renderer):
+    """Declared by class attributes. Raises RendererError when the tokenizer has no single id for a token of the format.
+
+    format_name: what errors call the format.
+    roles: those that it can write; one that calls tools has `calls_tools`.
+    control_tokens: as in Renderer. `bos` is not among them; it opens every conversation.
+    tags: tokens that are written within messages, as part of the text.
+    """
+
+    format_name: ClassVar[str]
+    roles: ClassVar[tuple[str, ...]]
+    calls_tools: ClassVar[bool] = False
+    bos: ClassVar[Token | None] = None
+    tags: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        names = (*((self.bos,) if self.bos else ()), *self.control_tokens, *self.tags)
+        self.ids = {name: special_token_id(tokenizer, name) for name in names}
+
+    @property
+    def _bos_tokens(self) -> list[int]:
+        return [self.ids[self.bos]] if self.bos else []
+
+    def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
+        role = message["role"]
+        if role not in self.roles:
+            advice = "; use a model and renderer that have tools, such as qwen3" if role == "tool" else ""
+            raise RendererError(
+                f"message {ctx.idx}: the {self.format_name} format has no role {role!r}; "
+                f"it has {', '.join(self.roles)}{advice}"
+            )
+        if message.get("tool_calls") or message.get("unparsed_tool_calls"):
+            if not self.calls_tools:
+                raise RendererError(
+                    f"message {ctx.idx} ({role}) calls tools, and the {self.format_name} format has no tool calls: "
+                    "use a model and renderer that have them, such as qwen3"
+                )
+            if role != "assistant":
+                raise RendererError(f"message {ctx.idx}: only an assistant message can call tools, not role {role!r}")
+        header, output = self._write(message, ctx)
+        # Each is encoded on its own: the prompt ends where the header ends.
+        chunk = text_chunk(self._encode(output))
+        return RenderedMessage(header=text_chunk(self._encode(header)), output=[chunk] if chunk is not None else [])
+
+    def _parts(self, message: Message, ctx: RenderContext) -> list[ContentPart]:
+        """The parts of an assistant's message. Raises RendererError for any but text and thinking."""
+        parts = ensure_list(message["content"])
+        if media := sorted({part["type"] for part in parts} - {"text", "thinking"}):
+            raise RendererError(f"message {ctx.idx}: the {self.format_name} format cannot hold {', '.join(media)}")
+        return parts
+
+    @abstractmethod
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+        """(header, output) of a message whose role the format has, as in RenderedMessage."""
+
+    def _encode(self, row: Row) -> list[int]:
+        tokens: list[int] = []
+        for is_token, run in groupby(row, key=lambda piece: isinstance(piece, Token)):
+            pieces = list(run)
+            tokens += [self.ids[name] for name in pieces] if is_token else self._encode_text("".join(pieces))
+        return tokens
+
+    def create_conversation_prefix_with_tools(self, tools: list[ToolSpec], system_prompt: str = "") -> list[Message]:
+        """Messages that open a conversation in which the model may call `tools`. Raises RendererError for no tools."""
+        if not self.calls_tools:
+            return super().create_conversation_prefix_with_tools(tools, system_prompt)
+        if not tools:
+            raise RendererError("tools is empty; declare at least one, or start with a plain system message")
+        return self._declare_tools(tools, system_prompt)
+
+    def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
+        raise NotImplementedError
+
+
+class EndTokenRenderer(FormatRenderer):
+    """Messages end in the token `end`, which is also the stop sequence."""
+
+    supports_streaming = True
+    end: ClassVar[Token]
+
+    @property
+    def _end_message_token(self) -> int:
+        return self.ids[self.end]
+
+    def get_stop_sequences(self) -> list[int]:
+        return [self._end_message_token]
+
+    def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
+        """STOP_SEQUENCE after the end token, EOS after another end-of-text token, else MALFORMED (cut off)."""
+        tokens, termination = self._split_ending(self._normalize_response_tokens(response))
+        return self._read_message(tokens), termination
+
+    def _read_message(self, tokens: list[int]) -> Message:
+        """The message in the tokens before the ending."""
+        return Message(role="assistant", content=decode_tokens(self.tokenizer, tokens))
+
+    def _split_ending(self, response: list[int]) -> tuple[list[int], ParseTermination]:
+        """(tokens before the first ending, how it ended). Tokens after an ending make it MALFORMED."""
+        at = next((i for i, token in enumerate(response) if self._ends_message(token)), len(response))
+        if at != len(response) - 1:
+            return response[:at], ParseTermination.MALFORMED
+        stopped = response[at] == self._end_message_token
+        return response[:at], ParseTermination.STOP_SEQUENCE if stopped else ParseTermination.EOS
+
+    def _ends_message(self, token: int) -> bool:
+        return token in (self._end_message_token, self.tokenizer.eos_token_id)
+
+    def _ends_text(self, token: int) -> bool:
+        """Whether nothing after `token` is shown in a stream."""
+        return self._ends_message(token)
+
+    def _new_scanner(self) -> BlockScanner:
+        """What takes a response apart; by default it is text and nothing else."""
+        return BlockScanner(tool_tags=None, thinks=False, adds_line_breaks=False)
+
+    def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:
+        """Text and thinking as they settle; tool calls and the parsed Message come at the end."""
+        yield StreamingMessageHeader(role="assistant")
+        decoder, scanner = Utf8TokenDecoder(self.tokenizer), self._new_scanner()
+        seen: list[int] = []
+        ended = False
+        for token in response:
+            seen.append(token)
+            # Tokens after an ending are read for the final verdict, but are no part of the message.
+            ended = ended or self._ends_text(token)
+            if not ended:
+                yield from _deltas(scanner.feed(decoder.decode([token])))
+        yield from _deltas(scanner.finish(decoder.flush()))
+        yield self._parse_response_for_streaming(seen)[0]
+
+    def _parse_response_for_streaming(self, response: list[int]) -> tuple[Message, ParseTermination]:
+        """What ends a stream."""
+        return self.parse_response(response)
+
+
+def _deltas(pieces: list[Piece]) -> Iterator[MessageDelta]:
+    for piece in pieces:
+        if piece.kind is BlockKind.TEXT:
+            yield StreamingTextDelta(piece.text)
+        elif piece.kind is BlockKind.THINKING:
+            yield StreamingThinkingDelta(piece.text)
