@@ -15,7 +15,6 @@ import chz
 from recipes.common import dataset_label, prompt_room, settle
 from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl import train
@@ -27,6 +26,7 @@ from tinker_cookbook.tasks.math import AnswerStyle, Grading, MathTask, generate_
 from tinker_cookbook.tasks.single_turn import single_turn_group
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.seeds import derive_seed
 
 RECIPE = "math_rl"
 SUMS = "sums"

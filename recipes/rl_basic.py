@@ -17,7 +17,6 @@ import chz
 from recipes.common import settle
 from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
@@ -25,6 +24,7 @@ from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.seeds import derive_seed
 
 RECIPE = "rl_basic"
 OPERATIONS = {"+": operator.add, "-": operator.sub}

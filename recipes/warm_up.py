@@ -6,7 +6,6 @@ reinforcement learning alone. The conversations stay in the run's folder, as war
 the supervised run itself. A model that knows the form needs none of this: warm_up_steps=0.
 """
 
-import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ import chz
 
 from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, by_model
 from recipes.rl_common import RLConfig, train_and_show, train_config
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl import train
@@ -27,8 +25,9 @@ from tinker_cookbook.supervised import train as supervised_train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.files import write_text
+from tinker_cookbook.utils.files import write_jsonl
 from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
+from tinker_cookbook.utils.seeds import derive_seed
 
 Player = Callable[[list[Message]], Message]
 """The next message of a conversation, given what was said so far."""
@@ -101,13 +100,13 @@ async def warm_up(
         return config
     folder = Path(config.log_path)
     renderer = episodes.renderer()
-    lines = []
+    rows = []
     for i in range(steps * BATCH_SIZE):
         rng = random.Random(derive_seed(cli.seed, "warm-up", i))
         conversation = await write(renderer, rng)
-        lines.append(json.dumps({"messages": [_jsonable(message) for message in conversation]}, ensure_ascii=False))
+        rows.append({"messages": conversation})
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "warm_up.jsonl", "\n".join(lines) + "\n")
+    write_jsonl(folder / "warm_up.jsonl", rows)
     common = ChatDatasetBuilderCommonConfig(
         model_name_for_tokenizer=episodes.model_name,
         renderer_name=episodes.renderer_name,
@@ -157,10 +156,3 @@ async def play_or_train(
     size = f"{episodes.groups_per_batch}x{episodes.group_size}"
     config = train_config(cli, recipe, episodes, [*folder, size])
     await train_and_show(await warm_up(cli, config, episodes, write, tiny_steps), metrics)
-
-
-def _jsonable(message: Message) -> dict[str, object]:
-    row: dict[str, object] = dict(message)
-    if calls := message.get("tool_calls"):
-        row["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
-    return row

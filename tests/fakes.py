@@ -24,8 +24,9 @@ from tinker.types import (
 from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 
 from tinker_cookbook.clients import CustomLossFn, SamplingClient, ServiceClient, TrainingClient
-from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs, derive_seed
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.utils.seeds import derive_seed
 from tinker_local_backend import CheckpointError
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import tinker
 
 from tests.fakes import FakeServiceClient, SampleCall
 from tinker_cookbook import backends
-from tinker_cookbook.completers import TinkerMessageCompleter, TinkerTokenCompleter, TokensWithLogprobs, derive_seed
+from tinker_cookbook.completers import TinkerMessageCompleter, TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, get_renderer, get_text_content
@@ -17,6 +17,7 @@ from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.seeds import derive_seed
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

@@ -15,10 +15,11 @@ from typing import TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs, derive_seed
+from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
 from tinker_cookbook.renderers import Message, format_content_as_string
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import Policy
 
 Number = TypeVar("Number", int, float)

@@ -37,7 +37,6 @@ _FAMILIES = {
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _UNEMBED = ("lm_head",)
-
 _STATED_MLP = {"nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 254_529_536}
 """Where the service states another count at rank 1 than the shapes give; no stack of equal expert layers has it."""
 

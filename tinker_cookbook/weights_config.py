@@ -129,7 +129,7 @@ class WeightsConfig:
 
     async def origin(self, name: str, service: ServiceClient | None = None) -> Origin:
         """What the weights are made of, looked up without loading them. Raises as `check` and `find_origin`."""
-        return await self._origin(name, self._service(name, service))
+        return (await self._find(name, service))[1]
 
     async def open(self, name: str, service: ServiceClient | None = None) -> SamplingClient:
         """Check the weights and load them.
@@ -140,14 +140,12 @@ class WeightsConfig:
         Raises:
             ConfigurationError: as `check` and `find_origin`, before anything is loaded.
         """
-        service = self._service(name, service)
-        await self._origin(name, service)
+        service, _ = await self._find(name, service)
         return await self._load(service)
 
     async def open_policy(self, name: str, service: ServiceClient | None = None) -> Policy:
         """As `open`, with the renderer: the one asked for, else the checkpoint's, else the base model's recommended one."""
-        service = self._service(name, service)
-        origin = await self._origin(name, service)
+        service, origin = await self._find(name, service)
         model = origin.base_model
         renderer_name = self.renderer_name or origin.renderer_name or model_info.get_recommended_renderer_name(model)
         renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
@@ -169,17 +167,16 @@ class WeightsConfig:
                 "(tinker://<run>/sampler_weights/<name>), which checkpoints.jsonl lists"
             )
 
-    def _service(self, name: str, service: ServiceClient | None) -> ServiceClient:
+    async def _find(self, name: str, service: ServiceClient | None) -> tuple[ServiceClient, Origin]:
+        """The service that has the weights, and what they are made of."""
         if service is None or self._has_own_place:
             self.check(name)
-            return backends.create_service_client(self.backend, self.base_url)
-        self._check_named(name)
-        return service
-
-    async def _origin(self, name: str, service: ServiceClient) -> Origin:
-        if self.load_checkpoint_path is None:
-            return Origin(str(self.base_model), None)
-        return await find_origin(service, self.load_checkpoint_path, self.base_model, self.renderer_name, name)
+            service = backends.create_service_client(self.backend, self.base_url)
+        else:
+            self._check_named(name)
+        if (path := self.load_checkpoint_path) is None:
+            return service, Origin(str(self.base_model), None)
+        return service, await find_origin(service, path, self.base_model, self.renderer_name, name)
 
     async def _load(self, service: ServiceClient) -> SamplingClient:
         if self.load_checkpoint_path is not None:

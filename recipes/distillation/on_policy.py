@@ -8,7 +8,6 @@ student, which answers every second sum wrongly, then learns from that teacher o
 (`teacher_kl`), and with it held-out sums are answered rightly more often.
 """
 
-import json
 from pathlib import Path
 
 import chz
@@ -38,7 +37,7 @@ from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
-from tinker_cookbook.utils.files import write_text
+from tinker_cookbook.utils.files import write_jsonl
 
 RECIPE = "distillation.on_policy"
 SHIPPED = "arithmetic"
@@ -113,7 +112,7 @@ def write_right_answers(path: Path) -> None:
         for item in items
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
 
 
 async def main(cli: CLIConfig) -> None:

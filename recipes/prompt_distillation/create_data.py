@@ -9,7 +9,6 @@ Two files are written to the folder: train.jsonl and test.jsonl, conversations w
 `languages` names the language of a sentence by rules that fill a page, for models that can follow them.
 """
 
-import json
 import random
 import re
 import time
@@ -23,8 +22,8 @@ from recipes.common import TINY_CHAT, CommonConfig, resolve_model
 from recipes.prompt_distillation.multilingual import FILE, labelled_lines
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.distillation.datasets import read_lines
 from tinker_cookbook.distillation.prompt_distillation import Labelled, Sampling, check_pattern, label_lines
-from tinker_cookbook.distillation.prompts import read_lines
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
@@ -32,7 +31,7 @@ from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.files import write_text
+from tinker_cookbook.utils.files import write_jsonl
 
 RECIPE = "prompt_distillation.create_data"
 TRAIN_FILE, TEST_FILE = "train.jsonl", "test.jsonl"
@@ -174,7 +173,7 @@ async def create_data(keys: LabelKeys, folder: Path) -> None:
         raise DataError(
             f"the teacher's answer could be read in {len(read)} of {len(labelled)} replies, which does not leave more than "
             f"test_size={keys.test_size}; its first reply: {labelled[0].reply!r}. Use a model that can follow the prompt, "
-            "or mend answer_pattern"
+            "or fix answer_pattern"
         )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / TEST_FILE, read[: keys.test_size], task.target)
@@ -186,7 +185,7 @@ def _write(path: Path, items: list[Labelled], target: Literal["reply", "answer"]
     for item in items:
         said = item.reply if target == "reply" else item.answer
         rows.append({"messages": [{"role": "user", "content": item.line}, {"role": "assistant", "content": said}]})
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_jsonl(path, rows)
 
 
 async def main(cli: CLIConfig) -> None:

@@ -22,13 +22,13 @@ from tinker_cookbook.benchmarks.runner import (
     task_benchmark,
 )
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import read_jsonl
+from tinker_cookbook.utils.seeds import derive_seed
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 TOKENIZER = get_tokenizer(TINY)

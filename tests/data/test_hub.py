@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.distillation.prompts import load_prompts
+from tinker_cookbook.distillation.datasets import load_prompts
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.tasks import datasets as task_datasets
 from tinker_cookbook.tasks.datasets import load_items

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.twenty_questions import Things
 from tinker_cookbook.data.jsonl import read_rows
-from tinker_cookbook.distillation.prompts import load_prompts
+from tinker_cookbook.distillation.datasets import load_prompts
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl, read_comparisons
 from tinker_cookbook.supervised.conversations import read_conversations

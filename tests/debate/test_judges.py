@@ -10,7 +10,7 @@ import pytest
 from tests.debate.arena import TINY, decode, make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
 from tinker_cookbook import backends, model_info
-from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, derive_seed
+from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter
 from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.judges import (
     SCRIPTS,
@@ -27,6 +27,7 @@ from tinker_cookbook.debate.judges import (
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
+from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
 
 VIEW = DebateView(

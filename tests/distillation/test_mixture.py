@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.distillation.test_targets import make_datum
 from tests.fakes import ScriptedCompleter
 from tinker_cookbook.distillation.datasets import CompositeDataset
-from tinker_cookbook.distillation.mixture import SupervisedMixture
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
+from tinker_cookbook.supervised.mixture import SupervisedMixture
 
 
 def numbered(dataset: int, rows: int, datums: int = 1) -> SupervisedDatasetFromList[int]:

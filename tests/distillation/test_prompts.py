@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.distillation.datasets import PromptOnlyDatasetBuilder
-from tinker_cookbook.distillation.prompts import load_prompts
+from tinker_cookbook.distillation.datasets import PromptOnlyDatasetBuilder, load_prompts
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.types import ActionExtra, EnvGroupBuilder

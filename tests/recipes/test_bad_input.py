@@ -1,4 +1,4 @@
-"""What a mistake on the command line gives: one message that names the mend, the right exit code, and nothing begun."""
+"""What a mistake on the command line gives: one message that names the fix, the right exit code, and nothing begun."""
 
 import io
 import sys

@@ -45,9 +45,9 @@ class TestResume:
         assert [result.status for result in failing] == ["failed", "finished"]
         assert failing[0].error == "TrainingError: diverged at learning_rate=1.0"
         assert sorted(told, key=lambda result: result.name) == failing
-        (tmp_path / "mended").touch()
-        mended = here(tmp_path, fixed={"fail_at": "1"})
-        assert [(result.status, result.earlier) for result in mended] == [("finished", False), ("finished", True)]
+        (tmp_path / "fixed_now").touch()
+        fixed_now = here(tmp_path, fixed={"fail_at": "1"})
+        assert [(result.status, result.earlier) for result in fixed_now] == [("finished", False), ("finished", True)]
         assert starts(tmp_path / "learning_rate=1.0") == ["0", "1"]
         assert len(read_jsonl(tmp_path / "learning_rate=1.0" / "metrics.jsonl")) == 3
 

@@ -25,7 +25,7 @@ class CLIConfig:
     inner: Inner = chz.field(default_factory=Inner)
     max_steps: int = 3
     fail_at: float | None = None
-    """learning rate that fails at step 1, until a file `mended` is in the folder above"""
+    """learning rate that fails at step 1, until a file `fixed_now` is in the folder above"""
     die: bool = False
     log_path: str | None = None
     behavior_if_log_dir_exists: LogdirBehavior = "ask"
@@ -43,7 +43,7 @@ async def main(config: CLIConfig) -> None:
             await asyncio.sleep(0)
             if config.die:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if step == 1 and config.fail_at == config.learning_rate and not (folder.parent / "mended").exists():
+            if step == 1 and config.fail_at == config.learning_rate and not (folder.parent / "fixed_now").exists():
                 raise TrainingError(f"diverged at learning_rate={config.learning_rate}")
             run.logger.log_metrics(
                 {"score": config.learning_rate * (step + 1) + config.seed, "env/all/correct": 0.5, "note": "n"},

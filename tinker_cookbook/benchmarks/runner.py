@@ -6,7 +6,6 @@ seed depends on its place alone, so that it comes to what it would have been.
 """
 
 import asyncio
-import json
 import math
 import re
 import statistics
@@ -18,8 +17,8 @@ from typing import Any, Literal
 import chz
 
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
-from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, DataValidationError
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.metric_util import dataset_to_env_group_builders
 from tinker_cookbook.rl.records import transition_record
@@ -29,8 +28,16 @@ from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
-from tinker_cookbook.utils.files import append_jsonl, read_jsonl, truncate_jsonl, write_json
+from tinker_cookbook.utils.files import (
+    append_jsonl,
+    read_json_object,
+    read_jsonl,
+    to_jsonable,
+    truncate_jsonl,
+    write_json,
+)
 from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.seeds import derive_seed
 
 TRAJECTORIES_BASE_NAME, RESULT_BASE_NAME = "trajectories.jsonl", "result.json"
 SETTINGS_BASE_NAME, SUMMARY_BASE_NAME = "settings.json", "summary.json"
@@ -269,22 +276,15 @@ def _folder_name(name: str) -> str:
 
 def _check_settings(folder: Path, benchmark: Benchmark, config: BenchmarkConfig, policy_name: str) -> None:
     """Record what the folder's results are of; refuse to mix in others."""
-    settings = {
-        "benchmark": benchmark.name,
-        "about": benchmark.about,
-        "policy": policy_name,
-        "config": {
-            key: value for key, value in chz.asdict(config).items() if key not in ("concurrent_items", "pass_at")
-        },
+    about_config = {
+        key: value for key, value in chz.asdict(config).items() if key not in ("concurrent_items", "pass_at")
     }
-    settings = json.loads(json.dumps(settings))
+    settings = to_jsonable(
+        {"benchmark": benchmark.name, "about": benchmark.about, "policy": policy_name, "config": about_config}
+    )
     path = folder / SETTINGS_BASE_NAME
     if path.exists():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataFormatError(f"{path}: {error}; remove the folder or give another save_dir") from error
-        if before != settings:
+        if read_json_object(path, "remove the folder or give another save_dir") != settings:
             raise ConfigurationError(f"{folder} has results of other settings ({path}); give another save_dir")
         return
     folder.mkdir(parents=True, exist_ok=True)

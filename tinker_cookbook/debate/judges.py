@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tinker_cookbook.completers import MessageCompleter, TokenCompleter, TokensWithLogprobs, derive_seed
+from tinker_cookbook.completers import MessageCompleter, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, judge_user_prompt
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
+from tinker_cookbook.utils.seeds import derive_seed
 
 _VERDICT = re.compile(r"<VERDICT>\s*(A|B|TIE)\s*</VERDICT>")
 _REASONING = re.compile(r"<REASONING>(.*?)</REASONING>", re.DOTALL)

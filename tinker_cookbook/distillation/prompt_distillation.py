@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.seeds import derive_seed
 
 CONCURRENCY = 64
 """Lines asked at a time; the next ones wait, so that what shares a batch never depends on timing."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
-from tinker_cookbook.distillation.mixture import SourcedDatum
 from tinker_cookbook.eval.evaluators import TrainingClientEvaluator, forward_logprobs
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.kl import full_sequence
 from tinker_cookbook.runs.steps import count_loss_tokens, count_tokens
+from tinker_cookbook.supervised.mixture import SourcedDatum
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 

@@ -18,7 +18,6 @@ import chz
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.distillation.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
@@ -27,6 +26,7 @@ from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
+from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker

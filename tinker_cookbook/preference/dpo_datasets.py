@@ -11,7 +11,7 @@ from tinker_cookbook.data.rows import located
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
-from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
+from tinker_cookbook.supervised.data import conversation_to_datum, train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker
 
@@ -26,13 +26,13 @@ class PairRenderer:
     max_length: int | None
     train_on_what: TrainOnWhat
 
-    def __call__(self, row: ComparisonRow) -> tuple[tinker.Datum, tinker.Datum]:
+    def __call__(self, row: ComparisonRow) -> list[tinker.Datum]:
         """Raises, naming the place of the row: RendererError, or DataValidationError when truncation leaves no pair."""
         labeled = row.labeled
         assert labeled.chosen is not None and labeled.rejected is not None, "ties are left out before"
         prompt = labeled.comparison.prompt_conversation
         with located(row.place):
-            pair = (self._datum(prompt, labeled.chosen, "chosen"), self._datum(prompt, labeled.rejected, "rejected"))
+            pair = [self._datum(prompt, labeled.chosen, "chosen"), self._datum(prompt, labeled.rejected, "rejected")]
             if _is_same(*pair):
                 raise DataValidationError(
                     f"chosen and rejected are the same {pair[0].model_input.length + 1} tokens with "
@@ -56,14 +56,9 @@ def _is_same(left: tinker.Datum, right: tinker.Datum) -> bool:
     return left.model_input == right.model_input and targets[0] == targets[1]
 
 
-def pair_dataset(rows: Rows, batch_size: int, to_pair: PairRenderer) -> SupervisedDataset:
-    """Batches of `batch_size` pairs, 2 * batch_size datums. A pair is never divided; the last batch holds what is left."""
-    return SupervisedDatasetFromList(rows, batch_size, flatmap_fn=lambda row: list(to_pair(row)))
-
-
 @chz.chz(typecheck=True)
 class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
-    """Pairs from labeled comparisons; `common_config.batch_size` counts pairs.
+    """Pairs from labeled comparisons; `common_config.batch_size` counts pairs, and none is divided.
 
     Ties say nothing about which reply is better: they are left out, and how many is logged. The last assistant turn is
     compared unless common_config.train_on_what says otherwise.
@@ -85,11 +80,7 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
         train_pairs = _without_ties(train, "training")
         if not train_pairs:
             raise ConfigurationError("there is nothing to train on: all training comparisons are ties")
-        test_pairs = _without_ties(test, "test") if test else []
-        return (
-            pair_dataset(train_pairs, config.batch_size, to_pair),
-            pair_dataset(test_pairs, config.batch_size, to_pair) if test_pairs else None,
-        )
+        return train_and_test(train_pairs, _without_ties(test or [], "test"), config.batch_size, to_pair)
 
 
 def _without_ties(rows: Rows, which: str) -> Rows:

@@ -27,7 +27,7 @@ from tinker_cookbook.preference.types import (
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import messages_of_row
-from tinker_cookbook.supervised.data import SupervisedDatasetFromList
+from tinker_cookbook.supervised.data import train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
@@ -205,11 +205,8 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         train, test = self.comparison_builder.get_rows()
         renderer, config = ComparisonRendererFromChatRenderer(self.renderer), self.common_config
-        to_datum = partial(_label_datum, renderer=renderer, max_length=config.max_length)
-        return (
-            SupervisedDatasetFromList(self._ordered(train), config.batch_size, to_datum),
-            SupervisedDatasetFromList(self._ordered(test), config.batch_size, to_datum) if test else None,
-        )
+        to_datums = partial(_label_datums, renderer=renderer, max_length=config.max_length)
+        return train_and_test(self._ordered(train), self._ordered(test or []), config.batch_size, to_datums)
 
     def _ordered(self, rows: Rows) -> Rows:
         if not self.both_orders:
@@ -217,7 +214,7 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
         return [order for row in rows for order in (row, row._replace(labeled=row.labeled.swap()))]
 
 
-def _label_datum(row: ComparisonRow, renderer: ComparisonRenderer, max_length: int | None) -> tinker.Datum:
+def _label_datums(row: ComparisonRow, renderer: ComparisonRenderer, max_length: int | None) -> list[tinker.Datum]:
     with located(row.place):
         tokens, weights = renderer.to_model_input_weights(row.labeled)
         if max_length is not None and tokens.length > max_length:
@@ -225,4 +222,4 @@ def _label_datum(row: ComparisonRow, renderer: ComparisonRenderer, max_length: i
                 f"the comparison has {tokens.length} tokens, max_length={max_length} would cut off its label; "
                 "raise max_length or leave the comparison out"
             )
-        return datum_from_model_input_weights(tokens, weights, reduction="mean")
+        return [datum_from_model_input_weights(tokens, weights, reduction="mean")]

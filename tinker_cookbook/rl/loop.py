@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
+from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
@@ -33,6 +33,7 @@ from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
+from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 

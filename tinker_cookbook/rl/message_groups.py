@@ -11,7 +11,6 @@ from typing import Any
 
 import chz
 
-from tinker_cookbook.completers import derive_seed
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.rl.item_dataset import ItemDataset
@@ -19,6 +18,7 @@ from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Record, RLDataset, RLDatasetBuilder, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.seeds import derive_seed
 
 EnvMaker = Callable[[Renderer, random.Random], Callable[[], MessageEnv]]
 """Draws an episode: gives a picklable function that makes its environment, a fresh one at each call."""

@@ -6,7 +6,6 @@ that differ from the first start, so that the record of what was run is never lo
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -18,8 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.utils.files import flatten, to_jsonable, write_json
+from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
 
 CONFIG_BASE_NAME = "config.json"
 METADATA_BASE_NAME = "run_metadata.json"
@@ -65,7 +63,7 @@ def write_run_metadata(
     }
     metadata_path = log_dir / METADATA_BASE_NAME
     if metadata_path.exists():
-        first = _read_json(metadata_path)
+        first = read_json_object(metadata_path, "move the file away or start in another log_path")
         entry["changed"] = changed_keys(first.get("args"), args)
         write_json(metadata_path, {**first, "resumed": [*first.get("resumed", []), entry]})
     else:
@@ -125,13 +123,3 @@ def _cuda_version() -> str | None:
         return None
     version_file = Path(spec.origin).with_name("version.py")
     return runpy.run_path(str(version_file)).get("cuda") if version_file.exists() else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataFormatError(f"{path}: {error}; move the file away or start in another log_path") from error
-    if not isinstance(content, dict):
-        raise DataFormatError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content

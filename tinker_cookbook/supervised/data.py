@@ -1,44 +1,34 @@
-"""Datasets of conversations: from conversations to datums, rows in memory or in a Hugging Face dataset, a JSONL file.
+"""Datasets of conversations: from conversations to datums, rows in memory, in a Hugging Face dataset or stream, a JSONL file.
 
-Reading is left to `conversations`, streams to `streaming`, several datasets at once to `mixture`, the hub to `hub`.
+Reading is left to `conversations`, several datasets at once to `mixture`, the hub to `hub`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import chz
 
 from tinker_cookbook.data.epochs import ShuffledItems, hold_out
 from tinker_cookbook.data.rows import located
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.common import Reduction, datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import ConversationRow, read_conversations
-from tinker_cookbook.supervised.streaming import StreamingSupervisedDatasetFromHFDataset
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, RowDataset, SupervisedDataset, rows_to_datums
 from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = [
-    "ConversationRow",
-    "FromConversationFileBuilder",
-    "StreamingSupervisedDatasetFromHFDataset",
-    "SupervisedDatasetFromHFDataset",
-    "SupervisedDatasetFromList",
-    "conversation_to_datum",
-    "conversation_to_datums",
-    "read_conversations",
-]
-
 logger = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
+
+WhenExhausted = Literal["raise", "restart"]
 
 _MERGED_HISTORY = (TrainOnWhat.LAST_ASSISTANT_TURN, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
 """What may select several replies, of which a renderer without the extension property rewrites all but the last."""
@@ -102,6 +92,14 @@ class SupervisedDatasetFromList(RowDataset, Generic[Row]):
         self._order.set_epoch(seed)
 
 
+def train_and_test(
+    train: Sequence[Row], test: Sequence[Row] | None, batch_size: int, flatmap_fn: Callable[[Row], list[tinker.Datum]]
+) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+    """What a builder returns for rows in memory; without test rows there is no test set."""
+    make = partial(SupervisedDatasetFromList, batch_size=batch_size, flatmap_fn=flatmap_fn)
+    return make(train), make(test) if test else None
+
+
 class SupervisedDatasetFromHFDataset(SupervisedDatasetFromList[dict[str, Any]]):
     """Rows of a map-style Hugging Face dataset, turned into datums when their batch is asked for.
 
@@ -128,6 +126,90 @@ class SupervisedDatasetFromHFDataset(SupervisedDatasetFromList[dict[str, Any]]):
             return super().get_row(position)
 
 
+class StreamingSupervisedDatasetFromHFDataset(RowDataset):
+    """Rows of a streamed Hugging Face dataset (`load_dataset(..., streaming=True)`).
+
+    Batches are asked for in rising order within an epoch. Asked for a later one, as a resumed run does, the rows between
+    are read and passed over, so the rows are those of an uninterrupted run. `set_epoch` starts the stream again, shuffled
+    within a buffer (and by shards) as the seed says.
+
+    Args:
+        hf_dataset: the stream.
+        batch_size: rows per batch; the last batch of an epoch has what is left.
+        length: rows of an epoch, known or estimated. What a longer stream has beyond is left for other epochs' shuffles.
+        map_fn: row -> datum.
+        flatmap_fn: row -> one or more datums. Exactly one of the two is given.
+        buffer_size: rows that a shuffle draws from.
+        when_exhausted: what to do when the stream is shorter than `length`: "raise", or "restart" it in another order
+            to fill the epoch.
+
+    Raises:
+        ConfigurationError: length, batch_size or buffer_size is below 1, or not exactly one function is given.
+    """
+
+    def __init__(
+        self,
+        hf_dataset: datasets.IterableDataset,
+        batch_size: int,
+        length: int,
+        map_fn: Callable[[dict[str, Any]], tinker.Datum] | None = None,
+        flatmap_fn: Callable[[dict[str, Any]], list[tinker.Datum]] | None = None,
+        buffer_size: int = 10_000,
+        when_exhausted: WhenExhausted = "raise",
+    ) -> None:
+        for name, value in (("length", length), ("buffer_size", buffer_size)):
+            if value < 1:
+                raise ConfigurationError(f"{name}={value}: must be at least 1")
+        if when_exhausted not in ("raise", "restart"):
+            raise ConfigurationError(f"when_exhausted={when_exhausted!r}: must be raise or restart")
+        super().__init__(length, batch_size)
+        self._hf_dataset, self._buffer_size, self._when_exhausted = hf_dataset, buffer_size, when_exhausted
+        self._to_datums = rows_to_datums(map_fn, flatmap_fn)
+        self._seed: int | None = None
+        self._position, self._rounds, self._stream = 0, 0, self._open(0)
+
+    def set_epoch(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._position, self._rounds, self._stream = 0, 0, self._open(0)
+
+    def _open(self, rounds: int) -> Iterator[dict[str, Any]]:
+        stream = self._hf_dataset
+        if self._seed is not None:
+            # One more per round: seeds of neighbouring epochs are far apart, so no other epoch has the same order.
+            stream = stream.shuffle(seed=self._seed + rounds, buffer_size=self._buffer_size)
+        return iter(stream)
+
+    def get_row(self, position: int) -> list[tinker.Datum]:
+        if position < self._position:
+            raise DataError(
+                f"row {position} of a stream that has been read up to row {self._position}: it goes forward only; ask for "
+                "batches in rising order, or call set_epoch to start again"
+            )
+        if not position < self.num_rows:
+            raise IndexError(f"row {position} of a stream with {self.num_rows} rows per epoch")
+        while self._position < position:
+            self._read()
+        row = self._read()
+        with located(f"row {position} of the stream (shuffled with seed {self._seed})"):
+            return self._to_datums(row)
+
+    def _read(self) -> dict[str, Any]:
+        row = next(self._stream, None)
+        if row is None and self._position:
+            if self._when_exhausted == "raise":
+                raise DataValidationError(
+                    f"the stream ended after {self._position} rows, and length={self.num_rows}: set length to what it has, or "
+                    "when_exhausted='restart' to fill the epoch with rows from its beginning"
+                )
+            self._rounds += 1
+            self._stream = self._open(self._rounds)
+            row = next(self._stream, None)
+        if row is None:
+            raise DataValidationError("the stream has no row at all; check the dataset, its split and its filters")
+        self._position += 1
+        return row
+
+
 def conversation_mapper(builder: ChatDatasetBuilder, default: TrainOnWhat) -> Callable[[list[Message]], list]:
     """How a builder's config turns a conversation into datums. `default`: train_on_what where the config leaves it open."""
     config = builder.common_config
@@ -144,18 +226,21 @@ def _as_one(conversation: list[Message], **settings: Any) -> list[tinker.Datum]:
     return [conversation_to_datum(conversation, **settings)]
 
 
+def not_negative(builder: ChatDatasetBuilder, attribute: str) -> None:
+    """A validator for `test_size`. Raises ConfigurationError."""
+    if (value := getattr(builder, attribute)) < 0:
+        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be 0 (no test set) or more")
+
+
 @chz.chz(typecheck=True)
 class FromConversationFileBuilder(ChatDatasetBuilder):
     """Conversations from a JSONL file. All assistant messages are trained unless common_config says otherwise."""
 
     file_path: str = chz.field(doc="JSONL file, one conversation per line.")
-    test_size: int = chz.field(default=0, doc="Conversations held out as the test set; 0: no test set.")
+    test_size: int = chz.field(
+        default=0, doc="Conversations held out as the test set; 0: no test set.", validator=not_negative
+    )
     shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before the split; None keeps the order of the file.")
-
-    @chz.validate
-    def _check_test_size(self) -> None:
-        if self.test_size < 0:
-            raise ConfigurationError(f"test_size={self.test_size}: must be 0 (no test set) or more")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         rows = read_conversations(self.file_path)
@@ -163,11 +248,7 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         warn_of_rewritten_history([row.messages for row in rows], self)
         convert = conversation_mapper(self, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
         to_datums = partial(_placed, convert=convert)
-        batch_size = self.common_config.batch_size
-        return (
-            SupervisedDatasetFromList(train, batch_size, flatmap_fn=to_datums),
-            SupervisedDatasetFromList(test, batch_size, flatmap_fn=to_datums) if test else None,
-        )
+        return train_and_test(train, test, self.common_config.batch_size, to_datums)
 
 
 def _placed(row: ConversationRow, convert: Callable[[list[Message]], list[tinker.Datum]]) -> list[tinker.Datum]:

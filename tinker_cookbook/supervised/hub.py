@@ -16,11 +16,12 @@ from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row
 from tinker_cookbook.supervised.data import (
     FromConversationFileBuilder,
+    StreamingSupervisedDatasetFromHFDataset,
     SupervisedDatasetFromHFDataset,
     conversation_mapper,
+    not_negative,
     warn_of_rewritten_history,
 )
-from tinker_cookbook.supervised.streaming import StreamingSupervisedDatasetFromHFDataset
 from tinker_cookbook.supervised.types import (
     ChatDatasetBuilder,
     ChatDatasetBuilderCommonConfig,
@@ -50,7 +51,7 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
     config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
     split: str = chz.field(default="train", doc="Split to train on.")
     test_split: str | None = chz.field(default=None, doc="Split to test on; None: hold out test_size rows.")
-    test_size: int = chz.field(default=0, doc="Rows of the test set at most; 0: no test set.")
+    test_size: int = chz.field(default=0, doc="Rows of the test set at most; 0: no test set.", validator=not_negative)
     messages_column: str = chz.field(default=MESSAGES, doc="Column that holds the list of messages.")
     shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before rows are held out; None keeps the order.")
     streaming: bool = chz.field(default=False, doc="Read as a stream: nothing is downloaded beforehand.")
@@ -59,8 +60,6 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
 
     @chz.validate
     def _check(self) -> None:
-        if self.test_size < 0:
-            raise ConfigurationError(f"test_size={self.test_size}: must be 0 (no test set) or more")
         if self.stream_length is not None and not self.streaming:
             raise ConfigurationError(f"stream_length={self.stream_length} is for streams; set streaming=True with it")
 
@@ -74,7 +73,8 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
                 test = self._first(rows)
             train = self._stream(rows, held_out)
         else:
-            training, testing = hold_out(range(len(rows)), held_out, self.shuffle_seed, self._name(self.split))
+            source = f"{self.dataset}[{self.split}]"
+            training, testing = hold_out(range(len(rows)), held_out, self.shuffle_seed, source)
             if held_out:
                 rows, test = rows.select(training), rows.select(testing)
             seen = rows.select(range(min(_LOOKED_AT, len(rows))))
@@ -114,16 +114,13 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
         known = splits[self.split].num_examples if splits and self.split in splits else None
         if not known:
             raise ConfigurationError(
-                f"stream_length: {self._name(self.split)} does not say how many rows it has; set stream_length to what an "
+                f"stream_length: {self.dataset}[{self.split}] does not say how many rows it has; set stream_length to what an "
                 "epoch shall have"
             )
         return known
 
     def _load(self, split: str) -> Any:
         return hub.load(self.dataset, split, self.config_name, self.streaming)
-
-    def _name(self, split: str) -> str:
-        return f"{self.dataset}[{split}]"
 
 
 def chat_dataset_builder(

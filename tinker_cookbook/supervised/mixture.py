@@ -1,17 +1,36 @@
-"""Several datasets as one: rows of each in given proportions, in an order that is fixed before the first is read."""
+"""Several datasets as one: rows of each in given proportions, in an order that is fixed before the first is read.
+
+`InterleavedSupervisedDataset` spreads the sources over an epoch; each batch of a `SupervisedMixture` has the same share of
+every source, and says which source a datum comes from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias, cast
 
 import chz
 
 from tinker_cookbook.data.epochs import Epochs
-from tinker_cookbook.data.mixing import Mixer, check_weights, plan_quotas, schedule
+from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights, plan_quotas, schedule
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset, SupervisedDatasetBuilder, as_rows
+from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
+
+SourcedDatum: TypeAlias = tuple[int, "tinker.Datum"]
+"""The number of the dataset that a datum comes from, and the datum."""
+
+
+def _as_rows(sources: Sequence[SupervisedDataset]) -> list[RowDataset]:
+    """The datasets of a mixture. Raises ConfigurationError for one that gives batches only."""
+    for i, source in enumerate(sources):
+        if not isinstance(source, RowDataset):
+            raise ConfigurationError(
+                f"dataset {i} is a {type(source).__name__}, which gives batches only, and mixing takes single rows; make it a "
+                "RowDataset"
+            )
+    return cast(list[RowDataset], list(sources))
 
 
 class InterleavedSupervisedDataset(RowDataset):
@@ -32,7 +51,7 @@ class InterleavedSupervisedDataset(RowDataset):
     def __init__(
         self, sources: Sequence[SupervisedDataset], batch_size: int, weights: Sequence[float] | None = None
     ) -> None:
-        self._sources = as_rows(sources)
+        self._sources = _as_rows(sources)
         check_weights(weights, len(sources))
         quotas = plan_quotas([source.num_rows for source in self._sources], weights)
         super().__init__(sum(quotas), batch_size)
@@ -45,6 +64,44 @@ class InterleavedSupervisedDataset(RowDataset):
 
     def get_row(self, position: int) -> list[tinker.Datum]:
         return self._mixer.draw(position)[1]
+
+
+class SupervisedMixture:
+    """Batches of rows from several datasets, each datum with the number of its dataset.
+
+    Step t takes the rows [t n_d, (t + 1) n_d) of dataset d, which goes through its epochs one after the other, each shuffled
+    by a seed that follows from `seed`, d and the epoch. Nothing is left out at an epoch's end. The datasets' own batch
+    sizes do not matter.
+
+    Args:
+        weights: shares of the batch, see `apportion`.
+        batch_size: rows per step over all datasets; a row may become several datums.
+
+    Raises ConfigurationError for weights that do not fit, or a dataset that does not give single rows.
+    """
+
+    def __init__(
+        self, datasets: Sequence[SupervisedDataset], weights: Sequence[float], batch_size: int, seed: int
+    ) -> None:
+        self._datasets = _as_rows(datasets)
+        check_weights(weights, len(datasets))
+        self._shares, self._batch_size = apportion(batch_size, weights), batch_size
+        epochs = [Epochs(dataset, seed, "dataset", d, "epoch") for d, dataset in enumerate(self._datasets)]
+        self._mixer = Mixer(epochs, blocks(self._shares))
+
+    @property
+    def layout(self) -> dict[str, list[int]]:
+        """Rows of each dataset, and how many of them a step takes: with the seed, what decides every batch."""
+        return {"rows": [dataset.num_rows for dataset in self._datasets], "rows_per_step": self._shares}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which every dataset is gone through at least once; the shorter ones begin again meanwhile."""
+        return max(-(-data.num_rows // share) for data, share in zip(self._datasets, self._shares, strict=True))
+
+    def get_batch(self, step: int) -> list[SourcedDatum]:
+        """The datums of a step, dataset after dataset."""
+        return [(d, datum) for d, row in self._mixer.get_batch(step, self._batch_size) for datum in row]
 
 
 class ConcatenatedSupervisedDataset(SupervisedDataset):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable
+from typing import TypeVar
 
 import chz
 
@@ -86,17 +86,6 @@ def rows_to_datums(
         return datums
 
     return to_datums
-
-
-def as_rows(sources: Sequence[SupervisedDataset]) -> list[RowDataset]:
-    """The datasets of a mixture. Raises ConfigurationError for one that gives batches only."""
-    for i, source in enumerate(sources):
-        if not isinstance(source, RowDataset):
-            raise ConfigurationError(
-                f"dataset {i} is a {type(source).__name__}, which gives batches only, and mixing takes single rows; make it a "
-                "RowDataset"
-            )
-    return cast(list[RowDataset], list(sources))
 
 
 @chz.chz(typecheck=True)

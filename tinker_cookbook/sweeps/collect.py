@@ -8,14 +8,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import pandas
 from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME, load_checkpoints_file
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.sweeps.points import SEED_KEY
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
 from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
@@ -94,13 +94,12 @@ def collect(sweep_dir: str | Path) -> pandas.DataFrame:
         DataFormatError: a file is damaged.
     """
     rows: list[dict[str, Any]] = []
-    statuses = _statuses(sweep_dir)
-    metrics = {status["name"]: _metrics(sweep_dir, status["name"]) for status in statuses}
-    taken = {"run", "status", "step", *(key for lines in metrics.values() for line in lines for key in line)}
-    for status in statuses:
+    runs = _read_runs(sweep_dir)
+    taken = {"run", "status", "step"} | _logged_keys(runs)
+    for status, lines in runs:
         point = {f"config/{key}" if key in taken else key: value for key, value in status["point"].items()}
         head = {"run": status["name"], **point, "status": status["status"]}
-        rows.extend({**head, "step": None, **line} for line in metrics[status["name"]] or [{}])
+        rows.extend({**head, "step": None, **line} for line in lines or [{}])
     table = pandas.DataFrame(rows)
     for column in table.columns:
         if any(isinstance(value, str) for value in table[column]):
@@ -137,9 +136,8 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
         ConfigurationError: no run has the metric, or it is no number, or nothing says which end of it is better.
     """
     check_ranking(metric, mode, value)
-    statuses = _statuses(sweep_dir)
-    metrics = {status["name"]: _metrics(sweep_dir, status["name"]) for status in statuses}
-    known = {key for lines in metrics.values() for line in lines for key in line if key != "step"}
+    found = _read_runs(sweep_dir)
+    known = _logged_keys(found) - {"step"}
     chosen = metric if metric is not None else next((key for key in MODES if key in known), None)
     if chosen is None or chosen not in known:
         near = difflib.get_close_matches(chosen or "", known, n=3)
@@ -148,17 +146,18 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
             + (f"did you mean {' or '.join(near)}?" if near else f"they have {', '.join(sorted(known)) or 'nothing'}")
         )
     better: Mode = mode if mode is not None else MODES[chosen]
+    folder = Path(sweep_dir).expanduser()
     runs = [
         RunSummary(
             status["name"],
             status["point"],
-            _reduce(chosen, [line[chosen] for line in metrics[status["name"]] if chosen in line], better, value),
-            len(metrics[status["name"]]),
+            _reduce(chosen, [line[chosen] for line in lines if chosen in line], better, value),
+            len(lines),
             status["status"],
             status.get("error"),
-            _last_sampler(Path(sweep_dir).expanduser() / status["name"]),
+            last.sampler_path if (last := get_last_checkpoint(folder / status["name"], "sampler_path")) else None,
         )
-        for status in statuses
+        for status, lines in found
     ]
     return Summary(chosen, better, value, _over_seeds(runs, better), _best_first(runs, better))
 
@@ -185,17 +184,22 @@ def print_summary(summary: Summary, console: Console | None = None) -> None:
             console.print(f"failed: {run.name}: {run.error}", markup=False, highlight=False)
 
 
-def _statuses(sweep_dir: str | Path) -> list[dict[str, Any]]:
+_Lines: TypeAlias = list[dict[str, Any]]
+
+
+def _read_runs(sweep_dir: str | Path) -> list[tuple[dict[str, Any], _Lines]]:
+    """The status of each run, and the lines of its metrics.jsonl."""
     folder = Path(sweep_dir).expanduser()
     paths = sorted(folder.glob(f"*/{STATUS_BASE_NAME}"))
     if not paths:
         raise ConfigurationError(f"sweep_dir={str(folder)!r}: has no runs of a sweep")
-    return [read_status(path) for path in paths]
+    logged = [path.with_name(METRICS_BASE_NAME) for path in paths]
+    lines = [read_jsonl(path, tolerate_torn_tail=True) if path.exists() else [] for path in logged]
+    return [(read_status(path), of_run) for path, of_run in zip(paths, lines, strict=True)]
 
 
-def _metrics(sweep_dir: str | Path, name: str) -> list[dict[str, Any]]:
-    path = Path(sweep_dir).expanduser() / name / METRICS_BASE_NAME
-    return read_jsonl(path, tolerate_torn_tail=True) if path.exists() else []
+def _logged_keys(runs: Sequence[tuple[dict[str, Any], _Lines]]) -> set[str]:
+    return {key for _, lines in runs for line in lines for key in line}
 
 
 def _window(value: str) -> int:
@@ -240,13 +244,6 @@ def _best_first(runs: Sequence[RunSummary], mode: Mode) -> list[RunSummary]:
         return run.value is None or run.status != "finished", -value if mode == "max" else value
 
     return sorted(runs, key=key)
-
-
-def _last_sampler(log_path: Path) -> str | None:
-    if not (log_path / CHECKPOINTS_BASE_NAME).exists():
-        return None
-    paths = [record.sampler_path for record in load_checkpoints_file(log_path) if record.sampler_path is not None]
-    return paths[-1] if paths else None
 
 
 def _ranking_rows(summary: Summary) -> list[list[str]]:

@@ -7,7 +7,6 @@ finished. A run that fails is noted and does not stop the others.
 
 import asyncio
 import inspect
-import json
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ from tinker_cookbook import backends, config_tree
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
-from tinker_cookbook.utils.files import flatten, write_json
+from tinker_cookbook.utils.files import flatten, read_json_object, write_json
 from tinker_cookbook.utils.ml_log import PROJECT_KEYS
 
 STATUS_BASE_NAME = "sweep_run.json"
@@ -243,12 +242,10 @@ def _was_finished(folder: Path, run: PlannedRun) -> bool:
 
 def read_status(path: Path) -> dict[str, Any]:
     """The content of a `sweep_run.json`. Raises DataFormatError if it is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataFormatError(f"{path}: {error}; remove that run's folder to run it again") from error
-    if not isinstance(content, dict) or not {"name", "point", "status"} <= content.keys():
-        raise DataFormatError(f"{path}: lacks name, point or status; remove that run's folder to run it again")
+    fix = "remove that run's folder to run it again"
+    content = read_json_object(path, fix)
+    if not {"name", "point", "status"} <= content.keys():
+        raise DataFormatError(f"{path}: lacks name, point or status; {fix}")
     return content
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +120,20 @@ def write_json(path: str | Path, obj: Any) -> None:
         DataValidationError: as `to_jsonable`; nothing is written then.
     """
     write_text(path, json.dumps(to_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json_object(path: str | Path, fix: str) -> dict[str, Any]:
+    """The object of a JSON file. Raises DataFormatError, `path: what is wrong; fix`, if it holds none."""
+    try:
+        return _parse_object(Path(path).read_bytes())[1]
+    except ValueError as error:
+        raise DataFormatError(f"{path}: {error}; {fix}") from error
+
+
+def write_jsonl(path: str | Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as JSON lines, whole or not at all. Raises DataValidationError as `to_jsonable`; nothing is written then."""
+    lines = [json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False) for row in rows]
+    write_text(path, "".join(line + "\n" for line in lines))
 
 
 def append_jsonl(path: str | Path, row: dict[str, Any]) -> None:

@@ -3,15 +3,13 @@
 python -m tools.make_tiny_model.data_files
 """
 
-import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
 
 import chz
 
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.utils.files import write_text
+from tinker_cookbook.utils.files import write_jsonl
 from tools.make_tiny_model import arithmetic
 from tools.make_tiny_model.comparisons import plant_desk_comparisons
 from tools.make_tiny_model.library_desk import library_desk_conversations
@@ -28,11 +26,6 @@ HAND_PICKED = (
     ("*", 9, 7),
     ("+", 0, 6),
 )
-
-
-def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def questions(count: int, seed: int) -> list[dict]:
@@ -59,6 +52,8 @@ def articles(count: int, seed: int) -> list[dict]:
 def write_all(folder: Path, seed: int = 0) -> None:
     asked = questions(400, seed)
     written = articles(64, seed)
+    for name in ("qa", "summary"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "qa" / "arithmetic_train.jsonl", asked[:300])
     write_jsonl(folder / "qa" / "arithmetic_test.jsonl", asked[300:])
     write_jsonl(folder / "qa" / "test.jsonl", [question(arithmetic.Sum(*parts)) for parts in HAND_PICKED])
