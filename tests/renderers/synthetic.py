@@ -154,7 +154,7 @@ def assistant(
         if body:
             message["content"].append(TextPart(type="text", text=body))
     if calls:
-        message["tool_calls"] = draw(st.lists(call or tool_call(), min_size=1, max_size=calls))
+        message["tool_calls"] = draw(st.lists(tool_call() if call is None else call, min_size=1, max_size=calls))
     return message
 
 

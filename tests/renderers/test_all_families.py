@@ -97,7 +97,6 @@ ENTRIES = {
     "mistral": _of_table("mistral", extends=False),
     "mistral_v3": _of_table("mistral_v3", extends=False),
     "gemma": _of_table("gemma", extends=True),
-    "qwen3_vl": _QWEN._replace(extends=False),
     "qwen3_vl_instruct": _QWEN,
     **dict.fromkeys(("qwen3_5", "qwen3_5_preserve_thinking"), _TAGGED),
     **{f"qwen3_8_{effort}_reasoning": _TAGGED for effort in ("xhigh", "medium", "low")},
