@@ -78,11 +78,11 @@ def datum_loss(
     """The sum over one datum, by the formula; `given` holds the datum's inputs in float64."""
     if loss_fn == "cross_entropy":
         return -(given["weights"] * lp).sum()
-    kept = given["advantages"] != 0
+    kept = (given["advantages"] != 0) | (given["logprobs"] != 0)
     q, advantages = given["logprobs"][kept], given["advantages"][kept]
     log_ratio_of_all = lp - given["logprobs"]
     lp = lp[kept]
-    ratio = (lp - q).exp()
+    ratio = torch.where(advantages != 0, lp - q, 0.0).exp()  # elsewhere it may overflow, and is multiplied by 0
     if loss_fn == "importance_sampling":
         return -(ratio * advantages).sum()
     if loss_fn == "dro":

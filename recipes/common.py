@@ -14,6 +14,7 @@ from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -124,6 +125,7 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
     """The run's folder: `log_path` after asking what to do when it exists, else a new one named after time and `parts`."""
     if config.log_path is not None:
         check_log_dir(config.log_path, config.behavior_if_log_dir_exists)
+        note_log_path(config.log_path)
         return config.log_path
     root = os.environ.get("TINKER_DEBATE_LOG_ROOT") or Path(default_log_path(recipe, "run")).parent
     words = [time.strftime("%Y%m%d_%H%M%S"), *parts, *([config.name] if config.name else [])]
@@ -135,6 +137,7 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
             break
         except FileExistsError:
             unique, n = Path(root) / f"{folder}_{n}", n + 1
+    note_log_path(unique)
     return str(unique)
 
 

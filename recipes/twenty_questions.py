@@ -28,8 +28,7 @@ from recipes.common import prompt_room, resolve_model, settle
 from recipes.warm_up import GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
-from tinker_cookbook.data.jsonl import read_rows
-from tinker_cookbook.data.rows import Row
+from tinker_cookbook.data.rows import Row, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -66,7 +65,7 @@ class Things:
 
     @classmethod
     def read(cls, path: Path = OBJECTS) -> "Things":
-        return cls(dict(read_rows(path, _thing, '{"object": "...", "attributes": ["...", ...]}')))
+        return cls(dict(read_file(path, _thing, '{"object": "...", "attributes": ["...", ...]}')))
 
     @property
     def names(self) -> list[str]:

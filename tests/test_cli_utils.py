@@ -175,7 +175,24 @@ class TestInterrupt:
             f"  python -m recipes.x n=2 'log_path={log_path}' behavior_if_log_dir_exists=resume"
         )
 
-    def test_ctrl_c_lets_an_async_main_clean_up(self, tmp_path: Path) -> None:
+    def test_an_error_too_is_followed_by_the_command_that_resumes(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        def target(config: CLIConfig) -> None:
+            folder = tmp_path / "run"
+            with open_run(folder, config={}, recipe_name="x"), open_run(folder / "teacher", config={}, recipe_name="y"):
+                raise TrainingError("loss is NaN")
+
+        err = failure(capsys, target=target, code=1)
+        assert "error: loss is NaN\n" in err and "without a checkpoint yet. To resume:" in err
+        # The folder of the run, and not that of the run within it.
+        assert err.splitlines()[-1] == (
+            f"  python -m recipes.x log_path={tmp_path / 'run'} behavior_if_log_dir_exists=resume"
+        )
+        assert "To resume" not in failure(capsys, target=raising(TrainingError("before anything")), code=1)
+
+    @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+    def test_both_signals_let_an_async_main_clean_up(self, tmp_path: Path, name: str, code: int) -> None:
         script = tmp_path / "recipe.py"
         script.write_text(
             textwrap.dedent(
@@ -207,11 +224,30 @@ class TestInterrupt:
         ) as process:  # fmt: skip
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGINT)
+            process.send_signal(getattr(signal, name))
             out, err = process.communicate(timeout=60)
         assert out == "cleaned up\n"
         assert "nothing to resume" in err and "Traceback" not in err
-        assert process.returncode == 130
+        assert process.returncode == code
+
+    def test_sigterm_counts_where_ctrl_c_is_ignored(self, tmp_path: Path) -> None:
+        """As in a process that a script started in the background."""
+        script = (
+            "import asyncio, chz, os, signal, sys\n"
+            "from tinker_cookbook.cli_utils import run_recipe\n"
+            "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+            "CLIConfig = chz.chz(type('CLIConfig', (), {}))\n"
+            "async def main(config):\n"
+            "    try:\n"
+            "        os.kill(os.getpid(), signal.SIGTERM)\n"
+            "        await asyncio.Event().wait()\n"
+            "    finally:\n"
+            "        print('cleaned up')\n"
+            "run_recipe(CLIConfig, main, argv=[])\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": python_path()}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (143, "cleaned up\n"), done.stderr
 
 
 class TestCheckLogDir:

@@ -77,8 +77,8 @@ def check_backend(
 def create_service_client(backend: str | None = None, base_url: str | None = None) -> ServiceClient:
     """A service client of the chosen engine.
 
-    The local one is shared within the process while anyone holds it, so that a policy, a judge and a teacher on the same
-    base model share its weights.
+    The local one is deterministic: one loop drives it, and the same program gets the same bits. It is shared within the
+    process while anyone holds it, so that a policy, a judge and a teacher on the same base model share its weights.
     """
     if resolve_backend(backend) == "tinker":
         import tinker
@@ -89,7 +89,7 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves where this pointed when it was made
     client = _local_clients.get(home)
     if client is None:
-        client = _local_clients[home] = tinker_local_backend.ServiceClient()
+        client = _local_clients[home] = tinker_local_backend.ServiceClient(deterministic=True)
     return cast(ServiceClient, client)
 
 

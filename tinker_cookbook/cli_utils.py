@@ -10,12 +10,15 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, get_args
 
 import chz
@@ -24,7 +27,9 @@ from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, Invalid
 from tinker_cookbook import config_tree
 from tinker_cookbook.backends import is_engine_error
 from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCookbookError
-from tinker_cookbook.runs.bootstrap import last_log_path
+from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
 
 LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
 
@@ -33,7 +38,10 @@ TRACEBACK_ENV = "TINKER_COOKBOOK_TRACEBACK"
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
+RESUME_HINT = "The files in"
+"""How the lines begin that follow an error and say how to go on."""
 _BEHAVIOR_KEY = "behavior_if_log_dir_exists"
 _RUN_FILES = ("run_metadata.json", "metrics.jsonl", "logs.log", "config.json")
 
@@ -46,8 +54,8 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
         behavior_if_exists: "resume" keeps it, "delete" removes it, "raise" refuses, "ask" asks on the terminal.
 
     Raises:
-        ConfigurationError: the folder may not be used ("raise"; "ask" without a terminal), `log_dir` is a file, or
-            "delete" was asked for a folder that does not look like a run.
+        ConfigurationError: the folder may not be used ("raise"; "ask" without a terminal), `log_dir` is a file or
+            another run writes to it, or "delete" was asked for a folder that does not look like a run.
         SystemExit: the answer to "ask" was to leave.
     """
     if behavior_if_exists not in get_args(LogdirBehavior):
@@ -55,9 +63,9 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
     path = Path(log_dir).expanduser()
     if not path.exists():
         return
-    if not path.is_dir():
-        raise ConfigurationError(f"log_path={str(path)!r}: is a file; give a folder")
-    if not any(path.iterdir()):
+    open_folder(path, "log_path")
+    check_unused(path, "log_path")
+    if all(entry.name == LOCK_BASE_NAME for entry in path.iterdir()):
         return
     if behavior_if_exists == "ask":
         behavior_if_exists = _ask(path)
@@ -94,8 +102,9 @@ def run_recipe(
     """Build the config from `key=value` arguments and call `main(config)`; a coroutine is run to its end.
 
     Exit codes: 2 for a mistake in the command line, the config or the data; 1 for other errors that the library raises
-    on purpose; 130 after Ctrl-C, with a message that says how to resume. Other exceptions pass through. With the
-    environment variable TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
+    on purpose; 130 after Ctrl-C and 143 after SIGTERM, by which schedulers end a job. Other exceptions pass through. However
+    a run ends that has opened its folder, the command that resumes it is printed. With the environment variable
+    TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
 
     Args:
         config_cls: the chz class of the config.
@@ -112,21 +121,47 @@ def run_recipe(
     arguments = list(sys.argv[1:] if argv is None else argv)
     prog = prog if prog is not None else f"python -m {_module_name(main)}"
     config = _parse(config_cls, arguments, prog, _module_doc(main))
+    note_log_path(None)
+    with _sigterm_as_ctrl_c() as received:
+        try:
+            result = main(config)
+            if inspect.iscoroutine(result):
+                # On Ctrl-C asyncio.run cancels the main task, waits until it has cleaned up, then raises KeyboardInterrupt.
+                return asyncio.run(result)
+            return result
+        except KeyboardInterrupt as error:
+            code = EXIT_TERMINATED if received else EXIT_INTERRUPTED
+            _fail(f"interrupted. {_how_to_resume(config_cls, arguments, prog)}", code, error, prefix="")
+        except Exception as error:
+            resume = f"\n{_how_to_resume(config_cls, arguments, prog)}" if last_log_path() is not None else ""
+            known = _known_errors(error)
+            if not known:
+                print(resume.strip(), file=sys.stderr)
+                raise
+            is_usage = all(isinstance(leaf, ConfigurationError | DataError) for leaf in known)
+            messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
+            _fail("\nerror: ".join(messages) + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
+    """Within the body SIGTERM does what Ctrl-C does. Yields the list that it is noted in."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        # Asked now: while asyncio runs it has a handler of its own, which cancels the main task.
+        handler = signal.getsignal(signal.SIGINT)
+        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # signals are for the main thread
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        result = main(config)
-        if inspect.iscoroutine(result):
-            # On Ctrl-C asyncio.run cancels the main task, waits until it has cleaned up, then raises KeyboardInterrupt.
-            return asyncio.run(result)
-        return result
-    except KeyboardInterrupt as error:
-        _fail(_interrupted_message(config_cls, arguments, prog), EXIT_INTERRUPTED, error, prefix="")
-    except Exception as error:
-        known = _known_errors(error)
-        if not known:
-            raise
-        is_usage = all(isinstance(leaf, ConfigurationError | DataError) for leaf in known)
-        messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
-        _fail("\nerror: ".join(messages), EXIT_USAGE if is_usage else EXIT_FAILED, error)
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
@@ -188,18 +223,23 @@ def _known_errors(error: BaseException) -> list[BaseException]:
     return [leaf for part in leaves for leaf in part] if all(leaves) else []
 
 
-def _interrupted_message(config_cls: type, arguments: list[str], prog: str) -> str:
+def _how_to_resume(config_cls: type, arguments: list[str], prog: str) -> str:
     log_path = last_log_path()
     if log_path is None:
-        return "interrupted before the run's folder was opened; there is nothing to resume"
+        return "The run's folder was not opened yet; there is nothing to resume"
     fields = chz.chz_fields(config_cls) if chz.is_chz(config_cls) else {}
     resume = {"log_path": str(log_path), _BEHAVIOR_KEY: "resume"}
     kept = [argument for argument in arguments if argument.lstrip("-").partition("=")[0] not in resume]
     added = [f"{key}={value}" for key, value in resume.items() if key in fields]
-    return (
-        f"interrupted. The files in {log_path} are whole; work since the last checkpoint is lost. To resume:\n"
-        f"  {prog} {shlex.join([*kept, *added])}"
-    )
+    return f"{RESUME_HINT} {log_path} are whole{_saved(log_path)}. To resume:\n  {prog} {shlex.join([*kept, *added])}"
+
+
+def _saved(log_path: Path) -> str:
+    try:
+        record = get_last_checkpoint(log_path)
+    except TinkerCookbookError:
+        return ""  # its own error has been told, or will be when the run is resumed
+    return f"; the last checkpoint is {record.name}" if record is not None else ", without a checkpoint yet"
 
 
 def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:

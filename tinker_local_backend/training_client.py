@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,14 @@ class TrainingRun:
     """as it was created; its metadata go with every checkpoint"""
     model: BaseModel
     state: trainer.TrainState
+
+    @classmethod
+    def create(cls, engine: Engine, registry: Registry, session: Session, entry: Run, seed: int) -> TrainingRun:
+        """A run with a new adapter, on the worker. `seed` makes the initial A matrices."""
+        model = engine.load(entry.base_model)
+        adapter = model.new_adapter(entry.spec, seed)
+        state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
+        return cls(engine, registry, session, entry, model, state)
 
     @property
     def home(self) -> Path:
@@ -128,13 +137,23 @@ class TrainingClient:
         run, datums = self._run, freeze_data(data)
         if loss_type_input not in (None, "logprobs"):
             raise RequestError(f"loss_type_input={loss_type_input!r}: a custom loss always gets logprobs; leave it out")
-        return self._train(lambda: forward_backward_custom(run.model, run.state, datums, loss_fn))
+
+        def custom() -> tinker.ForwardBackwardOutput:
+            with run.state.passing():
+                return forward_backward_custom(run.model, run.state, datums, loss_fn)
+
+        return self._train(custom)
 
     def _pass(
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig, backward: bool
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         run, datums, config = self._run, freeze_data(data), copy(loss_fn_config)
-        return self._train(lambda: trainer.forward_backward(run.model, run.state, datums, loss_fn, config, backward))
+
+        def one_pass() -> tinker.ForwardBackwardOutput:
+            with run.state.passing() if backward else nullcontext():
+                return trainer.forward_backward(run.model, run.state, datums, loss_fn, config, backward)
+
+        return self._train(one_pass)
 
     def optim_step(
         self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
@@ -277,4 +296,4 @@ def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool
         checkpoints.load_optimizer(run.home, path, run.state.adapter, fresh)
     checkpoints.load_adapter(run.home, path, run.state.adapter)
     run.state.optimizer = fresh
-    run.state.gradients = None
+    run.state.clear()

@@ -46,6 +46,7 @@ from tinker_cookbook.renderers import Message, TrainOnWhat
 from tinker_cookbook.rl import train as rl_train
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, get_last_checkpoint
+from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.runs.metadata import write_run_metadata
 from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.supervised import train as sl_train
@@ -236,18 +237,17 @@ async def main(cli: CLIConfig) -> None:
     sl_train.check_config(sft_config(cli, nowhere))
     sl_train.check_config(preference_model_config(cli, nowhere, None))
     rl_train.check_config(rl_config(cli, nowhere, None, None))
-    log_path = Path(open_log_path(cli, RECIPE, dataset_label(cli.dataset, SHIPPED))).expanduser()
-    log_path.mkdir(parents=True, exist_ok=True)
-    write_run_metadata(log_path, config=cli, recipe_name=RECIPE)
-
-    if finished(log_path / SFT) is None:
-        await sl_train.main(sft_config(cli, log_path))
-    warm_path, _ = paths_of(log_path / SFT)
-    if finished(log_path / PREFERENCE_MODEL) is None:
-        await sl_train.main(preference_model_config(cli, log_path, warm_path))
-    _, judge_path = paths_of(log_path / PREFERENCE_MODEL)
-    if finished(log_path / RL) is None:
-        await rl_train.main(rl_config(cli, log_path, warm_path, judge_path))
+    log_path = open_folder(open_log_path(cli, RECIPE, dataset_label(cli.dataset, SHIPPED)), "log_path")
+    with one_writer(log_path, "log_path"):
+        write_run_metadata(log_path, config=cli, recipe_name=RECIPE)
+        if finished(log_path / SFT) is None:
+            await sl_train.main(sft_config(cli, log_path))
+        warm_path, _ = paths_of(log_path / SFT)
+        if finished(log_path / PREFERENCE_MODEL) is None:
+            await sl_train.main(preference_model_config(cli, log_path, warm_path))
+        _, judge_path = paths_of(log_path / PREFERENCE_MODEL)
+        if finished(log_path / RL) is None:
+            await rl_train.main(rl_config(cli, log_path, warm_path, judge_path))
 
     print_changes(log_path / SFT, {"test/nll": "held-out replies"}, {})
     print_changes(log_path / PREFERENCE_MODEL, {"test/accuracy": "held-out comparisons"}, {})

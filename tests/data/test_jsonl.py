@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from recipes.twenty_questions import Things
-from tinker_cookbook.data.jsonl import read_rows
+from tinker_cookbook.data.rows import read_file
 from tinker_cookbook.distillation.datasets import load_prompts
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl, read_comparisons
 from tinker_cookbook.supervised.conversations import read_conversations
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tool_use.search import ArticleSearch
+from tinker_cookbook.tool_use.ready_made import ArticleSearch
 
 CHAT = [{"role": "user", "content": "Q\u2028\x85R"}, {"role": "assistant", "content": "A"}]
 COMPARISON = {"prompt_conversation": CHAT[:1], "completion_A": CHAT[1:], "completion_B": CHAT[1:]}
@@ -30,7 +30,7 @@ class Reader(NamedTuple):
 
 
 READERS = {
-    "rows": Reader(lambda path: read_rows(path, lambda row: row.text("a"), '{"a": "..."}'), {"a": "x"}),
+    "rows": Reader(lambda path: read_file(path, lambda row: row.text("a"), '{"a": "..."}'), {"a": "x"}),
     "conversations": Reader(read_conversations, {"messages": CHAT}),
     "comparisons": Reader(read_comparisons, {"comparison": COMPARISON, "label": "A"}),
     "items": Reader(lambda path: load_items(get_task("qa"), path)[0], {"question": "Q", "answer": "A"}),
@@ -110,5 +110,5 @@ def test_the_setting_that_names_the_file_is_named(tmp_path: Path, monkeypatch: p
 def test_text_of_a_row(tmp_path: Path, row: dict[str, Any], complaint: str) -> None:
     path = write(tmp_path / "a.jsonl", {"a": 4, "c": "x"}, {"c": "y"}, row)
     with pytest.raises(DataFormatError, match=f"^{path}:3: {complaint}"):
-        read_rows(path, lambda row: row.text("a", "c"), '{"a": "..."}')
-    assert read_rows(write(tmp_path / "b.jsonl", {"c": "y", "a": 4}), lambda row: row.text("a", "c"), "") == ["4"]
+        read_file(path, lambda row: row.text("a", "c"), '{"a": "..."}')
+    assert read_file(write(tmp_path / "b.jsonl", {"c": "y", "a": 4}), lambda row: row.text("a", "c"), "") == ["4"]

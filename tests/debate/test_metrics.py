@@ -69,6 +69,7 @@ class TestMetrics:
             "debate/tie": 2 / 8,
             "debate/invalid": 1 / 8,
             "debate/won": 5 / 16,
+            "debate/malformed": 0.0,
             "debate/agreement": 2 / 8,  # debates 2 and 3; no answer agrees with nothing
             "debate/confidence_parsed": 3 / 16,
             "debate/judge_retries": sum(range(8)) / 8,
@@ -81,10 +82,16 @@ class TestMetrics:
 
     def test_seat_a_reports_the_debate_and_each_seat_itself(self) -> None:
         of_a, of_b = hold_all().metrics_G[:2]
-        itself = {"debate/won", "debate/winner_tokens", "debate/win_if_correct", "debate/winner_correct"}
+        itself = {
+            "debate/won",
+            "debate/malformed",
+            "debate/winner_tokens",
+            "debate/win_if_correct",
+            "debate/winner_correct",
+        }
         debate = {f"debate/{name}" for name in ("tie", "invalid", "judge_retries", "agreement", "confidence_parsed")}
         assert of_a.keys() == itself | debate | {"debate/a_wins", "debate/judge_accuracy"}
-        assert of_b.keys() == {"debate/won", "debate/loser_tokens", "debate/win_if_wrong"}
+        assert of_b.keys() == {"debate/won", "debate/malformed", "debate/loser_tokens", "debate/win_if_wrong"}
 
     def test_a_task_without_right_and_wrong_has_no_metrics_of_it(self) -> None:
         metrics = averaged(hold_all("summary"))

@@ -290,7 +290,7 @@ def activation_memory(patch: pytest.MonkeyPatch, size: int) -> None:
 
 
 def drop_gradients(client: TrainingClient) -> None:
-    client._run.state.gradients = None
+    client._run.state.clear()
 
 
 def params(max_tokens: int | None = 8, temperature: float = 1.0, **fields) -> tinker.SamplingParams:

@@ -28,12 +28,15 @@ IMAGE = tinker.types.ImageChunk(data=b"png", format="png", expected_tokens=1)
 
 @pytest.fixture(autouse=True)
 def engine_goes_on(service: ServiceClient, training: TrainingClient, sampler: SamplingClient) -> Iterator[None]:
-    """After the bad request: what was accumulated is untouched, and training and sampling still work."""
+    """After the bad request: what was accumulated is untouched, its step fails, and training and sampling still work."""
     training.forward_backward([cross_entropy_datum(5, 1)], "cross_entropy").result()
     before = gradients(training)
     yield
     after = gradients(training)
     assert all(np.array_equal(before[name], after[name]) for name in before)
+    if training._run.state.failure is not None:
+        with pytest.raises(RequestError, match="no step was taken: a forward_backward before it failed"):
+            training.optim_step(STEP).result()
     training.forward_backward([policy_datum(5, 1)], "ppo").result()
     training.optim_step(STEP).result()
     assert len(sampler.sample(prompt(TOKENS), 1, params(2)).result().sequences) == 1

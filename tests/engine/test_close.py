@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -134,3 +136,39 @@ def test_an_unused_service_makes_no_folder(tmp_path: Path, monkeypatch: pytest.M
     with ServiceClient():
         pass
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_is_told_at_once_that_nobody_answers(
+    own: tuple[ServiceClient, TrainingClient, SamplingClient],
+) -> None:
+    service, client, sampler = own
+
+    def ask_all() -> list[str]:
+        calls = (
+            lambda: long_request(sampler),
+            lambda: client.forward_backward(DATA, "cross_entropy"),
+            lambda: service.create_sampling_client(base_model=sampler.get_base_model()),
+        )
+        answers = []
+        for call in calls:
+            try:
+                call()
+                answers.append("no error")
+            except EngineClosedError as error:
+                answers.append(str(error))
+        return answers
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.write(write, "\n".join(ask_all()).encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as answers:
+        told = answers.read().splitlines()
+    assert len(told) == 3
+    assert all(f"this engine runs in process {os.getpid()}" in line and "spawn" in line for line in told), told
+    assert client.forward(DATA, "cross_entropy").result(SECONDS).metrics["loss:sum"] > 0, "the parent goes on"

@@ -202,6 +202,9 @@ def test_the_gradient_of_gspo_is_that_of_the_sequence_objective(advantage: float
 def test_a_position_without_advantage_adds_exactly_nothing(
     loss_fn: str, dtype: torch.dtype, q: float, masked: float
 ) -> None:
+    """To the losses that multiply by the advantage, whatever its ratio; to dro if it was not sampled (q = 0)."""
+    if loss_fn == "dro" and q != 0:
+        pytest.skip("dro pulls a sampled token to the sampler whatever its advantage")
     lp = column(-1.0, -2.0).to(dtype)
     nothing = torch.zeros_like(lp)
     inputs = policy_inputs(torch.full_like(lp, q), nothing, sequence_ratio_mask=torch.full_like(lp, masked))
@@ -211,10 +214,19 @@ def test_a_position_without_advantage_adds_exactly_nothing(
 
 
 @pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
-def test_the_ratio_is_one_where_there_is_no_advantage(loss_fn: str) -> None:
-    lp, advantages = column(-1.0, -2.0, -3.0), column(1.0, 0.0, -1.0)
-    ratio = LOSSES[loss_fn].ratio(lp, policy_inputs(lp - 0.5, advantages))
-    torch.testing.assert_close(ratio, column(math.exp(0.5), 1.0, math.exp(0.5)))
+def test_the_ratio_is_one_where_nothing_was_sampled(loss_fn: str) -> None:
+    lp, advantages = column(-1.0, -2.0, -3.0, -4.0), column(1.0, 0.0, -1.0, 0.0)
+    q = torch.where(column(1, 0, 1, 1) == 1, lp - 0.5, 0.0)
+    inputs = policy_inputs(q, advantages, sequence_ratio_mask=column(1.0, 0.0, 1.0, 1.0))
+    ratio = LOSSES[loss_fn].ratio(lp, inputs)
+    torch.testing.assert_close(ratio, column(math.exp(0.5), 1.0, math.exp(0.5), math.exp(0.5)))
+
+
+def test_dro_pulls_a_sampled_token_without_advantage_to_the_sampler() -> None:
+    lp, q = column(-1.0, -3.0, -2.0), column(-2.0, -2.5, 0.0)  # the last was not sampled
+    value, gradient = value_and_gradient("dro", lp, policy_inputs(q, torch.zeros_like(lp)), beta=0.4)
+    torch.testing.assert_close(value, column(0.2 * 1.0, 0.2 * 0.25, 0.0))
+    torch.testing.assert_close(gradient, column(0.4 * 1.0, 0.4 * -0.5, 0.0))
 
 
 @pytest.mark.parametrize("loss_fn", POLICY_LOSSES)

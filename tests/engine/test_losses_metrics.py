@@ -9,8 +9,8 @@ from tests.engine.helpers import datum, policy_datum
 from tinker_local_backend import TrainingClient
 from tinker_local_backend.engine.losses import LOSSES, RatioStats
 
-LOG_RATIO = np.array([0.5, -1.0, 0.1, 0.0, 5.0])
-ADVANTAGES = np.array([1.0, 1.0, -1.0, 2.0, 0.0])  # the last position does not count
+LOG_RATIO = np.array([0.5, -1.0, 0.1, 0.0, -5.0])
+ADVANTAGES = np.array([1.0, 1.0, -1.0, 2.0, 0.0])  # the last position was not sampled: advantage and logprob are 0
 LP = np.array([-1.0, -2.0, -3.0, -4.0, -5.0])
 NAMES = {"ratio:mean", "ratio:min", "ratio:max", "kl:mean", "kl_k3:mean", "entropy:mean"}
 
@@ -94,15 +94,16 @@ def test_a_batch_and_its_parts_have_the_same_metrics() -> None:
 
 
 @pytest.mark.parametrize("log_ratio", [0.5, -0.5])
-def test_extremes_are_those_of_positions_with_advantage(log_ratio: float) -> None:
-    lp = torch.full((2, 1), -1.0)
+def test_extremes_are_those_of_sampled_positions(log_ratio: float) -> None:
+    lp = torch.full((3, 1), -1.0)
     stats = RatioStats(LOSSES["dro"])
-    stats.add(lp, {"logprobs": lp - log_ratio, "advantages": torch.tensor([[1.0], [0.0]])}, {"beta": 0.1})
+    q = torch.tensor([[-1.0 - log_ratio], [0.0], [-1.0 - log_ratio]])
+    stats.add(lp, {"logprobs": q, "advantages": torch.tensor([[1.0], [0.0], [0.0]])}, {"beta": 0.1})
     metrics = stats.metrics({"beta": 0.1})
     assert metrics["ratio:min"] == metrics["ratio:max"] == pytest.approx(np.exp(log_ratio), rel=1e-6)
 
 
-def test_without_advantage_there_is_nothing_to_tell() -> None:
+def test_of_what_was_not_sampled_there_is_nothing_to_tell() -> None:
     loss = LOSSES["ppo"]
     stats = RatioStats(loss)
     assert stats.metrics(loss.config) == {}
@@ -131,12 +132,13 @@ def test_a_call_reports_what_its_logprobs_say(training: TrainingClient, loss_fn:
         output = training.forward(data, loss_fn).result()
     lps = [record["logprobs"].to_numpy().astype(np.float64) for record in output.loss_fn_outputs]
     qs = [d.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) for d in data]
-    active = np.concatenate([d.loss_fn_inputs["advantages"].to_numpy() for d in data]) != 0
-    lp, q = np.concatenate(lps)[active], np.concatenate(qs)[active]
+    advantages = np.concatenate([d.loss_fn_inputs["advantages"].to_numpy() for d in data])
+    sampled = (advantages != 0) | (np.concatenate(qs) != 0)
+    lp, q = np.concatenate(lps)[sampled], np.concatenate(qs)[sampled]
     ratios = np.exp(lp - q)
     if loss_fn == "gspo":
         own = [np.full(len(p), np.exp(np.mean(p - s))) for p, s in zip(lps, qs, strict=True)]
-        ratios = np.concatenate(own)[active]
+        ratios = np.concatenate(own)[sampled]
     expected = {
         "ratio:mean": ratios.mean(),
         "ratio:min": ratios.min(),

@@ -133,7 +133,7 @@ def test_one_datum_that_is_too_large_gets_its_layers_recomputed(
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
-def test_a_datum_that_never_fits_is_named_and_leaves_no_trace(training: TrainingClient, fails: str) -> None:
+def test_a_datum_that_never_fits_is_named_and_no_step_is_taken_without_it(training: TrainingClient, fails: str) -> None:
     fitting = [policy_datum(n, n, training) for n in (30, 20)]
     ppo(training, fitting)
     before = gradients(training)
@@ -149,6 +149,10 @@ def test_a_datum_that_never_fits_is_named_and_leaves_no_trace(training: Training
         ppo(training, fitting)
     assert_close(gradients(training), {name: 2 * matrix for name, matrix in before.items()}, rtol=1e-6)
     old = weights(training)
+    with pytest.raises(RequestError, match=r"no step was taken.*data\[2\] of 90 tokens does not fit"):
+        training.optim_step(STEP).result()
+    assert all(np.array_equal(matrix, old[name]) for name, matrix in weights(training).items())
+    ppo(training, fitting)
     training.optim_step(STEP).result()
     assert any(not np.array_equal(matrix, old[name]) for name, matrix in weights(training).items())
 

@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     BertConfig,
     CohereConfig,
     DiffLlamaConfig,
     FalconConfig,
     FalconH1Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GPTNeoConfig,
     GraniteConfig,
@@ -18,9 +23,11 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
+    NemotronConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen3MoeConfig,
+    StableLmConfig,
     T5Config,
 )
 
@@ -29,6 +36,7 @@ from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
 from tinker_local_backend.engine import base_model
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.lora import LoraLinear, LoraSpec
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -74,6 +82,14 @@ BY_TRYING: dict[str, tuple[PretrainedConfig, str]] = {
     "attention of its own": (
         GPTNeoConfig(vocab_size=1536, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
         r"\(gpt_neo\) cannot be loaded with the local engine's attention",
+    ),
+    "a plan that does not reach the attention": (
+        StableLmConfig(**SHAPE),
+        r"\(stablelm\) does not run in the local engine",
+    ),
+    "a plan that does not reach the attention either": (
+        NemotronConfig(**SHAPE),
+        r"\(nemotron\) does not run in the local engine",
     ),
 }
 """refused because the logits are not those of transformers"""
@@ -153,3 +169,41 @@ def test_a_model_that_lora_would_cover_in_part_is_sampled_from_but_not_trained(
     assert sampler.sample(prompt(random_tokens(5, 0)), 1, params(2)).result().sequences
     with pytest.raises(ModelLoadError, match=r"does not know \(gate_up_proj, qkv_proj\).*not trained"):
         service.create_lora_training_client(path, 4).result()
+
+
+class Halved(nn.Linear):
+    """A linear that does something else with its weight, as quantized and ternary ones do."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) / 2
+
+
+def test_a_special_linear_is_refused_and_not_replaced(tied_model: str) -> None:
+    module = AutoModelForCausalLM.from_pretrained(tied_model)
+    layer = module.model.layers[1].mlp
+    special = Halved(layer.up_proj.in_features, layer.up_proj.out_features, bias=False)
+    layer.up_proj = special
+    with pytest.raises(ModelLoadError, match="has linears of type Halved, to which LoRA here cannot be added"):
+        BaseModel.from_module("halved", module, AutoTokenizer.from_pretrained(tied_model))
+    assert layer.up_proj is special
+
+
+def test_the_engine_is_compared_with_the_model_as_it_came(tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what replaces the linears is checked, as the reference is computed before."""
+    forward = LoraLinear.forward
+    monkeypatch.setattr(LoraLinear, "forward", lambda self, x: forward(self, x) / 2)
+    with pytest.raises(ModelLoadError, match="has other logits in the local engine than in transformers"):
+        BaseModel(tied_model)
+
+
+def test_of_a_multimodal_model_the_text_is_trained_alone(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma3Config(
+        text_config={**SHAPE, "model_type": "gemma3_text"},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+    )
+    model = BaseModel(write_model(config, tmp_path, 0))
+    names = set(model.new_adapter(LoraSpec(2), 0).a)
+    assert "lm_head" in names and len(names) == 1 + 7 * SHAPE["num_hidden_layers"]
+    assert all(name == "lm_head" or name.startswith("model.language_model.layers.") for name in names)

@@ -235,6 +235,19 @@ def test_a_pair_that_fails_late_leaves_the_good_steps(
     assert record["batch"] == 2 and service.saved[record["state_path"]] == 2
 
 
+def test_an_evaluator_that_raises_leaves_the_good_steps(service: FakeServiceClient, tmp_path: Path) -> None:
+    class Fails(SamplingClientEvaluator):
+        async def __call__(self, sampling_client: Any) -> dict[str, float]:
+            if sampling_client.weights == 2:
+                raise ConnectionError("the grader is gone")
+            return {}
+
+    with pytest.raises(ConnectionError):
+        train_dpo.main(make_config(tmp_path, eval_every=2, evaluator_builders=[Fails]))
+    (record,) = rows(tmp_path, "checkpoints.jsonl")
+    assert record["batch"] == 2 and service.saved[record["state_path"]] == 2
+
+
 def test_other_data_on_resume_is_refused(service: FakeServiceClient, tmp_path: Path) -> None:
     train_dpo.main(make_config(tmp_path))
     with pytest.raises(ConfigurationError, match="3 batches per epoch, and the dataset now gives 2"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -84,6 +85,19 @@ class Count(TrainingClientEvaluator):
     async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
         self.calls += 1
         return {f"{self.name}/calls": self.calls}
+
+
+class FailsAt(TrainingClientEvaluator):
+    """Fails at its n-th call."""
+
+    def __init__(self, call: int):
+        self.call, self.calls = call, 0
+
+    async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
+        self.calls += 1
+        if self.calls == self.call:
+            raise ConnectionError("the grader is gone")
+        return {}
 
 
 class Logprob(SamplingClientEvaluator):
@@ -220,6 +234,40 @@ class TestResume:
         assert optimizer_steps(tmp_path / "stopped", record) == 3
         assert len(read_jsonl(tmp_path / "stopped" / "log" / "metrics.jsonl")) == 3
         REFUSED.clear()
+        assert_same(run(tmp_path / "stopped", monkeypatch, submit_ahead=2), whole)
+
+    def test_good_steps_are_kept_when_an_evaluator_raises(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings: dict[str, Any] = {"eval_every": 3, "submit_ahead": 2}
+        whole = run(tmp_path / "whole", monkeypatch, **settings, evaluator_builders=[Count])
+        with pytest.raises(ConnectionError):
+            run(tmp_path / "stopped", monkeypatch, **settings, evaluator_builders=[partial(FailsAt, 2)])
+        (record,) = checkpoints(tmp_path / "stopped")
+        assert (record["name"], record["batch"]) == ("000003-stopped", 3)
+        resumed = run(tmp_path / "stopped", monkeypatch, **settings, evaluator_builders=[Count])
+        assert (resumed.adapter, resumed.optimizer) == (whole.adapter, whole.optimizer)
+
+    def test_a_stopped_run_finishes_what_is_submitted_and_keeps_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ctrl-C and SIGTERM cancel the main task: here while it waits for a step, with two more on their way."""
+        whole = run(tmp_path / "whole", monkeypatch, submit_ahead=2)
+        monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "stopped" / "home"))
+        monkeypatch.setattr(backends, "_local_clients", WeakValueDictionary())
+
+        async def cancelled() -> None:
+            running = asyncio.create_task(train.main(config(tmp_path / "stopped", submit_ahead=2)))
+            while not (tmp_path / "stopped" / "log" / "metrics.jsonl").exists():
+                await asyncio.sleep(0.001)
+            running.cancel()
+            await running
+
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(cancelled())
+        (record,) = checkpoints(tmp_path / "stopped")
+        rows = read_jsonl(tmp_path / "stopped" / "log" / "metrics.jsonl")
+        assert record["batch"] == optimizer_steps(tmp_path / "stopped", record) == len(rows) > 0
         assert_same(run(tmp_path / "stopped", monkeypatch, submit_ahead=2), whole)
 
     def test_a_bad_example_is_found_before_a_model_is_loaded(self, tmp_path: Path) -> None:

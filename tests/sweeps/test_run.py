@@ -4,18 +4,25 @@ model do not influence each other."""
 import asyncio
 import gc
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from filelock import FileLock
 
 from recipes import sweep
+from tests.child import python_path
 from tests.sweeps import toy
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.runs.folder import one_writer
 from tinker_cookbook.sweeps import Recipe, RunResult, grid, load_recipe, run_sweep
-from tinker_cookbook.sweeps.run import LOCK_BASE_NAME, STATUS_BASE_NAME
+from tinker_cookbook.sweeps.run import STATUS_BASE_NAME
 from tinker_cookbook.utils.files import read_jsonl
 
 TOY = Recipe("tests.sweeps.toy", toy.CLIConfig, toy.main)
@@ -89,7 +96,8 @@ class TestRefusals:
             )
 
     def test_a_sweep_that_runs_elsewhere_is_left_alone(self, tmp_path: Path) -> None:
-        with FileLock(tmp_path / LOCK_BASE_NAME), pytest.raises(ConfigurationError, match="another process"):
+        holder = f"process {os.getpid()} on {socket.gethostname()} .* writes to this folder"
+        with one_writer(tmp_path, "sweep_dir"), pytest.raises(ConfigurationError, match=holder):
             here(tmp_path)
 
     def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
@@ -108,6 +116,38 @@ class TestProcesses:
         assert "step    2" in (tmp_path / "learning_rate=1.0" / "console.log").read_text()
         again = asyncio.run(run_sweep(TOY, points[:1], tmp_path, fixed={"fail_at": 2.0}, processes=1))
         assert again[0].earlier and starts(tmp_path / "learning_rate=1.0") == ["0"]
+
+    def test_a_killed_sweep_leaves_no_orphan(self, tmp_path: Path) -> None:
+        """SIGKILL, which it cannot answer: its run gets SIGTERM then, and ends as by Ctrl-C."""
+        script = (
+            "import asyncio; from tinker_cookbook.sweeps import run_sweep; "
+            f"asyncio.run(run_sweep('tests.sweeps.toy', [{{'learning_rate': 1.0}}], {str(tmp_path)!r}, "
+            "fixed={'wait': True}))"
+        )
+        environment = {**os.environ, "PYTHONPATH": python_path()}
+        sweep = subprocess.Popen([sys.executable, "-c", script], env=environment)
+        folder = tmp_path / "learning_rate=1.0"
+        try:
+            wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text() != "")
+        finally:
+            sweep.kill()
+            sweep.wait()
+        child = int((folder / "pid").read_text())
+        wait_until(lambda: not is_running(child))
+        assert "interrupted" in (folder / "console.log").read_text()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended, and that only waits for its parent to ask, is not."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 class TestCommand:

@@ -27,6 +27,8 @@ class CLIConfig:
     fail_at: float | None = None
     """learning rate that fails at step 1, until a file `fixed_now` is in the folder above"""
     die: bool = False
+    wait: bool = False
+    """write the process's id to `pid` and wait to be ended"""
     log_path: str | None = None
     behavior_if_log_dir_exists: LogdirBehavior = "ask"
 
@@ -41,6 +43,9 @@ async def main(config: CLIConfig) -> None:
     with open_run(folder, config=config, recipe_name="toy") as run:
         for step in range(done, config.max_steps):
             await asyncio.sleep(0)
+            if config.wait:
+                (folder / "pid").write_text(str(os.getpid()))
+                await asyncio.Event().wait()
             if config.die:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == 1 and config.fail_at == config.learning_rate and not (folder.parent / "fixed_now").exists():

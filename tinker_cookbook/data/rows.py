@@ -1,10 +1,12 @@
-"""Rows of a dataset with their places, and errors that name the place."""
+"""Rows of a dataset with their places, read from a file of one JSON object per line, and errors that name the place."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tinker_cookbook.exceptions import DataError, DataFormatError, RendererError
+from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, RendererError
+from tinker_cookbook.utils.files import iterate_jsonl
 
 T = TypeVar("T")
 
@@ -55,6 +57,33 @@ def parse_rows(rows: Iterable[Row], parse: Callable[[Row], T], source: str, expe
     if not parsed:
         raise DataFormatError(f"{source}: there is no row in it; expected {expected} in each")
     return parsed
+
+
+def read_file(file_path: str | Path, parse: Callable[[Row], T], expected: str, field: str = "file_path") -> list[T]:
+    """Every line of a file as `parse` reads it (see `parse_rows`), in order. Blank lines are skipped, not counted out.
+
+    Args:
+        expected: how a right line looks, for error messages.
+        field: the setting that names the file, for error messages.
+
+    Raises:
+        ConfigurationError: there is no such file.
+        DataFormatError: `path:line: what is wrong; expected ...` for the first wrong line; or the file has no line.
+    """
+    path = Path(file_path).expanduser()
+    if not path.is_file():
+        raise ConfigurationError(
+            f"{field}={str(file_path)!r}: there is no such file; name a JSONL file with {expected} on each line"
+        )
+    return parse_rows(_lines(path, expected), parse, str(path), expected)
+
+
+def _lines(path: Path, expected: str) -> Iterator[Row]:
+    try:
+        for line in iterate_jsonl(path):
+            yield Row(f"{path}:{line.number}", line.number, line.row)
+    except DataFormatError as error:
+        raise DataFormatError(f"{error}; expected {expected}") from error
 
 
 @contextmanager

@@ -25,11 +25,15 @@ class Seat(IntEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """One spoken turn: its ids with the stop, if any; what it says, for rewards and judges; and its whole text, for people."""
+    """One spoken turn: its ids with the stop, if any; what it says, for rewards and judges; and its whole text, for people.
+
+    malformed: a control token stands in it before its end, so that it passes for several turns.
+    """
 
     tokens: list[int]
     text: str
     raw: str
+    malformed: bool = False
 
 
 class Transcript:
@@ -62,6 +66,9 @@ class Transcript:
 
     def confidence(self, seat: Seat) -> float | None:
         return parse_confidence(self.turns[seat][0].text)
+
+    def is_malformed(self, seat: Seat) -> bool:
+        return any(turn.malformed for turn in self.turns[seat])
 
     def won(self, seat: Seat) -> bool:
         return self.verdict is not None and self.verdict.winner.name == seat.name

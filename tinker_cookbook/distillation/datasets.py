@@ -16,15 +16,14 @@ import chz
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
-from tinker_cookbook.data.jsonl import read_rows
 from tinker_cookbook.data.mixing import Mixer, blocks
-from tinker_cookbook.data.rows import Row
+from tinker_cookbook.data.rows import Row, read_file
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Content, Message, Renderer, get_renderer
 from tinker_cookbook.rl.interleaved import GroupSource
 from tinker_cookbook.rl.item_dataset import ItemDataset
-from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
 from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -55,7 +54,7 @@ def load_prompts(source: str, split: str = "train") -> list[list[Message]]:
     if path.suffix == ".txt":
         return [[{"role": "user", "content": line}] for line in read_lines(path)]
     if path.suffix == ".jsonl" or path.is_file():
-        return read_rows(path, _prompt, _EXPECTED, "dataset_name")
+        return read_file(path, _prompt, _EXPECTED, "dataset_name")
     if (found := hub.find(source, HUB_PROMPTS)) is not None:
         rows = hub.load(found.repository, split, found.config)
         return hub.read_rows(rows, f"{source}[{split}]", _prompt, _EXPECTED)

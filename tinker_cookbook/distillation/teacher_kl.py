@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.kl import compute_target_logprobs, discounted_future_sum_vectorized
+from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -65,7 +65,13 @@ class TeacherKL:
             changed.append(replace_inputs(datum, advantages=advantages_N.astype(np.float32)))
             total, tokens = sums.get(dataset, (0.0, 0.0))
             sums[dataset] = total + float((mask_N * difference_N).sum()), tokens + float(mask_N.sum())
-        return changed, self._metrics(sums)
+        total, tokens = (sum(values) for values in zip(*sums.values(), strict=True))
+        if tokens == 0:
+            return changed, {}
+        metrics = {"teacher_kl": total / tokens}
+        if len(self._teachers) > 1:
+            metrics |= {f"teacher_kl/dataset_{d}": own / count for d, (own, count) in sorted(sums.items()) if count}
+        return changed, metrics
 
     async def _differences(
         self, data_D: Sequence[tinker.Datum], dataset_D: Sequence[int]
@@ -84,15 +90,6 @@ class TeacherKL:
             datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - teacher_D[i]
             for i, datum in enumerate(data_D)
         ]
-
-    def _metrics(self, sums: dict[int, tuple[float, float]]) -> dict[str, float]:
-        total, tokens = (sum(values) for values in zip(*sums.values(), strict=True))
-        if tokens == 0:
-            return {}
-        metrics = {"teacher_kl": total / tokens}
-        if len(self._teachers) > 1:
-            metrics |= {f"teacher_kl/dataset_{d}": own / count for d, (own, count) in sorted(sums.items()) if count}
-        return metrics
 
 
 def _dataset(groups: Sequence[TrajectoryGroup], metadata: DatumMetadata) -> int:

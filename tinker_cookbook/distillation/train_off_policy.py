@@ -105,20 +105,14 @@ def check_config(config: Config) -> _Plan:
     datasets = [dataset for dataset, _ in built]
     test: list[SourcedDatum] = []
     for d, (dataset, test_dataset) in enumerate(built):
-        room = _context(config, d)
+        names = (config.model_name, config.dataset_configs[d].teacher_config.base_model)
+        room = min((n for name in names if (n := model_info.get_context_length(name)) is not None), default=None)
         _check_data(d, dataset, room, CHECKED_BATCHES)
         if test_dataset is not None:
             test.extend((d, datum) for datum in _check_data(d, test_dataset, room, len(test_dataset)))
     weights = [dataset_config.weight for dataset_config in config.dataset_configs]
     mixture = SupervisedMixture(datasets, weights, config.batch_size, config.seed)
     return _Plan(mixture, test, limited_steps(config, mixture.steps_per_epoch * config.num_epochs))
-
-
-def _context(config: Config, d: int) -> int | None:
-    """The shorter context of the student's and dataset `d`'s teacher's; None when neither is known."""
-    names = (config.model_name, config.dataset_configs[d].teacher_config.base_model)
-    known = [length for name in names if (length := model_info.get_context_length(name)) is not None]
-    return min(known, default=None)
 
 
 def _check_data(d: int, dataset: SupervisedDataset, context: int | None, batches: int) -> list[tinker.Datum]:

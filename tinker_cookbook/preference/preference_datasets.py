@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
 import chz
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
-from tinker_cookbook.data.jsonl import read_rows
-from tinker_cookbook.data.rows import Row, located
+from tinker_cookbook.data.rows import Row, located, read_file
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.types import (
     Comparison,
@@ -92,7 +92,7 @@ def read_comparisons(file_path: str, field: str = "file_path") -> Rows:
 
     Raises ConfigurationError when there is no such file, and DataFormatError `path:line: what is wrong; expected form`.
     """
-    return read_rows(file_path, _parse, _EXPECTED, field)
+    return read_file(file_path, _parse, _EXPECTED, field)
 
 
 def _parse(row: Row) -> ComparisonRow:
@@ -143,7 +143,10 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
                 )
         else:
             prompt = self._column(row, self.prompt_column, "user")
-        replies = [_without_beginning(messages, prompt) for messages in (chosen, rejected)]
+        replies = [
+            messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+            for messages in (chosen, rejected)
+        ]
         for name, reply in zip((self.chosen_column, self.rejected_column), replies, strict=True):
             if not reply:
                 raise ValueError(f"{name!r} has nothing after the prompt")
@@ -168,16 +171,8 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
 
 def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
     """What both begin with, ending before the last assistant turn at the latest."""
-    common = []
-    for a, b in zip(left[:-1], right[:-1], strict=False):
-        if a != b:
-            break
-        common.append(a)
-    return common
-
-
-def _without_beginning(messages: list[Message], prompt: list[Message]) -> list[Message]:
-    return messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(left[:-1], right[:-1], strict=False))
+    return [message for message, _ in pairs]
 
 
 @chz.chz(typecheck=True)

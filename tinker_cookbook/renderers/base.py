@@ -71,13 +71,15 @@ class Renderer(ABC):
     """True for a format that writes the last message of a conversation in another way than earlier ones. In a prompt the
     message that is asked for follows, so there every message is an earlier one, as in the chat templates."""
     control_tokens: ClassVar[tuple[str, ...]] = ()
-    """What only the renderer writes, between and around messages: no text of a message becomes one of them, nor the
-    tokenizer's own tokens for beginning, end and padding."""
+    """What only the renderer writes, between and around messages: no text of a message becomes one of them, nor one of the
+    tokenizer's own tokens for beginning, end and padding, nor one of `reserved_tokens`."""
+    reserved_tokens: ClassVar[tuple[str, ...]] = ()
+    """More tokens of this kind, which the renderer does not write. A tokenizer may lack them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         own = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
-        names = dict.fromkeys(str(name) for name in (*self.control_tokens, *own) if name)
+        names = dict.fromkeys(str(name) for name in (*self.control_tokens, *self.reserved_tokens, *own) if name)
         ids = {name: encode_text(tokenizer, name) for name in names}
         self._text_encoder = TextEncoder(tokenizer, {name: only[0] for name, only in ids.items() if len(only) == 1})
         self._renderer_name: str | None = None
@@ -106,6 +108,17 @@ class Renderer(ABC):
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
         """The assistant message in sampled tokens, and how it ended. Never raises on what a model may write."""
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The tokens that no text of a message becomes."""
+        return self._text_encoder.control_ids
+
+    def holds_control_token(self, response: list[int]) -> bool:
+        """Whether sampled tokens hold a control token before the one that ends them, and so more than one turn."""
+        endings = {self.tokenizer.eos_token_id, *(stop for stop in self.get_stop_sequences() if isinstance(stop, int))}
+        body = response[:-1] if response[-1:] and response[-1] in endings else response
+        return not self.control_ids.isdisjoint(body)
+
     def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:
         """Deltas while tokens arrive, then the whole Message. Raises RendererError unless `supports_streaming`."""
         raise RendererError(f"{type(self).__name__} cannot parse a stream; use parse_response on the whole response")
@@ -122,12 +135,12 @@ class Renderer(ABC):
     def _bos_tokens(self) -> list[int]:
         return []
 
-    def _encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         """Token ids of what somebody said: none is a control token."""
         return self._text_encoder.encode(text)
 
     def _prefill_tokens(self, prefill: str, role: Role) -> list[int]:
-        return self._encode_text(prefill)
+        return self.encode_text(prefill)
 
     @property
     def _end_message_token(self) -> int | None:

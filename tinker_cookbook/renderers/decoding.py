@@ -40,7 +40,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, control: Mapping[str, int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = frozenset(control.values())
+        self.control_ids = frozenset(control.values())
         cuts = [re.match(r"\W+(?=\w)|.", name, re.DOTALL) for name in control]
         inside = [f"(?<={re.escape(cut.group())})(?={re.escape(cut.string[cut.end() :])})" for cut in cuts if cut]
         self._inside_control = re.compile("|".join(inside)) if inside else None
@@ -52,7 +52,7 @@ class TextEncoder:
 
     def _encode(self, text: str) -> list[int]:
         tokens = encode_text(self._tokenizer, text)
-        if self._ids.isdisjoint(tokens):
+        if self.control_ids.isdisjoint(tokens):
             return tokens
         # The tokenizer's own normalization has made a control token out of something else.
         half = len(text) // 2

@@ -95,7 +95,7 @@ class FormatRenderer(Renderer):
         tokens: list[int] = []
         for is_token, run in groupby(row, key=lambda piece: isinstance(piece, Token)):
             pieces = list(run)
-            tokens += [self.ids[name] for name in pieces] if is_token else self._encode_text("".join(pieces))
+            tokens += [self.ids[name] for name in pieces] if is_token else self.encode_text("".join(pieces))
         return tokens
 
     def create_conversation_prefix_with_tools(self, tools: list[ToolSpec], system_prompt: str = "") -> list[Message]:

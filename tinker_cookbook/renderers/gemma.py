@@ -26,6 +26,7 @@ class GemmaRenderer(EndTokenRenderer):
 
     format_name, roles = "Gemma", tuple(_SPEAKERS)
     bos, end, control_tokens = Token("<bos>"), _END, (_START, _END)
+    reserved_tokens = ("<eos>", "<pad>")
     has_extension_property = True
 
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:

@@ -101,6 +101,7 @@ class GptOssRenderer(FormatRenderer):
 
     format_name, roles, calls_tools = "Harmony", ("system", "developer", "user", "assistant", "tool"), True
     control_tokens = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDINGS)
+    reserved_tokens = ("<|startoftext|>", "<|endoftext|>")
     rewrites_last_message = True
 
     def __init__(
@@ -227,6 +228,20 @@ class GptOssRenderer(FormatRenderer):
         is_text = len(parts) <= 1 and all(part["type"] == "text" for part in parts)
         message = assistant_message(text_of(parts) if is_text else parts, calls)
         return message, ParseTermination.STOP_SEQUENCE if whole else ParseTermination.MALFORMED
+
+    def holds_control_token(self, response: list[int]) -> bool:
+        """As in Renderer. The channels of a reply are its own; a message in another's name, or after its stop, is not."""
+        names = [self._names.get(token) for token in response]
+        if any(name in STOPS for name in names[:-1]):
+            return True
+        for at, name in enumerate(names):
+            if name == START:
+                end = self._find(response, at + 1, self.control_tokens)
+                speaker = decode_tokens(self.tokenizer, response[at + 1 : end]).split(" ")[0]
+                # A reply that was cut off may end within the name.
+                if speaker != "assistant" and not (end == len(response) and "assistant".startswith(speaker)):
+                    return True
+        return False
 
     def _split(self, response: list[int]) -> tuple[list[Frame], bool]:
         """(messages up to the first stop, whether the response is one whole row of well-formed messages and no more)."""

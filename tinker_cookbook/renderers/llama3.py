@@ -25,6 +25,7 @@ class Llama3Renderer(EndTokenRenderer):
     format_name, roles = "Llama 3", ("system", "user", "assistant")
     bos, end = Token("<|begin_of_text|>"), Token("<|eot_id|>")
     control_tokens = (_HEADER_START, _HEADER_END, end)
+    reserved_tokens = ("<|end_of_text|>", "<|eom_id|>")
     has_extension_property = True
 
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:

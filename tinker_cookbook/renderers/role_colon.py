@@ -43,7 +43,7 @@ class RoleColonRenderer(FormatRenderer):
 
     def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
         rendered = super().render_message(message, ctx)
-        overlap = text_chunk(self._encode_text("User:")) if message["role"] == "assistant" else None
+        overlap = text_chunk(self.encode_text("User:")) if message["role"] == "assistant" else None
         return replace(rendered, stop_overlap=overlap)
 
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:

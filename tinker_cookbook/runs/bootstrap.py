@@ -5,11 +5,13 @@ is decided before, by `cli_utils.check_log_dir`; where training continues is dec
 """
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_run_metadata
 from tinker_cookbook.utils import ml_log
 from tinker_cookbook.utils.files import truncate_jsonl, write_json
@@ -17,18 +19,18 @@ from tinker_cookbook.utils.run_logs import FILE_ONLY
 
 logger = logging.getLogger(__name__)
 
-_last_log_path: Path | None = None
+_noted: Path | None = None
 
 
 class Run:
-    """An open run: its folder and its loggers. Made by `open_run`; a context manager that closes the loggers."""
+    """An open run: its folder, which is locked, and its loggers. Made by `open_run`; a context manager that closes both."""
 
-    def __init__(self, log_path: Path, metrics_logger: ml_log.Logger, resumed: bool) -> None:
+    def __init__(self, log_path: Path, metrics_logger: ml_log.Logger, resumed: bool, opened: ExitStack) -> None:
         self.log_path = log_path
         self.logger = metrics_logger
         self.resumed = resumed
         """True if the folder was a run's before. It may still have no checkpoint."""
-        self._closed = False
+        self._opened = opened
 
     def write_record(self, name: str, obj: Any) -> Path:
         """Write `<name>.json` into the run's folder, whole or not at all, replacing an earlier record of that name.
@@ -56,10 +58,8 @@ class Run:
         return truncate_jsonl(self.log_path / ml_log.METRICS_BASE_NAME, keep=is_before)
 
     def close(self) -> None:
-        """Close the loggers. Calling it again does nothing."""
-        if not self._closed:
-            self._closed = True
-            self.logger.close()
+        """Close the loggers and let go of the folder. Calling it again does nothing."""
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -83,26 +83,34 @@ def open_run(
     """Make or reopen the folder of a run and return it with its loggers. Use it in a `with` statement.
 
     Raises:
-        ConfigurationError: `log_path` is a file, or a logger is asked for whose package is not installed.
+        ConfigurationError: `log_path` cannot be written to, or another run is writing to it; or a logger is asked for
+            whose package is not installed.
         DataFormatError: the folder has a damaged `run_metadata.json`.
         DataValidationError: the config has a value that JSON cannot hold.
     """
-    global _last_log_path
-    log_path = Path(log_path).expanduser()
-    if log_path.exists() and not log_path.is_dir():
-        raise ConfigurationError(f"log_path={str(log_path)!r}: is a file; give a folder")
-    log_path.mkdir(parents=True, exist_ok=True)
-    resumed = (log_path / METADATA_BASE_NAME).exists()
-    entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name)
-    tracked = ml_log.tracker_settings(trackers) if trackers is not None else {}
-    loggers = ml_log.setup_logging(log_path, config=config, **tracked)
-    run = Run(log_path, loggers, resumed)
-    _last_log_path = log_path
+    log_path = open_folder(log_path, "log_path")
+    with ExitStack() as opening:
+        opening.enter_context(one_writer(log_path, "log_path"))
+        resumed = (log_path / METADATA_BASE_NAME).exists()
+        entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name)
+        tracked = ml_log.tracker_settings(trackers) if trackers is not None else {}
+        loggers = ml_log.setup_logging(log_path, config=config, **tracked)
+        opening.callback(loggers.close)
+        run = Run(log_path, loggers, resumed, opening.pop_all())
+    note_log_path(log_path)
     for key, (before, after) in entry.get("changed", {}).items():
         logger.warning("resumed with another %s: %r, was %r at the first start", key, after, before)
     return run
 
 
+def note_log_path(log_path: str | Path | None) -> None:
+    """Remember the folder that a command has to name to resume this run. A run in a folder inside it belongs to it."""
+    global _noted
+    path = None if log_path is None else Path(log_path).expanduser()
+    if path is None or _noted is None or not path.is_relative_to(_noted):
+        _noted = path
+
+
 def last_log_path() -> Path | None:
-    """Folder of the run that this process opened last, for a message that says how to resume it."""
-    return _last_log_path
+    """The folder that was noted last, for a message that says how to resume its run."""
+    return _noted

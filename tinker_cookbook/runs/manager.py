@@ -110,7 +110,7 @@ class CheckpointManager:
 
     async def save_periodic(self, step: int, cursor: Mapping[str, Any]) -> None:
         """State and sampler weights under the zero-padded step, whether due or not."""
-        await self._wait()
+        await self.finalize()
         self._saved_tokens, self._saved_at = self.tokens, self._clock()
         pending = self._submit(f"{step:06d}", cursor, "both", self._ttl_seconds)
         if self._async:
@@ -119,7 +119,7 @@ class CheckpointManager:
             await pending.finish()
 
     async def _save_rolling(self, step: int, cursor: Mapping[str, Any]) -> None:
-        await self._wait()
+        await self.finalize()
         name, state = f"{step:06d}-rolling", {**cursor, ROLLING_KEY: True}
         paths = await self._submit(name, state, "state", self._rolling_ttl_seconds).finish()
         replaced, self._rolling_path = self._rolling_path, paths["state_path"]
@@ -132,7 +132,7 @@ class CheckpointManager:
         is seen.
         """
         try:
-            await self._wait()
+            await self.finalize()
             if step > 0:
                 await self._submit(f"{step:06d}-stopped", cursor, "state", self._ttl_seconds).finish()
         except Exception:
@@ -140,25 +140,22 @@ class CheckpointManager:
 
     async def save_final(self, cursor: Mapping[str, Any]) -> None:
         """The finished run: state and sampler weights that do not expire. The rolling checkpoint goes."""
-        await self._wait()
+        await self.finalize()
         await self._submit(FINAL_NAME, {**cursor, "final": True}, "both", None).finish()
         replaced, self._rolling_path = self._rolling_path, None
         await self._delete(replaced)
 
     async def finalize(self) -> None:
         """Wait for a save that is still being written."""
-        await self._wait()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            await pending
 
     def _submit(self, name: str, cursor: Mapping[str, Any], kind: Kind, ttl: int | None) -> PendingCheckpoint:
         state = {**self.loop_state, **cursor}
         if self.tokens:
             state[TOKENS_KEY] = self.tokens
         return submit_checkpoint(self._client, name, self._log_path, state, kind, ttl)
-
-    async def _wait(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            await pending
 
     async def _delete(self, path: str | None) -> None:
         if path is None:

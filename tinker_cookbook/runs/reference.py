@@ -34,11 +34,24 @@ async def open_reference(session: Session, named: KLReferenceConfig | None = Non
     asked = None if named is None else {"base_model": named.base_model, "path": named.load_checkpoint_path}
     reference = _recorded(session, asked)
     if reference is None:
-        reference = asked or await _starting_policy(session)
+        reference = asked or {"base_model": session.config.model_name, "path": await _starting_weights(session)}
     session.checkpoints.loop_state[REFERENCE_KEY] = reference
     base_model, path = reference["base_model"], reference["path"]
     logger.info("reference policy: %s", path or base_model)
     weights = named or KLReferenceConfig(base_model=str(base_model), load_checkpoint_path=path)
+    return await weights.open(REFERENCE_NAME, session.service)
+
+
+async def move_reference(session: Session, name: str) -> SamplingClient:
+    """Make the weights as they are now the reference, for runs that mean to move it: saved as `name`, and recorded.
+
+    The saved weights live as long as periodic checkpoints, from which alone a run is resumed.
+    """
+    saved = await session.training_client.save_weights_for_sampler(name, ttl_seconds=session.config.ttl_seconds)
+    reference = {"base_model": session.config.model_name, "path": saved.path}
+    session.checkpoints.loop_state[REFERENCE_KEY] = reference
+    logger.info("reference policy: %s", saved.path)
+    weights = KLReferenceConfig(base_model=session.config.model_name, load_checkpoint_path=saved.path)
     return await weights.open(REFERENCE_NAME, session.service)
 
 
@@ -61,9 +74,7 @@ def _recorded(session: Session, asked: dict[str, Any] | None) -> dict[str, Any] 
     return recorded
 
 
-async def _starting_policy(session: Session) -> dict[str, Any]:
-    config = session.config
-    if config.load_checkpoint_path is None:
-        return {"base_model": config.model_name, "path": None}
-    saved = await session.training_client.save_weights_for_sampler(REFERENCE_NAME, ttl_seconds=None)
-    return {"base_model": config.model_name, "path": saved.path}
+async def _starting_weights(session: Session) -> str | None:
+    if session.config.load_checkpoint_path is None:
+        return None
+    return (await session.training_client.save_weights_for_sampler(REFERENCE_NAME, ttl_seconds=None)).path

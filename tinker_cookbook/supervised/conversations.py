@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from tinker_cookbook.data.jsonl import read_rows
+from tinker_cookbook.data.rows import read_file
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.renderers import Content, Message, ToolCall
 
@@ -31,7 +31,7 @@ def read_conversations(file_path: str) -> list[ConversationRow]:
     Raises ConfigurationError when there is no such file, DataFormatError `path:line: what is wrong; expected form`
     for the first malformed line, and DataFormatError for a file without conversations.
     """
-    return read_rows(file_path, lambda row: ConversationRow(row.place, messages_of_row(row.content)), _EXPECTED)
+    return read_file(file_path, lambda row: ConversationRow(row.place, messages_of_row(row.content)), _EXPECTED)
 
 
 def messages_of_row(row: Mapping[str, Any], column: str = MESSAGES) -> list[Message]:

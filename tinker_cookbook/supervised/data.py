@@ -210,20 +210,13 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
         return row
 
 
-def conversation_mapper(builder: ChatDatasetBuilder, default: TrainOnWhat) -> Callable[[list[Message]], list]:
-    """How a builder's config turns a conversation into datums. `default`: train_on_what where the config leaves it open."""
+def conversation_mapper(builder: ChatDatasetBuilder) -> Callable[[list[Message]], list[tinker.Datum]]:
+    """How a builder's config turns a conversation into datums."""
     config = builder.common_config
-    convert = conversation_to_datums if config.split_rewritten else _as_one
-    return partial(
-        convert,
-        renderer=builder.renderer,
-        max_length=config.max_length,
-        train_on_what=config.train_on_what or default,
-    )
-
-
-def _as_one(conversation: list[Message], **settings: Any) -> list[tinker.Datum]:
-    return [conversation_to_datum(conversation, **settings)]
+    settings = (builder.renderer, config.max_length, config.train_on_what or TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+    if config.split_rewritten:
+        return lambda conversation: conversation_to_datums(conversation, *settings)
+    return lambda conversation: [conversation_to_datum(conversation, *settings)]
 
 
 def not_negative(builder: ChatDatasetBuilder, attribute: str) -> None:
@@ -246,14 +239,13 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         rows = read_conversations(self.file_path)
         train, test = hold_out(rows, self.test_size, self.shuffle_seed, self.file_path)
         warn_of_rewritten_history([row.messages for row in rows], self)
-        convert = conversation_mapper(self, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
-        to_datums = partial(_placed, convert=convert)
+        convert = conversation_mapper(self)
+
+        def to_datums(row: ConversationRow) -> list[tinker.Datum]:
+            with located(row.place):
+                return convert(row.messages)
+
         return train_and_test(train, test, self.common_config.batch_size, to_datums)
-
-
-def _placed(row: ConversationRow, convert: Callable[[list[Message]], list[tinker.Datum]]) -> list[tinker.Datum]:
-    with located(row.place):
-        return convert(row.messages)
 
 
 def warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:

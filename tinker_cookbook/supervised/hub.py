@@ -12,7 +12,6 @@ from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row
 from tinker_cookbook.supervised.data import (
     FromConversationFileBuilder,
@@ -83,7 +82,7 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
         return train, None if test is None else self._table(test)
 
     def _to_datums(self) -> Callable[[Mapping[str, Any]], list[tinker.Datum]]:
-        convert = conversation_mapper(self, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+        convert = conversation_mapper(self)
         return lambda row: convert(messages_of_row(row, self.messages_column))
 
     def _table(self, rows: datasets.Dataset) -> SupervisedDataset:

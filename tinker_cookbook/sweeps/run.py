@@ -6,6 +6,7 @@ finished. A run that fails is noted and does not stop the others.
 """
 
 import asyncio
+import ctypes
 import inspect
 import os
 import signal
@@ -14,13 +15,15 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
-
 from tinker_cookbook import backends, config_tree
+from tinker_cookbook.cli_utils import RESUME_HINT
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
 from tinker_cookbook.utils.files import flatten, read_json_object, write_json
@@ -28,10 +31,11 @@ from tinker_cookbook.utils.ml_log import PROJECT_KEYS
 
 STATUS_BASE_NAME = "sweep_run.json"
 CONSOLE_BASE_NAME = "console.log"
-LOCK_BASE_NAME = ".sweep.lock"
 STOP_SECONDS = 30.0
 """How long an interrupted run may take to put its files in order before it is killed."""
 ERROR_LINES = 5
+_PR_SET_PDEATHSIG = 1
+"""Linux: prctl(2)."""
 
 Status = Literal["finished", "failed", "running"]
 
@@ -82,16 +86,10 @@ async def run_sweep(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     runs = plan(recipe, points, fixed)
     _check_ways(recipe, runs, processes, concurrent)
-    folder = Path(sweep_dir).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"sweep_dir={str(folder)!r}: is a file; give a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / LOCK_BASE_NAME, timeout=0):
-            finished = {run.name for run in runs if _was_finished(folder, run)}
-            return await _run_all(recipe, runs, finished, folder, processes, concurrent, on_result)
-    except Timeout as error:
-        raise ConfigurationError(f"sweep_dir={str(folder)!r}: another process is running this sweep") from error
+    folder = open_folder(sweep_dir, "sweep_dir")
+    with one_writer(folder, "sweep_dir"):
+        finished = {run.name for run in runs if _was_finished(folder, run)}
+        return await _run_all(recipe, runs, finished, folder, processes, concurrent, on_result)
 
 
 async def _run_all(
@@ -105,7 +103,8 @@ async def _run_all(
 ) -> list[RunResult]:
     slots = asyncio.Semaphore(processes or concurrent)
     # While somebody holds the local client, every run of this process gets it, and the base weights are loaded once.
-    shared = [backends.create_service_client("local")] if processes == 0 and _is_local(runs) else []
+    is_local = any(backends.resolve_backend(run.config.get("backend")) == "local" for run in runs)
+    shared = [backends.create_service_client("local")] if processes == 0 and is_local else []
 
     async def run_one(run: PlannedRun) -> RunResult:
         log_path = folder / run.name
@@ -170,6 +169,7 @@ async def _run_process(recipe: Recipe, arguments: list[str], log_path: Path, at_
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
             env=environment,
+            preexec_fn=partial(_end_with, os.getpid()) if sys.platform == "linux" else None,
         )
         try:
             code = await process.wait()
@@ -177,6 +177,13 @@ async def _run_process(recipe: Recipe, arguments: list[str], log_path: Path, at_
             await _stop(process)
             raise
     return None if code == 0 else _told_error(code, console, begin)
+
+
+def _end_with(parent: int) -> None:
+    """(In the new process.) Get SIGTERM when the sweep dies, however it does: nobody else would end this run."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before it could be asked for
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
@@ -195,6 +202,7 @@ def _told_error(code: int, console: Path, begin: int) -> str:
     with open(console, "rb") as file:
         file.seek(begin)
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    lines = list(takewhile(lambda line: not line.startswith(RESUME_HINT), lines))
     told = next((i for i, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - ERROR_LINES))
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return f"{how}: " + " / ".join(lines[told : told + ERROR_LINES]).removeprefix("error: ")
@@ -211,10 +219,6 @@ def _check_ways(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, conc
         raise ConfigurationError(f"processes=0: main of {recipe.module} is no coroutine function; use processes=1")
     if any(run.config.get("wandb_project") is not None for run in runs):
         raise ConfigurationError("processes=0 with wandb_project: W&B keeps one run per process; use processes=1")
-
-
-def _is_local(runs: Sequence[PlannedRun]) -> bool:
-    return any(backends.resolve_backend(run.config.get("backend")) == "local" for run in runs)
 
 
 def _tracker_name(run: PlannedRun) -> list[str]:

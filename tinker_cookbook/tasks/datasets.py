@@ -6,8 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.jsonl import read_rows
-from tinker_cookbook.data.rows import Row
+from tinker_cookbook.data.rows import Row, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.types import Task, TaskItem
@@ -19,9 +18,7 @@ HUB_TASKS = ("cnn_dailymail", "gsm8k")
 def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tuple[list[TaskItem], list[TaskItem]]:
     """Training and test items. Of a JSONL file all lines train; a file `test_dataset` gives the test items.
 
-    Raises:
-        ConfigurationError: no such dataset.
-        DataFormatError: a line or row lacks what the task needs; the message names file and line.
+    Raises ConfigurationError for an unknown dataset; DataFormatError, with file and line, for a row that lacks something.
     """
     if dataset in task.shipped:
         train, test = (_read_file(task, EXAMPLE_DATA / file) for file in task.shipped[dataset])
@@ -42,7 +39,7 @@ def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tup
 
 def _read_file(task: Task, path: str | Path) -> list[TaskItem]:
     name = Path(path).stem
-    return read_rows(path, lambda row: _item(task, row, f"{name}-{row.number}"), _expected(task), "dataset")
+    return read_file(path, lambda row: _item(task, row, f"{name}-{row.number}"), _expected(task), "dataset")
 
 
 @lru_cache(maxsize=4)  # a run asks several times, and some hub sets are large

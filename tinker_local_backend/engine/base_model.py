@@ -29,10 +29,12 @@ from tinker_local_backend.engine.lora import (
     LoraSpec,
     Spans,
     install_lora,
+    lora_targets,
     new_adapter,
     one_for_all,
+    text_stack,
 )
-from tinker_local_backend.errors import ModelLoadError
+from tinker_local_backend.errors import ModelLoadError, RequestError
 
 _REFUSED_CONFIG = {
     "logit_scale": "scaled logits",
@@ -177,9 +179,12 @@ class BaseModel:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.device, self.dtype = torch.device(model.device), model.dtype
+        self._model: PreTrainedModel = model.eval().requires_grad_(False)
+        # Before anything of ours is in the module: afterwards it could only be compared with itself.
+        expected = self._own_logits()
         model.set_attn_implementation(ATTENTION_NAME)
-        self._model: nn.Module = model.eval().requires_grad_(False)
         self._routing = AdapterRouting()
+        self._refuse_special_linears()
         self.linears = install_lora(self._model, self._routing)
         self._body: nn.Module = model.base_model
         self._recompute = False
@@ -187,12 +192,12 @@ class BaseModel:
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
-        self.context_length: int = self._check_passes()
+        self.context_length: int = self._check_passes(expected)
 
     def _wrap_layers(self) -> None:
         """Let each decoder layer drop its activations and compute them again in the backward pass when `recompute` says so."""
         count = self.config.num_hidden_layers
-        stacks = [m for m in self._body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        stacks = [m for m in text_stack(self._model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
             raise _refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._beyond_lora = sorted(  # LoraLinear has replaced the others
@@ -219,9 +224,16 @@ class BaseModel:
         finally:
             self._recompute = before
 
+    def _refuse_special_linears(self) -> None:
+        """A subclass of nn.Linear computes something else with its weight (quantized, ternary): ours would ignore that."""
+        special = {type(module).__name__ for path, module in lora_targets(self._model) if type(module) is not nn.Linear}
+        if special:
+            kinds = ", ".join(sorted(special))
+            raise _refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
+
     @torch.inference_mode()
-    def _check_passes(self) -> int:
-        """Packed and one token at a time, two sequences must get the logits that transformers' own attention gives each alone.
+    def _check_passes(self, expected: Sequence[torch.Tensor]) -> int:
+        """Packed and one token at a time, the check sequences must get the logits that transformers gives each alone.
 
         What the engine cannot do fails here: layers that mix neighbours (convolution, state), attention that is not causal or
         has more to it than queries, keys and values (sinks, position biases), logits changed behind the head.
@@ -229,9 +241,8 @@ class BaseModel:
         Returns the context length: the positions that the model knows, or less where a layer's sliding window does not reach
         the attention function or where longer sequences change the positions of shorter ones.
         """
-        sequences = [torch.arange(n, device=self.device) % self.vocab_size for n in (5, 3)]
+        sequences = self._check_sequences()
         together = PackedPlan.whole([len(tokens) for tokens in sequences])
-        expected = [self._own_logits(tokens) for tokens in sequences]
         try:
             packed = self._pass_logits(torch.cat(sequences), [0, 1, 2, 3, 4, 0, 1, 2], together)
             cache = self.new_cache(budget_tokens=5)
@@ -241,7 +252,7 @@ class BaseModel:
             decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, 1, lengths, 4))
         except torch.OutOfMemoryError:
             raise
-        except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+        except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
             raise _refused(self.name, self.config, f"does not run in the local engine ({error})") from error
         wanted = torch.cat([*expected, expected[0][4:]])
         error = float((torch.cat([packed, decoded]) - wanted).norm() / wanted.norm().clamp(min=1e-12))
@@ -256,15 +267,16 @@ class BaseModel:
         positions_T = torch.tensor(positions, device=self.device)
         return self.logits(self.hidden_states(tokens_T, positions_T, plan, None), None)
 
-    def _own_logits(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        """Logits (T, vocabulary) in float32 of one sequence as transformers computes them, without any of our parts."""
+    def _check_sequences(self) -> list[torch.Tensor]:
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]  # pyright: ignore
+        return [torch.arange(n, device=self.device) % vocabulary for n in (5, 3)]
+
+    @torch.inference_mode()
+    def _own_logits(self) -> list[torch.Tensor]:
+        """Logits (T, vocabulary) in float32 of each check sequence, as transformers computes them without any of our parts."""
         model: Any = self._model
         model.set_attn_implementation("eager")
-        try:
-            output = model(input_ids=tokens_T[None], use_cache=False)
-        finally:
-            model.set_attn_implementation(ATTENTION_NAME)
-        return output.logits[0].float()
+        return [model(input_ids=tokens[None], use_cache=False).logits[0].float() for tokens in self._check_sequences()]
 
     def _context_length(self, windows: dict[int, int | None]) -> int:
         limits = [self.config.max_position_embeddings]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
@@ -182,14 +183,30 @@ class LoraLinear(nn.Module):
         return y
 
 
-def install_lora(model: nn.Module, routing: AdapterRouting) -> dict[str, LoraLinear]:
-    """Replace every linear that LoRA may target, in place. Returns them by their path in the model."""
-    targets = {*ATTENTION_MODULES, *MLP_MODULES, UNEMBED_MODULE}
+def lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """Every linear that LoRA may target, by its path in the model; subclasses of nn.Linear too.
+
+    Only the stack that writes text and its head: what a multimodal model has for images is never trained here.
+    """
+    targets = {*ATTENTION_MODULES, *MLP_MODULES}
+    decoder, head = set(text_stack(model).modules()), model.get_output_embeddings()
+    for path, module in model.named_modules():
+        leaf = path.rpartition(".")[2]
+        wanted = leaf == UNEMBED_MODULE if module is head else module in decoder and leaf in targets
+        if wanted and isinstance(module, nn.Linear):
+            yield path, module
+
+
+def text_stack(model: PreTrainedModel) -> nn.Module:
+    """The module that holds the decoder layers of text."""
+    return model.get_decoder() or model.base_model
+
+
+def install_lora(model: PreTrainedModel, routing: AdapterRouting) -> dict[str, LoraLinear]:
+    """Replace the targets of LoRA, in place. Returns them by their path in the model."""
     found: dict[str, LoraLinear] = {}
-    for path, module in list(model.named_modules()):
+    for path, module in list(lora_targets(model)):
         parent_path, _, leaf = path.rpartition(".")
-        if leaf in targets and isinstance(module, nn.Linear):
-            replacement = LoraLinear(module, path, routing)
-            setattr(model.get_submodule(parent_path), leaf, replacement)
-            found[path] = replacement
+        found[path] = LoraLinear(module, path, routing)
+        setattr(model.get_submodule(parent_path), leaf, found[path])
     return found

@@ -10,8 +10,9 @@ value that carries no gradient:
 - dro:                  -sum(lp * A - beta / 2 * (lp - q)^2)
 - gspo:                 -sum(min(s * A, clip(s, low, high) * A)), s one ratio per sequence
 
-low and high are bounds on the ratio itself, not distances from 1. A position whose advantage is 0 is left out of every
-policy loss: prompts and injected text have A = 0 and q = 0 by convention, and their ratio means nothing.
+low and high are bounds on the ratio itself, not distances from 1. What was not sampled (prompts, injected text) has A = 0 and
+q = 0 by convention, and its ratio means nothing: such positions are left out of every policy loss and of its diagnostics. A
+sampled token with A = 0 counts: dro pulls it towards the sampler; in the other losses A multiplies it to 0.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def cross_entropy(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> tor
 
 
 def importance_sampling(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    return -probability_ratio(logprobs, inputs) * inputs["advantages"]
+    return -torch.where(_active(inputs), logprobs - inputs["logprobs"], 0.0).exp() * inputs["advantages"]
 
 
 def ppo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
@@ -61,9 +62,9 @@ def dro(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
 
     It is (A - beta * log r)^2 / (2 * beta) without what is constant in the policy.
     """
-    active = _active(inputs)
-    difference = torch.where(active, logprobs - inputs["logprobs"], 0.0)
-    objective = torch.where(active, logprobs, 0.0) * inputs["advantages"]
+    sampled = was_sampled(inputs)
+    difference = torch.where(sampled, logprobs - inputs["logprobs"], 0.0)
+    objective = torch.where(sampled, logprobs, 0.0) * inputs["advantages"]
     return 0.5 * config["beta"] * difference.square() - objective
 
 
@@ -76,16 +77,17 @@ def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor
     is_clipped = minimum_is_clipped(ratio, inputs, config)
     # exp(lp - sg(lp)) is 1 and has the gradient of lp; as in ppo, a clipped side stays out of the graph.
     carrier = torch.where(_active(inputs) & ~is_clipped, logprobs - logprobs.detach(), 0.0).exp()
-    return -torch.where(is_clipped, _clip(ratio, config), ratio) * carrier * inputs["advantages"]
+    value = torch.where(is_clipped, _clip(ratio, config), torch.where(_active(inputs), ratio, 1.0))
+    return -value * carrier * inputs["advantages"]
 
 
 def probability_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """exp(lp - q) where the advantage is not zero, 1 elsewhere: an overflow there would turn 0 * inf into NaN."""
-    return torch.where(_active(inputs), logprobs - inputs["logprobs"], 0.0).exp()
+    """exp(lp - q) of what was sampled, 1 elsewhere."""
+    return torch.where(was_sampled(inputs), logprobs - inputs["logprobs"], 0.0).exp()
 
 
 def sequence_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """exp(mean of lp - q over the sequence's mask) at every position with advantage, 1 elsewhere; without gradient.
+    """exp(mean of lp - q over the sequence's mask) at every sampled position, 1 elsewhere; without gradient.
 
     Args:
         inputs: besides the loss's own, sequence_index: int64 of logprobs' shape, which datum a row belongs to.
@@ -98,7 +100,7 @@ def sequence_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     total = zeros.index_add(0, index, difference.reshape(-1))
     count = zeros.index_add(0, index, in_mask.double().reshape(-1))
     mean = (total / count.clamp(min=1))[index].reshape(logprobs.shape)
-    return torch.where(_active(inputs), mean, 0.0).exp().to(logprobs.dtype)
+    return torch.where(was_sampled(inputs), mean, 0.0).exp().to(logprobs.dtype)
 
 
 def minimum_is_clipped(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
@@ -115,7 +117,13 @@ def _clip(ratio: torch.Tensor, config: Config) -> torch.Tensor:
     return ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
 
 
+def was_sampled(inputs: Inputs) -> torch.Tensor:
+    """Where a policy loss has a term: all but positions with neither an advantage nor a sampled logprob."""
+    return _active(inputs) | (inputs["logprobs"] != 0)
+
+
 def _active(inputs: Inputs) -> torch.Tensor:
+    """Where the advantage is not 0. Elsewhere a ratio, which may overflow, would be multiplied by 0."""
     return inputs["advantages"] != 0
 
 
@@ -131,10 +139,18 @@ class LossFn:
     config: Config
     compute: Callable[[torch.Tensor, Inputs, Config], torch.Tensor]
     is_policy_loss: bool = True
+    trains_without_advantage: bool = False
+    """whether a sampled token with advantage 0 has a gradient"""
     is_elementwise: bool = True
     """whether a position's loss depends on that position alone"""
     ratio: Callable[[torch.Tensor, Inputs], torch.Tensor] = probability_ratio
     clip_binds: Callable[[torch.Tensor, Inputs, Config], torch.Tensor] | None = None
+
+    def trained(self, inputs: Inputs) -> torch.Tensor:
+        """Which positions can have a gradient."""
+        if self.trains_without_advantage:
+            return was_sampled(inputs)
+        return inputs["advantages" if self.is_policy_loss else "weights"] != 0
 
 
 _POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
@@ -156,7 +172,7 @@ LOSSES: dict[str, LossFn] = {
         clip_binds=ratio_is_clipped,
     ),
     # The hosted service documents no default; 0.05 is the value of its example.
-    "dro": LossFn(_POLICY_INPUTS, {"beta": 0.05}, dro),
+    "dro": LossFn(_POLICY_INPUTS, {"beta": 0.05}, dro, trains_without_advantage=True),
     # 1 - 3e-4 and 1 + 4e-4, the clip ranges of the paper's section 5.1: a mean over a sequence hardly leaves 1.
     "gspo": LossFn(
         (*_POLICY_INPUTS, "sequence_ratio_mask"),
@@ -170,7 +186,7 @@ LOSSES: dict[str, LossFn] = {
 
 
 class RatioStats:
-    """Diagnostics of a policy loss over the positions with advantage, gathered over micro-batches.
+    """Diagnostics of a policy loss over the sampled positions (`was_sampled`), gathered over micro-batches.
 
     - ratio:mean, :min, :max: what the loss multiplies the advantage by, before any clip (gspo: the sequence's ratio)
     - clipped_fraction:mean: share of positions where the clip binds (ppo, gspo: the clipped side is the minimum; cispo: the
@@ -190,21 +206,21 @@ class RatioStats:
 
     def add(self, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> None:
         """Stays on the device: nothing waits for the numbers before `metrics`."""
-        loss, active = self._loss, _active(inputs)
+        loss, sampled = self._loss, was_sampled(inputs)
         lp = logprobs.detach().double()
         log_ratio = lp - inputs["logprobs"]
         ratio = loss.ratio(lp, inputs)
-        binds = torch.zeros_like(active)
+        binds = torch.zeros_like(sampled)
         if loss.clip_binds is not None:
             binds = loss.clip_binds(loss.ratio(logprobs.detach(), inputs), inputs, config)
         summed = (torch.ones_like(lp), ratio, binds.double(), -log_ratio, log_ratio.expm1() - log_ratio, -lp)
-        self._sums.append(torch.stack([torch.where(active, values, 0.0).sum() for values in summed]))
-        lowest = torch.where(active, ratio, torch.inf).amin()
-        highest = torch.where(active, ratio, -torch.inf).amax()
+        self._sums.append(torch.stack([torch.where(sampled, values, 0.0).sum() for values in summed]))
+        lowest = torch.where(sampled, ratio, torch.inf).amin()
+        highest = torch.where(sampled, ratio, -torch.inf).amax()
         self._extremes.append(torch.stack([lowest, -highest]))
 
     def metrics(self, config: Config) -> Metrics:
-        """Empty when no position had an advantage."""
+        """Empty when no position was sampled."""
         if not self._sums:
             return {}
         count, *sums = torch.stack(self._sums).sum(dim=0).tolist()

@@ -1,12 +1,14 @@
 """Forward and backward passes over datums, and the optimizer step, for one adapter at a time.
 
-Gradients of a call are gathered aside and added to the adapter only when the whole call has succeeded: a call that fails
-leaves no trace. Losses are sums, so any split into micro-batches gives the same loss and gradient up to rounding.
+Gradients of a call are gathered aside and added to the others only when the whole call has succeeded. After a call that
+failed the sum lacks a part, so the optimizer step that was submitted behind it fails too. Losses are sums, so any split into
+micro-batches gives the same loss and gradient up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +33,21 @@ class TrainState:
     adapter: Adapter
     optimizer: AdamW
     gradients: list[torch.Tensor] | None = None
+    failure: str | None = None
+    """of a pass since the gradients were last cleared"""
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around a pass that is to add gradients: remembers that it failed."""
+        try:
+            yield
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def clear(self) -> None:
+        """Forget the gradients, and what is missing in them."""
+        self.gradients = self.failure = None
 
     def accumulate(self, gradients: list[torch.Tensor]) -> None:
         """Add the gradients of a call. Raises RequestError, with nothing added, when one is not finite."""
@@ -91,8 +108,7 @@ def forward_backward(
     for batch, (logprobs, elementwise) in each_micro_batch(model, examples, run):
         loss_sum += float(elementwise.double().sum())
         passed += batch.tokens
-        signal = batch.inputs["advantages"] if loss.is_policy_loss else batch.inputs["weights"]
-        trained += int((signal != 0).sum())
+        trained += int(loss.trained(batch.inputs).sum())
         if loss.is_policy_loss:
             with torch.no_grad():
                 ratios.add(logprobs, batch.inputs, config)
@@ -167,12 +183,23 @@ def backpropagate(
 
 
 def optim_step(state: TrainState, params: tinker.AdamParams) -> tinker.types.OptimStepResponse:
-    """Apply the accumulated gradient sum and clear it. Metrics: the gradient norm before clipping."""
+    """Apply the accumulated gradient sum and clear it. Metrics: the gradient norm before clipping.
+
+    Raises RequestError, with the gradients cleared, when a pass since the last step has failed.
+    """
+    if state.failure is not None:
+        failure = state.failure
+        state.clear()
+        raise RequestError(
+            f"no step was taken: a forward_backward before it failed ({failure}), so its gradient is missing in the sum. "
+            "The gradients are cleared; submit the passes of this step again"
+        )
     if state.gradients is None:
         raise RequestError(
             "optim_step without gradients: submit forward_backward first (it accumulates until optim_step)"
         )
     check_adam_params(params)
-    gradients, state.gradients = state.gradients, None
+    gradients = state.gradients
+    state.clear()
     grad_norm = state.optimizer.step(state.adapter.parameters(), gradients, params)
     return tinker.types.OptimStepResponse(metrics={"grad_norm": grad_norm})
