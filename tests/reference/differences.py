@@ -154,7 +154,7 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (
         ("gpt_oss*",),
         ("*: thinking in history", "*: thinking before*"),
-        "reasoning before an answer is dropped, as in the template",
+        "reasoning before an answer is dropped",
     ),
     (("gpt_oss*",), ("prefilled: *",), "a prefill is the beginning of the answer, so it opens the final channel"),
     (("gpt_oss*",), ("tools: *",), "one system message, and types as the guide to Harmony writes them"),
@@ -164,8 +164,9 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
 
 def reason(renderer: str, observation: str) -> str | None:
     """Why `renderer` differs in `observation`; None where it should not."""
-    for renderers, observations, why in DIFFERENCES:
-        if any(fnmatchcase(renderer, one) for one in renderers):
-            if any(fnmatchcase(observation, one) for one in observations):
-                return why
-    return None
+
+    def names(patterns: tuple[str, ...], what: str) -> bool:
+        return any(fnmatchcase(what, pattern) for pattern in patterns)
+
+    found = (why for who, what, why in DIFFERENCES if names(who, renderer) and names(what, observation))
+    return next(found, None)
