@@ -69,11 +69,6 @@ def test_a_call_without_an_id_gets_the_one_of_its_place() -> None:
     assert "<|tool_call_begin|>functions.look:1<|tool_call_argument_begin|>{}" in text
 
 
-def test_an_answer_that_would_end_itself_is_refused() -> None:
-    with pytest.raises(RendererError, match="which would end it"):
-        prompt_text("kimi_k2", [USER, Message(role="assistant", content="a<|im_end|>")])
-
-
 @pytest.mark.parametrize(
     ("body", "error"),
     [

@@ -181,3 +181,9 @@ def test_arguments_must_be_an_object_to_be_written(name: str, arguments: str) ->
     message = Message(role="assistant", content="", tool_calls=[call("f", arguments)])
     with pytest.raises(RendererError, match=r"message 1: in its call of 'f' the arguments are no"):
         get_renderer(name, make_tokenizer()).build_supervised_example([USER, message])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_8_low_reasoning", "nemotron3"])
+def test_reasoning_that_would_end_itself_is_refused(name: str) -> None:
+    with pytest.raises(RendererError, match="message 1: its reasoning holds '</think>', which would end it"):
+        example_text(name, [USER, thought("a</think>b", "A")])

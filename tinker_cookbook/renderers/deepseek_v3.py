@@ -71,8 +71,9 @@ class DeepSeekV3DisableThinkingRenderer(OpenedThinkRenderer):
         role = message["role"]
         if role == "assistant":
             self._parts(message, ctx)
-            body = self._body(_parts_of(message["content"], ctx), ctx)
-            return self._header(ctx), [body, _calls_text(message), _EOS]
+            parts = _parts_of(message["content"])
+            self._check_reasoning(thinking_of(parts), ctx)
+            return self._header(ctx), [self._body(parts, ctx), _calls_text(message), _EOS]
         text = ensure_text(message["content"])
         if role == "user":
             return [_USER], [text]
@@ -96,7 +97,6 @@ class DeepSeekV3DisableThinkingRenderer(OpenedThinkRenderer):
         return False
 
     def _body(self, parts: list[ContentPart], ctx: RenderContext) -> str:
-        self._check_may_think(thinking_of(parts), ctx)
         return text_of(parts)
 
     def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
@@ -144,7 +144,7 @@ class DeepSeekV3ThinkingRenderer(DeepSeekV3DisableThinkingRenderer):
         return written.removeprefix(THINK_OPEN) if written.startswith(THINK_OPEN) else THINK_CLOSE + written
 
 
-def _parts_of(content: Content, ctx: RenderContext) -> list[ContentPart]:
+def _parts_of(content: Content) -> list[ContentPart]:
     """Parts without empty reasoning. A string is split at its first </think>, as the chat template splits it; text
     parts are taken as they are."""
     if isinstance(content, str) and THINK_CLOSE in content:
@@ -153,13 +153,7 @@ def _parts_of(content: Content, ctx: RenderContext) -> list[ContentPart]:
             ThinkingPart(type="thinking", thinking=reasoning.removeprefix(THINK_OPEN)),
             TextPart(type="text", text=text),
         ]
-    parts = [part for part in ensure_list(content) if part["type"] != "thinking" or part["thinking"]]
-    for part in parts:
-        if part["type"] == "thinking" and THINK_CLOSE in part["thinking"]:
-            raise RendererError(
-                f"message {ctx.idx}: its reasoning holds {THINK_CLOSE!r}, which would end it; remove it"
-            )
-    return parts
+    return [part for part in ensure_list(content) if part["type"] != "thinking" or part["thinking"]]
 
 
 def _calls_text(message: Message) -> str:

@@ -20,11 +20,11 @@ from typing import ClassVar
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockScanner
-from tinker_cookbook.renderers.content import check_arguments, ensure_list, ensure_text, text_of, thinking_of
+from tinker_cookbook.renderers.content import check_arguments, ensure_text, text_of, thinking_of
 from tinker_cookbook.renderers.formats import Row, Token
 from tinker_cookbook.renderers.kimi_tools import declare_typescript
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
-from tinker_cookbook.renderers.types import Content, Message, Role, ToolCall, ToolSpec, UnparsedToolCall
+from tinker_cookbook.renderers.types import Message, Role, ToolCall, ToolSpec, UnparsedToolCall
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 _USER, _ASSISTANT, _SYSTEM = Token("<|im_user|>"), Token("<|im_assistant|>"), Token("<|im_system|>")
@@ -62,12 +62,13 @@ class KimiK2Renderer(OpenedThinkRenderer):
             return header, [self._assistant_text(message, ctx), _END]
         if role != "tool":
             return header, [ensure_text(message["content"]), _END]
-        if not message.get("tool_call_id"):
+        call_id = message.get("tool_call_id")
+        if not call_id:
             raise RendererError(
                 f"message {ctx.idx}: a tool result lacks 'tool_call_id', which the Kimi format writes; give it the id "
                 "of the call that it answers"
             )
-        return [*header, f"## Return of {message['tool_call_id']}\n"], [ensure_text(message["content"]), _END]
+        return [*header, f"## Return of {call_id}\n"], [ensure_text(message["content"]), _END]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
         return self._encode(self._header(Message(role=role, content=""), ctx))
@@ -83,22 +84,13 @@ class KimiK2Renderer(OpenedThinkRenderer):
         return header
 
     def _assistant_text(self, message: Message, ctx: RenderContext) -> str:
-        reasoning, text = self._reasoning_and_text(message["content"], ctx)
-        self._check_may_think(reasoning, ctx)
+        parts = self._parts(message, ctx)
+        reasoning, text = thinking_of(parts), text_of(parts)
+        self._check_reasoning(reasoning, ctx)
         if self.strip_thinking_from_history and not ctx.in_last_assistant_turn:
             reasoning = ""
         block = f"{THINK_OPEN}{reasoning}{THINK_CLOSE}".removeprefix(self.prompt_block)
-        written = block + text + _calls_text(message, ctx)
-        if _END in written:
-            raise RendererError(
-                f"message {ctx.idx}: an assistant message holds {_END!r}, which would end it; remove it"
-            )
-        return written
-
-    def _reasoning_and_text(self, content: Content, ctx: RenderContext) -> tuple[str, str]:
-        if media := {part["type"] for part in ensure_list(content)} - {"text", "thinking"}:
-            raise RendererError(f"message {ctx.idx}: the Kimi text format cannot hold {', '.join(sorted(media))}")
-        return thinking_of(content), text_of(content)
+        return block + text + _calls_text(message)
 
     def _last_assistant_turn_start_index(self, messages: list[Message]) -> int:
         """Index after the last assistant message without a tool call that something follows."""
@@ -150,7 +142,7 @@ class KimiK25DisableThinkingRenderer(KimiK25Renderer):
     prompt_block = THINK_OPEN + THINK_CLOSE
 
 
-def _calls_text(message: Message, ctx: RenderContext) -> str:
+def _calls_text(message: Message) -> str:
     calls = [
         f"{_CALL_BEGIN}{call.id or f'functions.{call.function.name}:{i}'}{_CALL_ARGUMENTS}{call.function.arguments}{_CALL_END}"
         for i, call in enumerate(message.get("tool_calls", []))

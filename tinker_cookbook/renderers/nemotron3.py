@@ -41,10 +41,8 @@ class Nemotron3Renderer(TaggedCallsRenderer):
     def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True, effort: str = "") -> None:
         super().__init__(tokenizer, strip_thinking_from_history)
         self.effort = effort
-        self._before_close, self._after_block = (
-            "\n" * self.line_breaks.before_close,
-            "\n" * self.line_breaks.after_close,
-        )
+        breaks = self.line_breaks or LineBreaks()
+        self._before_close, self._after_block = "\n" * breaks.before_close, "\n" * breaks.after_close
 
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         if self.effort and message["role"] == "user" and ctx.idx == ctx.last_user_index:
@@ -63,9 +61,9 @@ class Nemotron3Renderer(TaggedCallsRenderer):
         return header, [(result if header else result.removeprefix("\n")) + "\n", *end]
 
     def _assistant_body(self, message: Message, ctx: RenderContext) -> str:
-        self._check_text_only(message["content"], ctx)
+        self._parts(message, ctx)
         reasoning, text = self._reasoning_and_text(message["content"])
-        self._check_may_think(reasoning, ctx)
+        self._check_reasoning(reasoning, ctx)
         calls = self._calls(message, ctx)
         written = self._written(reasoning, text, bool(calls), ctx).removeprefix(self._prompt_think_block(ctx))
         return "\n".join([written, *calls, ""]) if calls else written

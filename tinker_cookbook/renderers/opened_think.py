@@ -66,9 +66,14 @@ class OpenedThinkRenderer(EndTokenRenderer):
         """The calls in what stands between the tags, in order; whatever is no call comes as UnparsedToolCall."""
         raise NotImplementedError
 
-    def _check_may_think(self, reasoning: str, ctx: RenderContext) -> None:
+    def _check_reasoning(self, reasoning: str, ctx: RenderContext) -> None:
+        """Raises RendererError for reasoning that cannot be written."""
         if reasoning and self.disables_thinking:
             raise RendererError(
                 f"message {ctx.idx} holds reasoning, but this renderer disables thinking: "
                 f"remove its thinking part, or use the renderer {self.thinking_renderer}"
+            )
+        if THINK_CLOSE in reasoning:
+            raise RendererError(
+                f"message {ctx.idx}: its reasoning holds {THINK_CLOSE!r}, which would end it; remove it"
             )

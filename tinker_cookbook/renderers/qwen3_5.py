@@ -21,7 +21,7 @@ from tinker_cookbook.renderers import xml_calls
 from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import LineBreaks
 from tinker_cookbook.renderers.chatml import ChatMLRenderer
-from tinker_cookbook.renderers.content import ensure_list, ensure_text, split_hf_reasoning, text_of, thinking_of
+from tinker_cookbook.renderers.content import ensure_text, split_hf_reasoning, text_of, thinking_of
 from tinker_cookbook.renderers.formats import Row
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
 from tinker_cookbook.renderers.qwen3 import last_query_index
@@ -72,12 +72,6 @@ class TaggedCallsRenderer(OpenedThinkRenderer, ChatMLRenderer):
     def _calls(self, message: Message, ctx: RenderContext) -> list[str]:
         return xml_calls.call_texts(message, ctx, self.json_scalars)
 
-    def _check_text_only(self, content: Content, ctx: RenderContext) -> None:
-        if media := {part["type"] for part in ensure_list(content)} - {"text", "thinking"}:
-            raise RendererError(
-                f"message {ctx.idx}: the {self.format_name} text format cannot hold {', '.join(sorted(media))}"
-            )
-
     def _read_calls(self, body: str) -> list[ToolCall | UnparsedToolCall]:
         return [xml_calls.read_call(body)]
 
@@ -100,9 +94,9 @@ class Qwen35Renderer(TaggedCallsRenderer):
         return last_query_index(messages, trims=True)
 
     def _assistant_body(self, message: Message, ctx: RenderContext) -> str:
-        self._check_text_only(message["content"], ctx)
+        self._parts(message, ctx)
         reasoning, text = self._reasoning_and_text(message["content"])
-        self._check_may_think(reasoning, ctx)
+        self._check_reasoning(reasoning, ctx)
         block = self._think_block(reasoning, ctx) if self._has_block(ctx) else ""
         body = block.removeprefix(self._prompt_think_block(ctx)) + text
         calls = self._calls(message, ctx)
