@@ -104,7 +104,7 @@ def what_to_run(cli: CLIConfig) -> tuple[str, dict[str, list[str]], dict[str, st
 
 def _new_folder(recipe: str) -> str:
     name = f"{time.strftime('%Y%m%d_%H%M%S')}_{recipe.rpartition('.')[2]}"
-    root = os.environ.get("TINKER_DEBATE_LOG_ROOT")
+    root = environment.read("TINKER_DEBATE_LOG_ROOT")
     return str(Path(root, name)) if root else default_log_path(RECIPE, name)
 
 
