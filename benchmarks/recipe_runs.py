@@ -187,6 +187,11 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(Measure("test/kl", "down"),),
     ),
     RecipeRun(
+        "recipes.distillation.sdft",
+        small=("max_steps=2", "warm_up_steps=2", "eval_every=2", "groups_per_batch=4", "lora_rank=4"),
+        measures=(Measure("sdft/kl", "down", "steps"), Measure("test/env/all/correct", "up")),
+    ),
+    RecipeRun(
         "recipes.prompt_distillation.create_data",
         folder_key="output_path",
         small=("max_lines=20", "test_size=5"),
@@ -215,6 +220,12 @@ RECIPES: tuple[RecipeRun, ...] = (
         folder_key="output",
         arguments=("log_path={sl_basic}",),
         files=("adapter_config.json", "adapter_model.safetensors", "README.md"),
+    ),
+    RecipeRun(
+        "recipes.validate_gpu",
+        folder_key="output",
+        small=("max_steps=1", "num_rollouts=16", "max_tokens=32"),
+        files=("report.json", "report.md"),
     ),
     RecipeRun("recipes.chat", folder_key=None, arguments=("seed=0",), stdin="What is 2 + 3?\n/quit\n"),
 )

@@ -16,7 +16,9 @@ class PolicyCLIConfig:
 
     model_path: str | None = chz.field(default=None, doc="a checkpoint to sample from (tinker://...)")
     log_path: str | None = chz.field(default=None, doc="folder of a run, whose last checkpoint is taken")
-    model_name: str | None = chz.field(default=None, doc=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}")
+    model_name: str | None = chz.field(
+        default=None, doc=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"
+    )
     renderer_name: str | None = chz.field(
         default=None, doc="how messages become tokens; default: as the checkpoint was trained, else the model's own"
     )

@@ -12,7 +12,6 @@ In the folder: sweep.csv and sweep.parquet (a row per run and step), summary.jso
 """
 
 import asyncio
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import chz
 from rich.console import Console
 
-from tinker_cookbook import sweeps
+from tinker_cookbook import environment, sweeps
 from tinker_cookbook.cli_utils import EXIT_INTERRUPTED, default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.sweeps.collect import Mode, check_ranking

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import chz
 
-from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, by_model
+from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, CommonConfig, by_model
 from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
@@ -21,6 +21,7 @@ from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.message_groups import MessageDatasetBuilder
 from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.supervised import train as supervised_train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
@@ -98,18 +99,25 @@ async def warm_up(
     steps = warm_up_steps(cli, tiny_steps)
     if steps == 0:
         return config
-    folder = Path(config.log_path)
     renderer = episodes.renderer()
-    rows = []
+    conversations = []
     for i in range(steps * BATCH_SIZE):
         rng = random.Random(derive_seed(cli.seed, "warm-up", i))
-        conversation = await write(renderer, rng)
-        rows.append({"messages": conversation})
+        conversations.append(await write(renderer, rng))
+    path = await train_first(cli, config, conversations, episodes.renderer_name)
+    return chz.replace(config, load_checkpoint_path=path)
+
+
+async def train_first(
+    cli: CommonConfig, config: RunConfig, conversations: Sequence[Sequence[Message]], renderer_name: str
+) -> str:
+    """One supervised pass over conversations, in a folder of its own below the run's; the path of the state it leaves."""
+    folder = Path(config.log_path)
     folder.mkdir(parents=True, exist_ok=True)
-    write_jsonl(folder / "warm_up.jsonl", rows)
+    write_jsonl(folder / "warm_up.jsonl", [{"messages": conversation} for conversation in conversations])
     common = ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=episodes.model_name,
-        renderer_name=episodes.renderer_name,
+        model_name_for_tokenizer=config.model_name,
+        renderer_name=renderer_name,
         max_length=None,
         batch_size=BATCH_SIZE,
     )
@@ -118,6 +126,7 @@ async def warm_up(
             supervised_train.Config,
             log_path=str(folder / "warm_up"),
             recipe_name=f"{config.recipe_name}.warm_up",
+            model_name=config.model_name,
             renderer_name=None,
             dataset_builder=FromConversationFileBuilder(common_config=common, file_path=str(folder / "warm_up.jsonl")),
             learning_rate=TINY_RATE if cli.is_tiny else SL_LEARNING_RATE,
@@ -128,11 +137,11 @@ async def warm_up(
         )
     )
     record = get_last_checkpoint(folder / "warm_up")
-    if record is None:
+    if record is None or record.state_path is None:
         raise CheckpointError(
             f"the warm-up left no checkpoint in {folder / 'warm_up'}; delete the folder and start over"
         )
-    return chz.replace(config, load_checkpoint_path=record.state_path)
+    return record.state_path
 
 
 async def play_or_train(

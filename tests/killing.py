@@ -29,6 +29,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ class Outcome:
     optimizer: bytes = field(repr=False)
     optimizer_steps: int
     final: dict[str, Any]
-    """the final checkpoint's record without its paths"""
+    """the final checkpoint's record without its paths; those of a reference without the name of the engine's run"""
 
 
 def run_whole(start: Start, folder: Path) -> Outcome:
@@ -113,6 +114,12 @@ def run_killed(start: Start, folder: Path, kills: Sequence[KillPoint]) -> Outcom
     for kill in kills:
         run_once(start, folder, kill)
     return run_whole(start, folder)
+
+
+def _unnamed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unnamed(item) for key, item in value.items()}
+    return re.sub(r"tinker://[^/]*/", "tinker://<run>/", value) if isinstance(value, str) else value
 
 
 def assert_same(outcome: Outcome, expected: Outcome) -> None:
@@ -139,7 +146,7 @@ def read_outcome(folder: Path) -> Outcome:
         sampler=(sampler / "adapter_model.safetensors").read_bytes(),
         optimizer=(state / "optimizer.safetensors").read_bytes(),
         optimizer_steps=json.loads((state / "checkpoint.json").read_text())["optimizer_steps"],
-        final={key: value for key, value in record.items() if not key.endswith("_path")},
+        final=_unnamed({key: value for key, value in record.items() if not key.endswith("_path")}),
     )
 
 

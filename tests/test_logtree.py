@@ -5,13 +5,17 @@ import json
 import os
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinker_cookbook.renderers import Message, ToolCall
 from tinker_cookbook.utils import logtree
+from tinker_cookbook.utils.logtree_formatters import ConversationFormatter
+from tinker_cookbook.utils.logtree_page import render_page
 
 NASTY = [
     "<script>alert(1)</script>",
@@ -85,7 +89,7 @@ class TestPage:
     def test_any_text_comes_back(self, text: str) -> None:
         root = logtree.Node("section")
         root.text(text)
-        assert Page(logtree._page().render(root=root)).pres() == [text]
+        assert Page(render_page(root)).pres() == [text]
 
     def test_what_no_file_or_browser_takes_is_shown(self, tmp_path: Path) -> None:
         root = logtree.Node("section")
@@ -115,7 +119,7 @@ class TestContext:
         with logtree.init_trace("top") as root:
             with logtree.scope_header("a"):
                 logtree.log_text("in a")
-                with logtree.details("b"):
+                with logtree.scope_details("b"):
                     logtree.table({"in": "b"})
             logtree.log_text("in top", label="x")
         a, x = root.children
@@ -126,7 +130,7 @@ class TestContext:
     def test_without_a_trace_nothing_happens(self) -> None:
         assert not logtree.is_enabled()
         aside = logtree.Node("section")
-        with logtree.scope_header("a"), logtree.details("b"), logtree.write_into(aside):
+        with logtree.scope_header("a"), logtree.scope_details("b"), logtree.write_into(aside):
             logtree.log_text("lost")
             logtree.table({"lost": 1})
             assert not logtree.is_enabled()
@@ -191,3 +195,106 @@ class TestFiles:
                 logtree.write_trace(logtree.Node("section", "new"), page)
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
         assert "old" in before["page.html"]
+
+
+class TestScripts:
+    """What scripts write with: the functions of the same names elsewhere, on our tree."""
+
+    MESSAGES: ClassVar[list[Message]] = [
+        {"role": "user", "content": "1 < 2?"},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "<b>hm</b>"}, {"type": "text", "text": "yes\n"}],
+            "tool_calls": [ToolCall(function=ToolCall.FunctionBody(name="look", arguments='{"at": "<i>"}'))],
+        },
+        {"role": "tool", "content": [{"type": "image", "image": "cat.png"}]},
+    ]
+
+    def test_a_conversation_shows_each_message_and_forges_nothing(self, tmp_path: Path) -> None:
+        with logtree.init_trace("page") as root:
+            logtree.log_formatter(ConversationFormatter(self.MESSAGES))
+            logtree.log_formatter(ConversationFormatter(messages=self.MESSAGES[:1]))
+        html, tree = write(root, tmp_path)
+        page = Page(html)
+        assert page.pres() == ["1 < 2?", "<b>hm</b>", "yes\n", 'look({"at": "<i>"})', "(image)", "1 < 2?"]
+        assert page.tags <= OUR_TAGS | {"div", "b"} and page.open == []
+        assert html.count(".conversation .assistant") == 1
+        first = tree["children"][0]
+        assert (first["kind"], first["data"]["type"]) == ("html", "conversation")
+        assert first["data"]["messages"][1]["content"] == self.MESSAGES[1]["content"]
+        assert first["data"]["messages"][1]["tool_calls"][0]["function"] == {
+            "name": "look",
+            "arguments": '{"at": "<i>"}',
+        }
+
+    def test_tables_of_every_form(self) -> None:
+        with logtree.init_trace("page") as root:
+            logtree.table_from_dict({"b": 1, "a": 2}, caption="by key", sort_by="key")
+            logtree.table_from_dict({"b": 2, "a": 1}, key_header="name", value_header="number", sort_by="value")
+            logtree.table_from_dict({"b": 1, "a": 2})
+            logtree.table_from_dict_of_lists({"x": [1, 2], "y": [3, 4]}, order=["y", "x"])
+            logtree.table([[1, "two"], ("three", 4)], caption="rows")
+            logtree.table(pandas.DataFrame({"c": [5], "d": ["six"]}))
+            with pytest.raises(ValueError):
+                logtree.table_from_dict({}, sort_by="length")
+            with pytest.raises(ValueError):
+                logtree.table_from_dict_of_lists({"x": [1], "y": []})
+        found = [(node.title, node.columns, node.rows) for node in root.children]
+        assert found == [
+            ("by key", ["key", "value"], [["a", 2], ["b", 1]]),
+            ("", ["name", "number"], [["a", 1], ["b", 2]]),
+            ("", ["key", "value"], [["b", 1], ["a", 2]]),
+            ("", ["y", "x"], [[3, 1], [4, 2]]),
+            ("rows", [], [[1, "two"], ["three", 4]]),
+            ("", ["c", "d"], [[5, "six"]]),
+        ]
+
+    def test_parts_without_a_heading_and_folded_texts(self, tmp_path: Path) -> None:
+        with logtree.init_trace("page") as root:
+            with logtree.scope_div(class_="a<", id="x"):
+                logtree.log_text("inside")
+            logtree.log_text("boxed", div_class="box")
+            logtree.log_html("<em>as it is</em>", div_class="raw")
+            logtree.details("long\ntext", summary="more", pre=False)
+            logtree.header("next", level=4)
+        html, tree = write(root, tmp_path)
+        page = Page(html)
+        assert page.pres() == ["inside", "boxed", "long\ntext"]
+        assert page.texts["summary"] == ["more"] and page.texts["h2"] == ["next"]
+        assert (
+            '<section class="a&lt;" id="x">' in html and '<section class="raw">\n<div><em>as it is</em></div>' in html
+        )
+        assert tree["children"][0]["attrs"] == {"class": "a<", "id": "x"}
+        assert tree["children"][2]["children"] == [{"kind": "html", "title": "", "content": "<em>as it is</em>"}]
+
+    def test_writing_can_be_switched_off(self) -> None:
+        with logtree.init_trace("page") as root:
+            with logtree.scope_disable(), logtree.scope_header("lost"):
+                logtree.log_text("lost")
+            for enable in (False, True):
+                with logtree.optional_enable_logging(enable):
+                    logtree.log_text(f"enabled: {enable}")
+        assert [node.content for node in root.children] == ["enabled: True"]
+        for write_nothing in (logtree.log_html, logtree.header, logtree.details, logtree.table):
+            write_nothing("outside of a trace")
+
+    def test_functions_write_into_sections_of_their_own(self) -> None:
+        @logtree.scope_header_decorator
+        def plain() -> int:
+            logtree.log_text("1")
+            return 1
+
+        @logtree.scope_header_decorator("waiting")
+        async def waiting() -> int:
+            await asyncio.sleep(0)
+            logtree.log_text("2")
+            return 2
+
+        with logtree.init_trace("page") as root:
+            assert plain() + asyncio.run(waiting()) == 3
+        assert [(node.title, node.children[0].content) for node in root.children] == [("plain", "1"), ("waiting", "2")]
+
+    def test_a_page_of_an_error_can_be_left_out(self, tmp_path: Path) -> None:
+        with pytest.raises(ZeroDivisionError), logtree.init_trace("page", tmp_path / "a.html", write_on_error=False):
+            _ = 1 / 0
+        assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """What must hold for the files of a run: every start recorded, resumable."""
 
+import importlib.metadata
 import json
 import logging
 from pathlib import Path
@@ -54,6 +55,12 @@ class TestMetadata:
         monkeypatch.setenv("TINKER_API_KEY", "tml-verysecret")
         metadata.write_run_metadata(tmp_path, config={}, recipe_name="r")
         assert not any("verysecret" in path.read_text() for path in tmp_path.iterdir())
+
+    def test_the_version_of_vllm_stands_where_it_is_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "vllm" not in metadata.versions()
+        installed = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.11.0" if name == "vllm" else installed(name))
+        assert metadata.versions()["vllm"] == "0.11.0"
 
     def test_versions_name_what_results_depend_on(self) -> None:
         found = metadata.versions()

@@ -19,7 +19,7 @@ from tools.make_tiny_model.train import Schedule, Shape, encode, new_model, trai
 
 TINY = EXAMPLE_DATA / "tiny_chat"
 DATA_FILES = (
-    "qa/arithmetic_train.jsonl", "qa/arithmetic_test.jsonl", "qa/test.jsonl",
+    "qa/arithmetic_train.jsonl", "qa/arithmetic_test.jsonl", "qa/test.jsonl", "qa/test_held_out.jsonl",
     "summary/articles_train.jsonl", "summary/articles_test.jsonl", "conversations.jsonl", "comparisons.jsonl",
 )  # fmt: skip
 

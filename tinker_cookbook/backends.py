@@ -54,7 +54,11 @@ def check_backend(
                 "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
                 "or use backend=local"
             )
-        if (base_url or environment.read("TINKER_BASE_URL")) is None and model_name is not None and Path(model_name).is_dir():
+        if (
+            (base_url or environment.read("TINKER_BASE_URL")) is None
+            and model_name is not None
+            and Path(model_name).is_dir()
+        ):
             raise ConfigurationError(
                 f"{field}={model_name!r} is a local directory; the hosted service takes the names it serves, "
                 "such as Qwen/Qwen3-4B-Instruct-2507"
@@ -86,8 +90,8 @@ def check_backend(
 def create_service_client(backend: str | None = None, base_url: str | None = None) -> ServiceClient:
     """A service client of the chosen engine.
 
-    The local one is shared within the process while anyone holds it, so that a policy, a judge and a teacher on the same
-    base model share its weights.
+    The local one is deterministic: one loop drives it, and the same program gets the same bits. It is shared within the
+    process while anyone holds it, so that a policy, a judge and a teacher on the same base model share its weights.
     """
     if resolve_backend(backend) == "tinker":
         import tinker
@@ -99,7 +103,7 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves where this pointed when it was made
     client = _local_clients.get(home)
     if client is None:
-        client = _local_clients[home] = tinker_local_backend.ServiceClient()
+        client = _local_clients[home] = tinker_local_backend.ServiceClient(deterministic=True)
     return cast(ServiceClient, client)
 
 

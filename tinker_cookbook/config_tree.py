@@ -159,6 +159,8 @@ def _row(key: str, field: Field, *value: Any) -> tuple[str, str]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, str) and not value.isprintable():
+        return repr(value)  # a text of several lines stays on its line
     return str(value) if isinstance(value, str | int | float | None) else repr(value)
 
 

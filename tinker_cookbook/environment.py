@@ -34,6 +34,8 @@ def check_environment() -> None:
         if name.startswith(PREFIXES) and name not in VARIABLES:
             close = difflib.get_close_matches(name, VARIABLES, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise ConfigurationError(f"{name} is set, but there is no such variable; {hint}Known: {', '.join(VARIABLES)}")
+            raise ConfigurationError(
+                f"{name} is set, but there is no such variable; {hint}Known: {', '.join(VARIABLES)}"
+            )
     if (shown := read("TINKER_COOKBOOK_TRACEBACK")) not in (None, "0", "1"):
         raise ConfigurationError(f"TINKER_COOKBOOK_TRACEBACK={shown!r} must be 0 or 1")

@@ -87,6 +87,9 @@ VARIABLES = {
         "`transformers`, the only one; `unsloth` has no effect, and a warning says so", _backend
     ),
     "TINKER_LOCAL_HOME": Variable("where local checkpoints live; default: the user's data folder"),
+    "TINKER_LOCAL_API_KEYS": Variable(
+        "the server's tenants and their keys, `alice=tml-...,bob=tml-...` ([server.md](server.md))"
+    ),
     "TINKER_LOCAL_DEVICE": Variable("`cuda`, `cuda:1`, `cpu`; default: CUDA when there is one", _device),
     "TINKER_LOCAL_DTYPE": Variable(
         "`float32` or `bfloat16` for the base model; default: bfloat16 on CUDA, float32 on a CPU",

@@ -10,7 +10,6 @@ from typing import Literal, Self
 
 from tinker import types
 
-from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import check_model_name
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
@@ -34,6 +33,8 @@ class ServiceClient:
         project_id, base_url, api_key, default_headers_overrides: what the SDK's client takes to find the hosted service.
             A program written for it may pass them; they have no effect here, and a line in the log says so.
         display_name: of the session, for people.
+        deterministic: answer in lockstep with the one event loop that drives everything, so that the same program gets the
+            same bits (engine/gate.py). Without it, tokens for a seed are the same up to rounding of the logits.
         home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
 
     Raises:
@@ -51,6 +52,7 @@ class ServiceClient:
         base_url: str | None = None,
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
+        deterministic: bool = False,
         home: Path | str | None = None,
         **unknown: object,
     ):
@@ -66,7 +68,7 @@ class ServiceClient:
         self._home = Path(home) if home is not None else local_home()
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)
-        self._engine = Engine()
+        self._engine = Engine(deterministic)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     @property
@@ -190,11 +192,8 @@ class ServiceClient:
         return self._engine.make_client(lambda: SamplingClient(self._engine, self, self._engine.load(base_model), None))
 
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: dict[str, str]) -> TrainingRun:
-        model = self._engine.load(base_model)
-        adapter = model.new_adapter(spec, seed)
-        state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
         entry = Run(uuid.uuid4().hex, self._session.session_id, base_model, spec, user_metadata)
-        return TrainingRun(self._engine, self._registry, self._session, entry, model, state)
+        return TrainingRun.create(self._engine, self._registry, self._session, entry, seed)
 
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None

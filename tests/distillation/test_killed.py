@@ -52,6 +52,18 @@ CASES = {
         teacher_saves=5,
         redone_steps=8,
     ),
+    "sdft": Case(
+        Recipe(
+            "recipes.distillation.sdft",
+            (
+                *("groups_per_batch=4", "max_test_items=6", "max_tokens=12", "warm_up_steps=2", "teacher_sync_every=3"),
+                *(key for key in COMMON if not key.startswith("teacher_epochs")),
+            ),
+        ),
+        teacher_steps=2,
+        teacher_saves=1,
+        redone_steps=2,
+    ),
 }
 
 

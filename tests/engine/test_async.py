@@ -3,7 +3,8 @@
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import tinker
@@ -28,6 +29,13 @@ SECONDS = 20
 """A wait this long means a deadlock."""
 
 DATA = [cross_entropy_datum(7, 0)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["default", "deterministic"])
+def service(request: pytest.FixtureRequest, home: Path) -> Iterator[ServiceClient]:
+    """All of this holds with and without lockstep."""
+    with ServiceClient(home=home, deterministic=request.param) as service:
+        yield service
 
 
 def run(coroutine):
@@ -68,15 +76,16 @@ def test_waiting_with_result_inside_a_coroutine_lets_others_finish(
     assert run(main()) == [24] * 9
 
 
+@pytest.mark.parametrize("service", [True], indirect=True, ids=["deterministic"])
 def test_a_coroutine_may_block_while_the_worker_waits_for_its_loop(
     sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After it handed over a result the worker waits for the loop to come to rest, which a blocked loop never does."""
     waits, wait = threading.Event(), LoopGate.wait_until_at_rest
 
-    def observed(gate: LoopGate) -> None:
+    def observed(gate: LoopGate, others_ask: Callable[[], bool]) -> None:
         waits.set()
-        wait(gate)
+        wait(gate, others_ask)
 
     monkeypatch.setattr(LoopGate, "wait_until_at_rest", observed)
 

@@ -32,7 +32,7 @@ def multi_turn_program(home: Path, model: str) -> list:
             record.append((await update).metrics)
 
     async def main() -> None:
-        with ServiceClient(home=home) as service:
+        with ServiceClient(home=home, deterministic=True) as service:
             client = await service.create_lora_training_client_async(model, rank=4, seed=0)
             for _ in range(2):
                 snapshot = await client.save_weights_and_get_sampling_client_async()

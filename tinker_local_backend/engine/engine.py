@@ -34,6 +34,9 @@ KV_SHARE_OF_FREE_CUDA_MEMORY = 0.5
 SAMPLER_STEPS_PER_OPERATION = 8
 """Tokens that running sequences go forward between two training operations while more of those wait."""
 
+LATE_GATES_SECONDS = 1.0
+"""How often an idle worker looks for requests that a blocked event loop holds."""
+
 CLOSE_SECONDS = 30.0
 """How long `close` waits for the operation that is running."""
 
@@ -56,9 +59,13 @@ class Engine:
 
     TINKER_LOCAL_SEED makes everything reproducible for which no seed is given (samples, adapter initialisation);
     TINKER_LOCAL_KV_CACHE_TOKENS bounds the KV cache.
+
+    Args:
+        deterministic: keep in lockstep with the event loop that submits (gate.py): the same program gets the same bits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
         self._kv_tokens = environment.read("TINKER_LOCAL_KV_CACHE_TOKENS")
         self._seeds = np.random.Generator(np.random.PCG64(environment.read("TINKER_LOCAL_SEED")))
         self.context_lengths: dict[str, int] = {}
@@ -147,9 +154,9 @@ class Engine:
         return EngineClosedError("this service client was closed before this request ran; create a new one")
 
     def _gate(self) -> LoopGate[_Work] | None:
-        """The gate of the running event loop, if this thread runs one."""
+        """The gate of the running event loop, if this thread runs one and the engine is deterministic."""
         self.check_open()
-        loop = running_loop()
+        loop = running_loop() if self._deterministic else None
         if loop is None:
             return None
         gate = self._gates.get(id(loop))
@@ -158,6 +165,7 @@ class Engine:
             with self._condition:  # several threads may run a loop each
                 open_gates = {key: other for key, other in self._gates.items() if not other.loop.is_closed()}
                 self._gates = {**open_gates, id(loop): gate}
+                self._condition.notify()
         return gate
 
     @contextmanager
@@ -250,10 +258,18 @@ class Engine:
     def _wait_for_work(self) -> bool:
         with self._condition:
             while not (self._inbox or self._closing or self._queues or any(g.busy for g in self._generators.values())):
-                self._condition.wait()
+                # A blocked loop cannot say that its requests have waited for long enough.
+                self._condition.wait(LATE_GATES_SECONDS if self._gates else None)
+                self._release_late()
             return not self._closing
 
+    def _release_late(self) -> None:
+        for gate in list(self._gates.values()):
+            if gate.is_late():
+                gate.flush()
+
     def _take_in(self) -> None:
+        self._release_late()
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
         for work in arrived:
@@ -284,8 +300,13 @@ class Engine:
                 by_gate.setdefault(gate, []).append(result)
         for gate, results in by_gate.items():
             gate.deliver(results)
-        for gate in by_gate:
-            gate.wait_until_at_rest()
+        if len(self._gates) == 1:  # of several loops none waits for another
+            for gate in by_gate:
+                gate.wait_until_at_rest(self._others_ask)
+
+    def _others_ask(self) -> bool:
+        """Whether anyone but the loop that is waited for has come with a request."""
+        return len(self._gates) > 1 or bool(self._inbox)
 
     def _fail_rest(self, rest: list[_Work], error: BaseException) -> None:
         for work in [*rest, *(operation for queue in self._queues.values() for operation in queue)]:

@@ -1,14 +1,17 @@
 """Lockstep with an event loop: what makes concurrent asyncio code give the same batches, and so the same bits, every time.
 
-If the worker picked up requests whenever they happened to arrive, the composition of its batches, and with it the last
-bit of every logprob, would depend on timing. So requests made on an event loop are held back until the loop has nothing
-left to do without the engine, and results are handed over together, after which the worker waits for the loop to come to
-rest again before it goes on. The cost is a few empty passes of the loop per delivery.
+Only a deterministic engine has it. By default the worker picks up requests as they arrive and answers at once, so the
+composition of its batches, and with it the last bit of every logprob, depends on timing. In lockstep, requests made on an
+event loop are held back until the loop has nothing left to do without the engine, and results are handed over together,
+after which the worker waits for the loop to come to rest again before it goes on. That suits one loop that drives
+everything. It is bounded: a loop that never rests, or that is blocked, holds nothing up for longer than `MOST_PASSES` or
+`BACKSTOP_SECONDS`, and as soon as there are several loops no one waits for any of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -22,8 +25,12 @@ QUIET_PASSES = 24
 """Passes of the event loop without a new request after which it counts as at rest: longer than any chain of wake-ups
 between a result and the next request in our loops (future -> task -> barrier -> task group -> task)."""
 
+MOST_PASSES = 50 * QUIET_PASSES
+"""Passes after which held requests go even though new ones keep coming: a program that submits one every few passes of the
+loop never is at rest."""
+
 BACKSTOP_SECONDS = 60.0
-"""A loop that does not come to rest for this long (blocked in user code) no longer holds up the worker."""
+"""A loop that does not come to rest for this long (blocked in user code) no longer holds up the worker, nor its requests."""
 
 POLL_SECONDS = 0.02
 """How often a waiting worker looks whether the loop has ended."""
@@ -38,6 +45,8 @@ class LoopGate(Generic[W]):
         self._held: deque[W] = deque()
         self._results: deque[Callable[[], None]] = deque()
         self._quiet = 0
+        self._passes = 0
+        self._held_since = math.inf
         self._ticking = False
         self._blocked = 0
         self._at_rest = threading.Event()
@@ -47,6 +56,8 @@ class LoopGate(Generic[W]):
 
     def submit(self, work: W) -> None:
         """Hold work until the loop is at rest."""
+        if not self._held:
+            self._passes, self._held_since = 0, time.monotonic()
         self._held.append(work)
         self._quiet = 0
         self._start_ticking()
@@ -70,6 +81,9 @@ class LoopGate(Generic[W]):
 
     def _tick(self) -> None:
         self._quiet += 1
+        self._passes += 1
+        if self._held and self._passes >= MOST_PASSES:
+            self.flush()
         if self._quiet < QUIET_PASSES:
             self.loop.call_soon(self._tick)
             return
@@ -86,6 +100,7 @@ class LoopGate(Generic[W]):
 
     def flush(self) -> None:
         """Let everything held go now: the loop is at rest, blocked, or has ended with work still held."""
+        self._held_since = math.inf
         held: list[W] = []
         while self._held:
             with suppress(IndexError):  # another thread may flush too
@@ -103,6 +118,10 @@ class LoopGate(Generic[W]):
 
     # On the worker's thread
 
+    def is_late(self) -> bool:
+        """Whether requests have been held for longer than the backstop."""
+        return time.monotonic() - self._held_since > BACKSTOP_SECONDS
+
     def deliver(self, results: list[Callable[[], None]]) -> None:
         """Hand results over in one piece, in order. Follow with `wait_until_at_rest`."""
         self._results.extend(results)
@@ -116,10 +135,12 @@ class LoopGate(Generic[W]):
             self._apply_results()
             self._at_rest.set()
 
-    def wait_until_at_rest(self) -> None:
-        """Return when the loop has nothing left to do, has ended, is blocked on us, or after the backstop."""
+    def wait_until_at_rest(self, others_ask: Callable[[], bool]) -> None:
+        """Return when the loop has nothing left to do, has ended, is blocked on us, when others ask, or after the backstop."""
         deadline = time.monotonic() + BACKSTOP_SECONDS
         while not self._at_rest.wait(POLL_SECONDS):
+            if others_ask():
+                return
             if not self.loop.is_running() or time.monotonic() > deadline:
                 self._apply_results()  # nobody on the loop will; another thread may be waiting
                 return

@@ -26,6 +26,16 @@ HAND_PICKED = (
     ("*", 9, 7),
     ("+", 0, 6),
 )
+HAND_PICKED_HELD_OUT = (
+    ("+", 3, 4),
+    ("+", 8, 6),
+    ("-", 11, 5),
+    ("*", 7, 3),
+    ("+", 16, 7),
+    ("-", 19, 4),
+    ("*", 8, 9),
+    ("+", 0, 9),
+)
 
 
 def questions(count: int, seed: int) -> list[dict]:
@@ -56,7 +66,8 @@ def write_all(folder: Path, seed: int = 0) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "qa" / "arithmetic_train.jsonl", asked[:300])
     write_jsonl(folder / "qa" / "arithmetic_test.jsonl", asked[300:])
-    write_jsonl(folder / "qa" / "test.jsonl", [question(arithmetic.Sum(*parts)) for parts in HAND_PICKED])
+    for name, picked in (("test", HAND_PICKED), ("test_held_out", HAND_PICKED_HELD_OUT)):
+        write_jsonl(folder / "qa" / f"{name}.jsonl", [question(arithmetic.Sum(*parts)) for parts in picked])
     write_jsonl(folder / "summary" / "articles_train.jsonl", written[:48])
     write_jsonl(folder / "summary" / "articles_test.jsonl", written[48:])
     write_jsonl(folder / "conversations.jsonl", plant_desk_conversations(128, seed))

@@ -1,0 +1,126 @@
+"""Self-distillation from demonstrations: the student learns to answer as it does when it is shown a good answer.
+
+    python -m recipes.distillation.sdft
+    python -m recipes.distillation.sdft dataset=mine.jsonl model_name=Qwen/Qwen3-8B
+    python -m recipes.distillation.sdft dataset=gsm8k model_name=Qwen/Qwen3-8B reverse=true
+
+The teacher is the student as it was at the start, with a demonstration in its prompt; no larger model and no reward is needed.
+Large models make use of a demonstration by themselves. The shipped model is taught that first, by copying made-up answers, which
+says nothing of what the right ones are. Then the KL to the teacher falls (`sdft/kl`), and sums are answered rightly without a
+demonstration.
+"""
+
+import random
+
+import chz
+
+from recipes.common import (
+    MAX_TOKENS,
+    TINY_LEARNING_RATE,
+    TINY_MAX_TOKENS,
+    CommonConfig,
+    by_model,
+    dataset_label,
+    prompt_room,
+    run_config,
+    settle,
+)
+from recipes.warm_up import BATCH_SIZE, train_first
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.distillation import sdft
+from tinker_cookbook.distillation.demonstrations import Demonstration, DemonstrationDataset
+from tinker_cookbook.renderers import Message, get_renderer
+from tinker_cookbook.rl.item_dataset import evaluation_set
+from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.single_turn import load_task_items, single_turn_group
+from tinker_cookbook.tasks.types import TaskItem
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+RECIPE = "distillation.sdft"
+SHIPPED = "arithmetic"
+LEARNING_RATE = 2e-5
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(CommonConfig, sdft.SDFTOptions):
+    """Keys of `python -m recipes.distillation.sdft`."""
+
+    dataset: str = chz.field(
+        default=SHIPPED, doc="arithmetic (shipped sums), a .jsonl file with question and answer, gsm8k, or a hub id"
+    )
+    groups_per_batch: int = chz.field(default=32, doc="questions per step", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=2, doc="replies per question", validator=chz.validators.gt(0))
+    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
+    max_test_items: int = chz.field(default=50, doc="questions held out", validator=chz.validators.ge(0))
+    warm_up_steps: int = chz.field(
+        default=50,
+        doc="supervised steps that teach the shipped model to use a demonstration; no other model gets them",
+        validator=chz.validators.ge(0),
+    )
+    max_tokens: int | None = by_model("longest reply", TINY_MAX_TOKENS, MAX_TOKENS)
+    learning_rate: float | None = by_model("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE)
+    lora_rank: int = with_default(sdft.SDFTOptions, "lora_rank", 32)
+    skip_first_n_tokens: int = with_default(sdft.SDFTOptions, "skip_first_n_tokens", 0)
+    eval_every: int = with_default(sdft.SDFTOptions, "eval_every", 10)
+
+
+def answer_text(item: TaskItem) -> str:
+    """The demonstration of an item: its reference as the task wants it."""
+    return f"<SOLUTION>{item.reference}</SOLUTION>"
+
+
+def made_up_demonstrations(cli: CLIConfig, items: list[TaskItem]) -> list[list[Message]]:
+    """Questions with made-up answers to copy, as the teacher is asked them."""
+    rng = random.Random(cli.seed)
+    conversations: list[list[Message]] = []
+    for _ in range(cli.warm_up_steps * BATCH_SIZE):
+        answer = f"<SOLUTION>{rng.randint(0, 40)}</SOLUTION>"
+        asked = cli.demo_template.format(question=rng.choice(items).question, golden_answer=answer)
+        conversations.append(
+            [
+                {"role": "system", "content": QA_SYSTEM},
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": answer},
+            ]
+        )
+    return conversations
+
+
+async def main(cli: CLIConfig) -> None:
+    cli = settle(cli)
+    task, train, test = load_task_items("qa", None, cli.dataset, None, cli.groups_per_batch)
+    renderer_name = str(cli.renderer_name)
+    renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
+    room = prompt_room(cli)
+
+    def ask(item: TaskItem, group_size: int):
+        return single_turn_group(task, item, renderer, group_size, max_prompt_tokens=room)
+
+    demonstrations = [Demonstration(item.question, answer_text(item), ask(item, cli.group_size)) for item in train]
+    batches = DemonstrationDataset(
+        demonstrations, cli.groups_per_batch, cli.max_steps * cli.groups_per_batch, seed=cli.seed
+    )
+    config = run_config(
+        cli,
+        sdft.Config,
+        sdft.check_config,
+        RECIPE,
+        [dataset_label(cli.dataset, SHIPPED)],
+        system_prompt=cli.system_prompt or QA_SYSTEM,
+    )
+    if cli.is_tiny and cli.warm_up_steps > 0 and cli.load_checkpoint_path is None:
+        path = await train_first(cli, config, made_up_demonstrations(cli, train), renderer_name)
+        config = chz.replace(config, load_checkpoint_path=path)
+    held_out = evaluation_set(test[: cli.max_test_items], lambda item, key: ask(item, 1))
+    await sdft.main(config, batches, held_out)
+    print_changes(
+        config.log_path,
+        {"test/env/all/correct": "held-out questions"},
+        {"sdft/kl": "rollouts", "env/all/correct": "rollouts"},
+    )
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

@@ -1,0 +1,305 @@
+"""Every check of the GPU validation runbook in one command: pass or fail per row, what a failure means, and a report.
+
+    python -m recipes.validate_gpu model_name=Qwen/Qwen3-4B-Instruct-2507
+    python -m recipes.validate_gpu model_name=models/mine summary_dataset=cnn_dailymail output=validation
+
+Runs on a CPU too, with the tiny model. Each check that trains is a command of its own, which the report names, with its log
+beside it. Whether a run learned is judged by its gradient norm, its trained tokens and the change of the weights; its loss says
+nothing, because at ratio 1 the centred advantages of a group add up to about 0. Ends with exit code 1 when a row fails.
+"""
+
+import asyncio
+import importlib
+import math
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from recipes.common import TINY_CHAT
+from recipes.gpu_utilisation import Utilisation
+from tinker_cookbook import backends, model_info, weights
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.checkpoints import last_sampler_path
+from tinker_cookbook.runs.metadata import versions
+from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
+from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.utils.misc_utils import markdown_table
+
+RECIPE = "validate_gpu"
+MODULES = ("torch", "transformers", "peft", "tinker", "tinker_cookbook.rl.train", "tinker_cookbook.debate.env")
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.validate_gpu`."""
+
+    model_name: str = chz.field(default=TINY_CHAT, doc="tiny_chat (shipped), a model directory, or a hub id")
+    summary_dataset: str = chz.field(
+        default="articles", doc="what is summarised: shipped, a .jsonl file, or cnn_dailymail from the hub"
+    )
+    max_steps: int = chz.field(default=10, doc="steps of the mini experiment", validator=chz.validators.gt(0))
+    num_rollouts: int = chz.field(
+        default=64, doc="rollouts per step of it, in 4 groups", validator=chz.validators.gt(0)
+    )
+    max_tokens: int | None = chz.field(default=None, doc="longest completion of one turn; default: the recipes' own")
+    minutes: float = chz.field(default=30.0, doc="that a command may take", validator=chz.validators.gt(0))
+    output: str | None = chz.field(
+        default=None,
+        doc="new folder for the report, the logs and the runs; default: a dated one among the default runs",
+    )
+
+
+@dataclass
+class Row:
+    """A check: what it found, and what it means if it failed."""
+
+    name: str
+    passed: bool
+    detail: str
+    seconds: float
+    if_it_fails: str
+    command: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A recipe with the runbook's settings, and the records that it must write."""
+
+    name: str
+    recipe: str
+    keys: tuple[str, ...]
+    records: str
+    if_it_fails: str
+
+    @property
+    def folder(self) -> str:
+        return self.name.replace(",", "").replace(" ", "_")
+
+
+_NO_SIGNAL = "no learning signal reached the weights: look at the rewards in the run's records and at its log"
+
+
+def training_runs(cli: CLIConfig) -> tuple[TrainingRun, ...]:
+    """The runbook's smoke tests and its mini experiment."""
+    summary = ("task=summary", f"dataset={cli.summary_dataset}", "reward_fn=compression")
+    return (
+        TrainingRun(
+            "single-turn QA",
+            "single_turn",
+            # constant: a model that answers everything right has rewards without variance
+            (
+                "task=qa",
+                "dataset=test",
+                "num_rollouts=16",
+                "num_groups=2",
+                "max_steps=1",
+                "advantage.baseline=constant",
+            ),
+            "baseline_*.json",
+            "sampling, rewards or the training step do not work; the log has the error",
+        ),
+        TrainingRun(
+            "single-turn summary",
+            "single_turn",
+            (*summary, "num_rollouts=16", "num_groups=2", "max_steps=1"),
+            "summary_*.json",
+            f"{_NO_SIGNAL}; a hub dataset also needs a network",
+        ),
+        TrainingRun(
+            "debate, rejection sampling",
+            "debate_rs_grpo",
+            ("dataset=test", "num_rollouts=32", "num_groups=2", "max_steps=1", "debate_train=rejection"),
+            "debate_*.json",
+            "turns, token injection or the judge do not work; the log has the error",
+        ),
+        TrainingRun(
+            "debate, RS to GRPO",
+            "debate_rs_grpo",
+            (*summary, f"num_rollouts={cli.num_rollouts}", "num_groups=4", f"max_steps={cli.max_steps}"),
+            "debate_*.json",
+            f"{_NO_SIGNAL}; more rollouts, a higher temperature or another reward_fn give rewards more variance",
+        ),
+    )
+
+
+def check_imports() -> tuple[bool, str]:
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            return False, f"{name}: {type(error).__name__}: {error}"
+    return True, ", ".join(f"{name} {version}" for name, version in versions().items() if version is not None)
+
+
+def check_device() -> tuple[bool, str]:
+    """The device that the engine takes; wrong when there is an NVIDIA device and torch has no CUDA."""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return True, f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    if nvidia_devices():
+        return (
+            False,
+            f"there is an NVIDIA device, but torch {torch.__version__} sees no CUDA (built for {torch.version.cuda})",
+        )
+    return True, f"CPU, {torch.get_num_threads()} threads (there is no NVIDIA device)"
+
+
+def nvidia_devices() -> list[Path]:
+    return sorted(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def judge(run: TrainingRun, folder: Path) -> tuple[bool, str]:
+    """Whether the run wrote its records and changed the weights."""
+    steps = [row for row in read_jsonl(folder / "metrics.jsonl") if "optim/grad_norm" in row]
+    records = len(list(folder.rglob(run.records)))
+    trained = sum(row["train/trained_tokens_sum"] for row in steps)
+    norms = [math.nan if row["optim/grad_norm"] is None else row["optim/grad_norm"] for row in steps]  # JSON has no NaN
+    change = asyncio.run(largest_change(folder))
+    learned = (
+        bool(norms) and all(math.isfinite(norm) for norm in norms) and max(norms) > 0 and trained > 0 and change > 0
+    )
+    detail = (
+        f"{records} records, {len(steps)} steps, {trained:.0f} trained tokens, gradient norm up to {max(norms, default=0):.3g}, "
+        f"weights changed by up to {change:.2g}"
+    )
+    return records > 0 and learned, detail
+
+
+async def largest_change(folder: Path) -> float:
+    """Largest |B| of the run's last adapter: B starts as zeros, so this is how far training has moved it."""
+    from safetensors.numpy import load_file
+
+    service = backends.create_service_client("local")
+    with tempfile.TemporaryDirectory() as target:
+        adapter = await weights.download_adapter(service, last_sampler_path(str(folder)), Path(target) / "adapter", "")
+        matrices = load_file(adapter / weights.ADAPTER_WEIGHTS)
+    return max(float(abs(matrix).max()) for name, matrix in matrices.items() if name.endswith("lora_B.weight"))
+
+
+def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
+    """The rows, each as soon as it is known."""
+    yield _row("imports", check_imports, "a package is missing or broken: pip install -e . in a fresh environment")
+    yield _row(
+        "device", check_device, "pip gave a torch for CPUs: on an image whose torch has CUDA use --system-site-packages"
+    )
+    model = [] if cli.model_name == TINY_CHAT else [f"model={cli.model_name}"]
+    yield _command(
+        cli,
+        output / "logprobs.log",
+        "logprobs",
+        ["-m", "tinker_local_backend.check_logprobs", *model, "max_tokens=32"],
+        lambda log: (log.splitlines()[-1:] == ["ok"], log.splitlines()[-2]),
+        "sampler and trainer disagree: do not train before this passes (weights or dtypes that differ, a broken kernel)",
+    )
+    with Utilisation(torch.cuda.is_available()) as utilisation:
+        for run in training_runs(cli):
+            folder = output / run.folder
+            keys = [*run.keys, f"model_name={cli.model_name}", "backend=local"]
+            keys += [] if cli.max_tokens is None else [f"max_tokens={cli.max_tokens}"]
+            yield _command(
+                cli,
+                output / f"{run.folder}.log",
+                run.name,
+                ["-m", f"recipes.{run.recipe}", *keys],
+                lambda _, run=run, folder=folder: judge(run, folder),
+                run.if_it_fails,
+                hidden=[f"log_path={folder}"],
+            )
+    yield _row(
+        "utilisation",
+        utilisation.verdict,
+        "the device stood idle: the work was done elsewhere, or it waits for the CPU",
+    )
+
+
+def _row(name: str, check: Callable[[], tuple[bool, str]], if_it_fails: str, command: str | None = None) -> Row:
+    started = time.perf_counter()
+    try:
+        passed, detail = check()
+    except Exception as error:  # a check that cannot be made has failed, and the others go on
+        passed, detail = False, f"{type(error).__name__}: {error}"
+    return Row(name, passed, detail, round(time.perf_counter() - started, 1), if_it_fails, command)
+
+
+def _command(
+    cli: CLIConfig,
+    log: Path,
+    name: str,
+    arguments: list[str],
+    check: Callable[[str], tuple[bool, str]],
+    if_it_fails: str,
+    hidden: Sequence[str] = (),
+) -> Row:
+    """The row of a command, which is judged by `check(what it printed)` when it ends well. The report leaves out `hidden`."""
+
+    def run() -> tuple[bool, str]:
+        command = [sys.executable, "-u", *arguments, *hidden]
+        with log.open("w") as file:
+            try:
+                done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=60 * cli.minutes)
+            except subprocess.TimeoutExpired:
+                return False, f"took longer than minutes={cli.minutes:g}; see {log.name}"
+        printed = log.read_text(errors="replace").strip()
+        if done.returncode != 0:
+            last = printed.splitlines()[-1] if printed else "nothing printed"
+            return False, f"exit code {done.returncode}: {last}; see {log.name}"
+        return check(printed)
+
+    return _row(name, run, if_it_fails, shlex.join(["python", *arguments]))
+
+
+def write_report(cli: CLIConfig, rows: list[Row], output: Path) -> None:
+    """report.json and report.md."""
+    found: dict[str, Any] = {"passed": all(row.passed for row in rows), "model_name": cli.model_name}
+    write_json(output / "report.json", {**found, "versions": versions(), "rows": [asdict(row) for row in rows]})
+    cells = [["check", "result", "seconds", "detail"]]
+    cells += [[row.name, "pass" if row.passed else "FAIL", f"{row.seconds:.0f}", row.detail] for row in rows]
+    failed = [f"- **{row.name}**: {row.if_it_fails}" for row in rows if not row.passed]
+    commands = [f"    {row.command}" for row in rows if row.command]
+    parts = [
+        f"# GPU validation of {cli.model_name}: {'passed' if found['passed'] else 'failed'}",
+        markdown_table(cells),
+        *(["What the failures mean:", "\n".join(failed)] if failed else []),
+        "The commands:",
+        "\n".join(commands),
+    ]
+    write_text(output / "report.md", "\n\n".join(parts) + "\n")
+
+
+def main(cli: CLIConfig) -> None:
+    model_info.get_recommended_renderer_name(
+        str(EXAMPLE_DATA / TINY_CHAT) if cli.model_name == TINY_CHAT else cli.model_name
+    )
+    output = Path(cli.output or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))).expanduser().absolute()
+    if output.exists() and any(output.iterdir()):
+        raise ConfigurationError(f"output={str(output)!r} is not empty; give a new folder")
+    output.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for row in checks(cli, output):
+        rows.append(row)
+        print(f"{'pass' if row.passed else 'FAIL'}  {row.name}  ({row.seconds:.0f} s)  {row.detail}", flush=True)
+        if not row.passed:
+            print(
+                f"      means: {row.if_it_fails}" + (f"\n      again: {row.command}" if row.command else ""), flush=True
+            )
+    write_report(cli, rows, output)
+    failed = [row.name for row in rows if not row.passed]
+    print(f"Report: {output / 'report.md'}")
+    if failed:
+        print(f"FAILED: {', '.join(failed)}", file=sys.stderr)
+        raise SystemExit(1)
+    print(f"passed: {len(rows)} of {len(rows)} checks")
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

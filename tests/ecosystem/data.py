@@ -1,0 +1,102 @@
+"""Small made-up data in the form of the public datasets that the recipes load, and the questions behind them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.utils.files import iterate_jsonl
+
+Rows = list[dict[str, Any]]
+
+ANIMALS = ("cat", "dog", "horse", "owl", "bee", "frog", "crab", "wolf")
+CHOICES = ("A", "B", "C", "D")
+
+
+def sums(count: int, seed: int = 0) -> list[tuple[str, int]]:
+    """Word problems with their answers."""
+    rng = random.Random(seed)
+    pairs = [(rng.randint(0, 4), rng.randint(0, 4)) for _ in range(count)]
+    return [(f"Ann has {a} pears and gets {b} more. How many pears has Ann?", a + b) for a, b in pairs]
+
+
+def facts(count: int) -> list[tuple[str, str]]:
+    """Questions to look up with the words that answer them."""
+    return [(f"Which animal lives in house {i}?", ANIMALS[i % len(ANIMALS)]) for i in range(count)]
+
+
+def exercises(count: int) -> list[tuple[str, list[str], str]]:
+    """Questions with four choices and the letter of the right one."""
+    rng = random.Random(1)
+    return [
+        (f"Which number is {n}?", [str(n + shift - right) for shift in range(4)], CHOICES[right])
+        for n, right in ((rng.randint(5, 20), rng.randrange(4)) for _ in range(count))
+    ]
+
+
+def _conversations(count: int) -> Rows:
+    lines = iterate_jsonl(EXAMPLE_DATA / "conversations.jsonl")
+    return [{"messages": line.row["messages"]} for _, line in zip(range(count), lines, strict=False)]
+
+
+def _gsm8k(count: int, seed: int) -> Rows:
+    return [{"question": q, "answer": f"Add the pears.\n#### {a}"} for q, a in sums(count, seed)]
+
+
+def _preferences(count: int) -> Rows:
+    asked = [f"\n\nHuman: My plant number {i} looks sick.\n\nAssistant: " for i in range(count)]
+    return [{"chosen": f"{q}Give it water.", "rejected": f"{q}I do not know, ask somebody else."} for q in asked]
+
+
+def _reasoning(count: int) -> Rows:
+    return [
+        {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": f"It is {a}."}]}
+        for q, a in sums(count)
+    ]
+
+
+def _science(count: int) -> Rows:
+    return [
+        {
+            "domain": "Chemistry",
+            "details": {"level": "L3"},
+            "type": "mcq-4-choices",
+            "question": question,
+            "choices": {"label": list(CHOICES), "text": texts},
+            "answerKey": letter,
+        }
+        for question, texts, letter in exercises(count)
+    ]
+
+
+DATASETS: dict[str, dict[str, Callable[[], Rows]]] = {
+    "HuggingFaceH4/no_robots": {"train": lambda: _conversations(48), "test": lambda: _conversations(8)},
+    "openai/gsm8k": {"train": lambda: _gsm8k(64, 0), "test": lambda: _gsm8k(8, 1)},
+    "Anthropic/hh-rlhf": {"train": lambda: _preferences(48), "test": lambda: _preferences(8)},
+    "open-thoughts/OpenThoughts3-1.2M": {"train": lambda: _reasoning(64)},
+    "zwhe99/DeepMath-103K": {"train": lambda: [{"question": q, "final_answer": str(a)} for q, a in sums(64)]},
+    "hicai-zju/SciKnowEval": {"test": lambda: _science(40)},
+}
+"""Hub id -> split -> what makes its rows."""
+
+
+def search_rows(count: int = 24) -> Rows:
+    """Questions of the search recipe, in the columns of its parquet file."""
+    return [{"question": q, "golden_answers": [a], "data_source": "nq"} for q, a in facts(count)]
+
+
+def rubric_lines(count: int) -> Rows:
+    """Conversations with what to look at in the reply, in the form of the rubric recipe's JSONL files."""
+    item = {
+        "extraction_regex": r"<score>(.*?)</score>",
+        "grader_output_format_instruction": "Write the score between 0 and 1 as <score> ... </score>",
+    }
+    return [
+        {
+            "convo": [{"role": "user", "content": question}],
+            "rubric_items": [{"rubric_str": f"Does the reply say {answer}?", **item}],
+        }
+        for question, answer in sums(count)
+    ]

@@ -1,0 +1,42 @@
+"""The public recipes of tinker-cookbook, downloaded from the package index when the tests run and never kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+VERSION = "0.5.8"
+PACKAGE = f"tinker-cookbook=={VERSION}"
+FOLDER = "recipes"
+"""What is unpacked. Everything else that the recipes import from tinker_cookbook has to be this library's."""
+NEEDED = ("termcolor",)
+"""Packages that recipes import and this library does not need."""
+
+
+class IndexUnreachableError(RuntimeError):
+    """The package could not be downloaded."""
+
+
+def unpack_recipes(folder: Path) -> Path:
+    """Download the package and unpack its recipes into `folder`/tinker_cookbook; what they need goes beside it.
+
+    Raises IndexUnreachableError with what pip says.
+    """
+    _pip("download", "--dest", str(folder), PACKAGE)
+    _pip("install", "--target", str(folder), *NEEDED)
+    (wheel_file,) = folder.glob("tinker_cookbook-*.whl")
+    with zipfile.ZipFile(wheel_file) as wheel:
+        names = [name for name in wheel.namelist() if name.split("/")[:2] == ["tinker_cookbook", FOLDER]]
+        wheel.extractall(folder, names)
+    return folder / "tinker_cookbook"
+
+
+def _pip(command: str, *arguments: str) -> None:
+    options = ["--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", command, *options, *arguments], capture_output=True, text=True, timeout=120
+    )
+    if done.returncode != 0:
+        raise IndexUnreachableError(f"pip {command} {' '.join(arguments)}: {done.stderr.strip()[-300:]}")

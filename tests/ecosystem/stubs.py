@@ -1,0 +1,124 @@
+"""What stands in for the hub and for services while a public recipe runs. The recipe itself is not touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from tests.ecosystem.data import DATASETS, facts, search_rows
+
+Files = Mapping[str, Sequence[str | dict[str, Any]]]
+"""Path -> lines of a text file, or rows of a JSONL file."""
+
+HUB_MODELS = ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-9B")
+"""Models that recipes name in their code, where no key can change it."""
+
+
+def fill_hub_cache(home: Path, model: Path, names: Sequence[str] = HUB_MODELS) -> None:
+    """Lay out the cache of the model hub below `home` (HF_HOME) with `model` under each name."""
+    for name in names:
+        folder = home / "hub" / f"models--{name.replace('/', '--')}"
+        revision = hashlib.sha1(name.encode()).hexdigest()
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text(revision)
+        shutil.copytree(model, folder / "snapshots" / revision)
+
+
+def install() -> None:
+    """Put the stand-ins in place, in this process."""
+    _stub_datasets()
+    _stub_downloads()
+    _stub_search_services()
+
+
+def _stub_datasets() -> None:
+    import datasets
+
+    def load_dataset(
+        path: str, name: str | None = None, *, split: str | None = None, streaming: bool = False, **_: Any
+    ) -> Any:
+        splits = {key: datasets.Dataset.from_list(rows()) for key, rows in DATASETS[path].items()}
+        found: dict[str, Any] = {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
+        return datasets.DatasetDict(found) if split is None else found[split]
+
+    datasets.load_dataset = load_dataset
+
+
+def _stub_downloads() -> None:
+    import huggingface_hub
+    import pandas
+
+    download = huggingface_hub.hf_hub_download
+
+    def hf_hub_download(repo_id: str, filename: str, *, repo_type: str | None = None, **settings: Any) -> str:
+        if repo_type != "dataset":
+            return download(repo_id, filename, repo_type=repo_type, **settings)
+        path = Path(settings["local_dir"]) / filename
+        pandas.DataFrame(search_rows()).to_parquet(path)
+        return str(path)
+
+    huggingface_hub.hf_hub_download = hf_hub_download
+
+
+class _Collection:
+    async def query(self, query_embeddings: list[list[float]], n_results: int) -> dict[str, Any]:
+        documents = [f"In the house lives a {animal}." for _, animal in facts(n_results)]
+        return {"documents": [documents for _ in query_embeddings]}
+
+
+class _SearchClient:
+    async def get_collection(self, name: str) -> _Collection:
+        return _Collection()
+
+
+async def _connect(**_: Any) -> _SearchClient:
+    return _SearchClient()
+
+
+class _Embeddings:
+    async def embed_content(self, *, model: str, contents: list[str], config: Any) -> Any:
+        size = config.output_dimensionality
+        return SimpleNamespace(embeddings=[SimpleNamespace(values=[float(len(text))] * size) for text in contents])
+
+
+class _EmbeddingClient:
+    def __init__(self, **_: Any) -> None:
+        self.aio = SimpleNamespace(models=_Embeddings())
+
+
+class _Settings:
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+def _stub_search_services() -> None:
+    """chromadb is a server with an index of Wikipedia, google.genai a paid service that embeds the queries."""
+    types = _module("google.genai.types", HttpOptions=_Settings, EmbedContentConfig=_Settings)
+    _module("google.genai", Client=_EmbeddingClient, types=types)
+    sys.modules.setdefault("google", ModuleType("google"))
+    sys.modules["google"].genai = sys.modules["google.genai"]  # type: ignore[attr-defined]
+    api = _module("chromadb.api", AsyncClientAPI=_SearchClient)
+    _module("chromadb.api.types", QueryResult=dict)
+    _module("chromadb.config", Settings=_Settings)
+    _module("chromadb", AsyncHttpClient=_connect, api=api, config=sys.modules["chromadb.config"])
+
+
+def _module(name: str, **members: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__dict__.update(members)
+    sys.modules[name] = module
+    return module
+
+
+def write_files(folder: Path, files: Files) -> None:
+    """Write lines of text as they are and rows as JSON, below `folder`."""
+    for name, rows in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))

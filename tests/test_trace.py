@@ -1,0 +1,189 @@
+"""Spans: nested, of tasks that overlap, as metrics and as a file for trace viewers."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinker_cookbook.utils import trace
+
+
+@pytest.fixture
+def events_file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "folder" / "trace_events.jsonl"
+    trace.trace_init(output_file=str(path), flush_interval_sec=1e9)
+    yield path
+    trace.trace_shutdown()
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    trace.trace_shutdown()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def spans(found: list[dict[str, Any]]) -> list[tuple[str, str, int]]:
+    return [(event["ph"], event["name"], event["tid"]) for event in found if event["ph"] != "M"]
+
+
+@trace.scope
+async def outer(turns: list[asyncio.Event]) -> str:
+    """Waits for its turn."""
+    async with trace.scope_span("waiting"):
+        await turns[0].wait()
+    inner("deep")
+    turns[1].set()
+    return "done"
+
+
+@trace.scope
+def inner(depth: str) -> None:
+    trace.update_scope_context({"depth": depth})
+    trace.get_scope_context().attributes["more"] = (1, 2)
+
+
+async def two_tasks() -> list[str]:
+    first, second, last = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        # The first waits for the second: their spans overlap and do not nest.
+        tasks = [
+            group.create_task(outer(turns), name=f"task-{i}")
+            for i, turns in enumerate([[second, last], [first, second]])
+        ]
+        first.set()
+    return [task.result() for task in tasks]
+
+
+def test_tasks_that_overlap_have_rows_of_their_own(events_file: Path) -> None:
+    assert asyncio.run(two_tasks()) == ["done", "done"]
+    found = events(events_file)
+    rows = {event["args"]["name"]: event["tid"] for event in found if event["name"] == "thread_name"}
+    assert set(rows) == {"task-0", "task-1"} and len(set(rows.values())) == 2
+    each = ["outer", "waiting", "waiting", "inner", "inner", "outer"]
+    for row in rows.values():
+        mine = [(phase, name) for phase, name, tid in spans(found) if tid == row]
+        assert mine == list(zip("BBEBEE", each, strict=True))
+    order = [(phase, name, row) for phase, name, row in spans(found) if name == "outer"]
+    a, b = rows["task-0"], rows["task-1"]
+    assert order == [("B", "outer", a), ("B", "outer", b), ("E", "outer", b), ("E", "outer", a)]
+    times = [event["ts"] for event in found if event["ph"] != "M"]
+    assert times == sorted(times)
+
+
+def test_a_span_says_what_it_was_told_and_no_other_does(events_file: Path) -> None:
+    asyncio.run(two_tasks())
+    told = [event["args"] for event in events(events_file) if event["ph"] == "E"]
+    assert told.count({"depth": "deep", "more": [1, 2]}) == 2
+    assert told.count({}) == len(told) - 2
+
+
+def test_threads_are_processes_of_the_viewer(events_file: Path) -> None:
+    inner("here")
+    thread = threading.Thread(target=inner, args=["there"], name="helper")
+    thread.start()
+    thread.join()
+    found = events(events_file)
+    names = {event["args"]["name"]: event["pid"] for event in found if event["name"] == "process_name"}
+    assert names == {"MainThread": 0, "helper": 1}
+    assert [(event["pid"], event["args"]["depth"]) for event in found if event["ph"] == "E"] == [
+        (0, "here"),
+        (1, "there"),
+    ]
+    assert {event["cat"] for event in found if event["ph"] == "E"} == {"sync"}
+
+
+def test_the_span_of_an_error_ends(events_file: Path) -> None:
+    with pytest.raises(ZeroDivisionError), trace.scope_span_sync("failing"):
+        _ = 1 / 0
+    with trace.scope_span_sync("after"):
+        trace.update_scope_context({"mine": 1})
+    found = events(events_file)
+    assert [phase for phase, _, _ in spans(found)] == ["B", "E", "B", "E"]
+    assert found[-1]["args"] == {"mine": 1}
+
+
+def test_events_reach_the_disk_while_the_program_runs(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    trace.trace_init(flush_interval_sec=0.0, output_file=path)
+    try:
+        inner("x")
+        assert len(path.read_text().splitlines()) == 3
+    finally:
+        trace.trace_shutdown()
+    inner("after the end")
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_second_trace_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for _ in range(2):
+        trace.trace_init(output_file=path)
+        inner("x")
+        trace.trace_shutdown()
+    assert [phase for phase, _, _ in spans(events(path))] == ["B", "E", "B", "E"]
+
+
+def test_decorated_functions_stay_what_they_are(events_file: Path) -> None:
+    assert outer.__doc__ == "Waits for its turn." and asyncio.iscoroutinefunction(outer)
+    assert inner.__name__ == "inner" and not asyncio.iscoroutinefunction(inner)
+
+
+def test_the_spans_of_a_step_become_metrics(tmp_path: Path) -> None:
+    window = trace.IterationWindow()
+    window.start = 10.0
+    window.end = 14.0
+    window.spans = [
+        trace.SpanRecord("a", 10.0, 11.0),
+        trace.SpanRecord("b", 11.0, 11.5),
+        trace.SpanRecord("a", 11.0, 14.0),
+    ]
+    assert window.get_timing_metrics() == {
+        "time/a:total": 4.0,
+        "time/a:count": 2,
+        "time/a:mean": 2.0,
+        "time/a:max": 3.0,
+        "time/b": 0.5,
+        "time/total": 4.0,
+    }
+    window.write_spans_jsonl(tmp_path / "timing_spans.jsonl", 7)
+    (row,) = [json.loads(line) for line in (tmp_path / "timing_spans.jsonl").read_text().splitlines()]
+    assert row["step"] == 7
+    assert row["spans"][1] == {"name": "b", "duration": 0.5, "wall_start": 1.0, "wall_end": 1.5}
+
+
+def test_a_step_has_the_spans_that_ended_in_it() -> None:
+    async def step() -> list[str]:
+        inner("before")
+        with trace.trace_iteration(step=7) as window:
+            await two_tasks()
+            await asyncio.to_thread(inner, "thread")
+        inner("after")
+        return [span.name for span in window.spans]
+
+    names = asyncio.run(step())
+    assert sorted(names) == ["inner"] * 3 + ["outer"] * 2 + ["waiting"] * 2
+    assert names[-1] == "inner"
+
+
+def test_viewers_get_one_array(events_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with trace.trace_iteration(step=3):
+        inner("x")
+    trace.trace_shutdown()
+    with events_file.open("a") as file:
+        file.write('{"torn": ')
+    trace.main([str(events_file), str(tmp_path / "trace.json")])
+    shown = json.loads((tmp_path / "trace.json").read_text())
+    assert [(event["ph"], event["name"]) for event in shown] == [
+        ("M", "process_name"),
+        ("B", "iteration"),
+        ("B", "inner"),
+        ("E", "inner"),
+        ("E", "iteration"),
+    ]
+    assert shown[-1]["args"] == {"step": 3}
+    assert "wrote 5 events" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="usage"):
+        trace.main([])

@@ -1,0 +1,320 @@
+"""Self-distillation from demonstrations: the student learns to answer as it would if it had been shown a good answer.
+
+    student answers the questions of a batch                           (rl.rollouts)
+    teacher, the weights that the run started from, is shown each question with its demonstration and reads the student's
+        reply after that                                               (demonstrations)
+    one step towards what the teacher thinks of the reply's tokens; the next batch comes from the new weights
+
+Unlike supervised training on the demonstrations themselves, the student learns on text of its own, so it moves no further
+than it must and forgets less. What is learnt, by setting:
+
+    topk > 0                   KL(teacher || student) over the teacher's K likeliest tokens: cross-entropy with soft targets
+    topk > 0, reverse=True     KL(student || teacher) over the same tokens: a loss of its own, in two passes on the service
+    topk = 0                   policy gradient with log teacher - log student of the sampled tokens as advantages
+
+Left out: rewards (those of the environments are reported, not trained on), episodes of several turns, transcripts.
+See Shenfeld et al. 2026, "Self-Distillation Enables Continual Learning" (arXiv 2601.19897).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import chz
+
+from tinker_cookbook import backends, model_info
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
+from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.distillation.demonstrations import (
+    DEFAULT_DEMO_TEMPLATE,
+    build_policy_gradient_datums,
+    build_reverse_kl_datums,
+    build_sdft_teacher_prompt,
+    build_topk_distillation_datums,
+    check_template,
+    reverse_kl_custom_loss,
+)
+from tinker_cookbook.eval.evaluators import EvaluatorBuilder
+from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.rl.algorithms import LOSS_FNS, loss_datum
+from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
+from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
+from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
+from tinker_cookbook.runs.config import RunConfig, RunOptions
+from tinker_cookbook.runs.reference import move_reference, open_reference
+from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.lazy import tinker, torch
+from tinker_cookbook.utils.misc_utils import timed
+
+if TYPE_CHECKING:
+    from tinker_cookbook.renderers import Renderer
+
+__all__ = [
+    "DEFAULT_DEMO_TEMPLATE",
+    "Config",
+    "SDFTBatchProvider",
+    "SDFTOptions",
+    "build_policy_gradient_datums",
+    "build_reverse_kl_datums",
+    "build_sdft_teacher_prompt",
+    "build_topk_distillation_datums",
+    "check_config",
+    "main",
+    "reverse_kl_custom_loss",
+]
+
+
+class SDFTBatchProvider(Protocol):
+    """Questions with demonstrations, in batches. The environments ask the same questions, in the same order."""
+
+    def get_batch(self, index: int) -> tuple[Sequence[EnvGroupBuilder], list[str], list[str]]:
+        """Groups, questions and golden answers of a batch; one question and one answer per group."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        ...
+
+
+@chz.chz(typecheck=True)
+class SDFTOptions(RunOptions):
+    """Settings of the self-distillation loop."""
+
+    lora_rank: int = with_default(RunOptions, "lora_rank", 128)
+    temperature: float = chz.field(
+        default=1.0, doc="sampling temperature of the student; 1 for topk=0", validator=chz.validators.gt(0)
+    )
+    loss_fn: str = chz.field(default="cross_entropy", doc=f"cross_entropy; for topk=0: {', '.join(LOSS_FNS)}")
+    topk: int = chz.field(
+        default=20,
+        doc="the teacher's likeliest tokens per position that are learnt; 0: policy gradient on sampled tokens",
+        validator=chz.validators.ge(0),
+    )
+    reverse: bool = chz.field(default=False, doc="KL(student || teacher) instead of KL(teacher || student); topk > 0")
+    skip_first_n_tokens: int = chz.field(
+        default=3, doc="first tokens of a reply that are not learnt; topk > 0", validator=chz.validators.ge(0)
+    )
+    demo_template: str = chz.field(
+        default=DEFAULT_DEMO_TEMPLATE, doc="what the teacher is asked, with {question} and {golden_answer}"
+    )
+    system_prompt: str | None = chz.field(default=None, doc="before what the teacher is asked")
+    teacher_sync_every: int | None = chz.field(
+        default=None, doc="the student becomes the teacher every n-th batch; None: never"
+    )
+    max_context_length: int = chz.field(
+        default=32768,
+        doc="of the teacher's prompt and the reply, in tokens; longer replies are cut",
+        validator=chz.validators.gt(0),
+    )
+    num_substeps: int = chz.field(
+        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
+    )
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
+    )
+
+
+@chz.chz(typecheck=True)
+class Config(SDFTOptions, RunConfig):
+    """A run of self-distillation."""
+
+    learning_rate: float = chz.field(default=2e-5, doc="Adam's, constant over the run", validator=chz.validators.gt(0))
+    max_tokens: int = chz.field(default=2048, doc="longest reply", validator=chz.validators.gt(0))
+
+
+def check_config(config: Config) -> None:
+    """Everything that can be wrong without loading a model. Raises ConfigurationError naming field, value and fix."""
+    backends.check_backend(config.backend, config.model_name, config.base_url)
+    if config.renderer_name is None:
+        raise ConfigurationError(
+            "renderer_name=None: the teacher's prompts are rendered here; name the student's renderer"
+        )
+    check_template(config.demo_template)
+    if config.teacher_sync_every is not None and config.teacher_sync_every < 1:
+        raise ConfigurationError(
+            f"teacher_sync_every={config.teacher_sync_every}: must be at least 1, or None for never"
+        )
+    if config.topk > 0 and config.loss_fn != "cross_entropy":
+        raise ConfigurationError(
+            f"loss_fn={config.loss_fn!r} learns from advantages, topk={config.topk} from the teacher's likeliest tokens; "
+            "set topk=0, or loss_fn=cross_entropy"
+        )
+    if config.topk == 0:
+        if config.loss_fn not in LOSS_FNS:
+            raise ConfigurationError(
+                f"topk=0 learns from advantages, which loss_fn={config.loss_fn!r} does not take; use one of "
+                f"{', '.join(LOSS_FNS)}, importance_sampling for example"
+            )
+        if config.reverse:
+            raise ConfigurationError("reverse=True needs topk > 0; topk=0 lowers KL(student || teacher) as it is")
+        if config.temperature != 1.0:
+            raise ConfigurationError(
+                f"temperature={config.temperature}: with topk=0 sampled logprobs are compared with the teacher's at "
+                "temperature 1; set temperature=1.0"
+            )
+    vocabulary = len(get_tokenizer(config.model_name))
+    if config.topk > vocabulary:
+        raise ConfigurationError(f"topk={config.topk} is more than the {vocabulary} tokens of the vocabulary; lower it")
+
+
+async def main(cfg: Config, sdft_dataset: SDFTBatchProvider, test_dataset: Any = None) -> None:
+    """Run or resume: the whole life of a self-distillation run.
+
+    Args:
+        test_dataset: an RLDataset, or batches as those of `sdft_dataset`; the student answers them at every evaluation, and the
+            environments' metrics come under test/.
+    """
+    check_config(cfg)
+    end = limited_steps(cfg, len(sdft_dataset))
+    evaluators: list[EvaluatorBuilder] = []
+    if test_dataset is not None and cfg.eval_every > 0:
+        evaluators.append(lambda: _test_evaluator(cfg, test_dataset))
+    async with open_session(cfg) as session:
+        start = session.begin(end)
+        if start is None:
+            return
+        teacher = await open_reference(session)
+        await _Loop(cfg, session, sdft_dataset, teacher, end, evaluators).run(start)
+
+
+class _Questions(RLDataset):
+    """The environments of batches that come with demonstrations."""
+
+    def __init__(self, batches: SDFTBatchProvider):
+        self._batches = batches
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        return self._batches.get_batch(index)[0]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _test_evaluator(config: Config, dataset: Any) -> RLTestSetEvaluator:
+    with_demonstrations = len(dataset) > 0 and isinstance(dataset.get_batch(0), tuple)
+    return RLTestSetEvaluator(
+        _Questions(dataset) if with_demonstrations else dataset,
+        config.max_tokens,
+        temperature=config.temperature,
+        seed=derive_seed(config.seed, "test"),
+    )
+
+
+class _Loop(StepLoop):
+    """One batch: the student answers, the teacher reads the answers, the student learns."""
+
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        dataset: SDFTBatchProvider,
+        teacher: SamplingClient,
+        end: int,
+        evaluators: Sequence[EvaluatorBuilder],
+    ) -> None:
+        super().__init__(session, config.evaluation_rounds(*evaluators), end, update_span="train")
+        self._config, self._dataset, self._teacher = config, dataset, teacher
+        self._renderer: Renderer = get_renderer(
+            str(config.renderer_name), get_tokenizer(config.model_name), model_name=config.model_name
+        )
+        # The teacher must also sample a token, which needs a place in its context (`targets.score_datum`).
+        context = model_info.get_context_length(config.model_name)
+        self._room = config.max_context_length if context is None else min(config.max_context_length, context - 1)
+
+    async def read(self, step: int, metrics: Metrics) -> Batch:
+        builders, questions, answers = self._dataset.get_batch(step)
+        if not len(builders) == len(questions) == len(answers):
+            raise ConfigurationError(
+                f"batch {step} has {len(builders)} groups, {len(questions)} questions and {len(answers)} golden answers; "
+                "give one question and one answer per group"
+            )
+        with timed("sampling", metrics):
+            groups = await self._sample(step, builders)
+        metrics |= compute_trajectory_metrics(groups)
+        data_D, metadata_D = assemble_training_data(
+            groups, [torch.zeros(len(group.trajectories_G)) for group in groups], keep_zero=True
+        )
+        every = self._config.teacher_sync_every
+        if every is not None and step > 0 and step % every == 0:
+            self._teacher = await move_reference(self.session, f"teacher-{step:06d}")
+        prompts_P = [self._teacher_prompt(*pair) for pair in zip(questions, answers, strict=True)]
+        with timed("teacher", metrics):
+            return await self._learn(step, data_D, metadata_D, prompts_P, metrics)
+
+    async def _sample(self, step: int, builders: Sequence[EnvGroupBuilder]) -> list[TrajectoryGroup]:
+        config = self._config
+        student = await self.session.training_client.save_weights_and_get_sampling_client()
+        policy = TinkerTokenCompleter(
+            student, config.max_tokens, config.temperature, seed=derive_seed(config.seed, "rollouts", step)
+        )
+        return finished_groups(await do_batch_rollout(builders, policy))
+
+    def _teacher_prompt(self, question: str, answer: str) -> tinker.ModelInput:
+        config = self._config
+        return build_sdft_teacher_prompt(question, answer, self._renderer, config.system_prompt, config.demo_template)
+
+    async def _learn(
+        self,
+        step: int,
+        data_D: list[tinker.Datum],
+        metadata_D: list[DatumMetadata],
+        prompts_P: list[tinker.ModelInput],
+        metrics: Metrics,
+    ) -> Batch:
+        """What the step trains on, by what is asked of the teacher."""
+        config = self._config
+        if config.topk == 0:
+            data_D, found = await build_policy_gradient_datums(data_D, metadata_D, self._teacher, prompts_P, self._room)
+            metrics |= found
+            data = [loss_datum(datum, config.loss_fn) for datum in data_D]
+            return Batch(data, config.loss_fn, lambda output: _loss(output, len(data)), config.num_substeps)
+        soft_D, found = await build_topk_distillation_datums(
+            data_D,
+            metadata_D,
+            self._teacher,
+            prompts_P,
+            config.topk,
+            self._room,
+            len(get_tokenizer(config.model_name)),
+            config.skip_first_n_tokens,
+        )
+        metrics |= found
+        positions = found["sdft/total_completion_positions"]
+        if positions == 0:
+            raise TrainingError(
+                f"step {step}: none of {len(soft_D)} replies has more than skip_first_n_tokens={config.skip_first_n_tokens} "
+                f"tokens within the teacher's context of {self._room}; lower it, or raise max_tokens or max_context_length"
+            )
+        if config.reverse:
+            return Batch(soft_D, reverse_kl_custom_loss, _own_metrics, config.num_substeps)
+        entropy = found["sdft/mean_teacher_entropy"]
+        return Batch(
+            soft_D,
+            "cross_entropy",
+            lambda output: {"sdft/kl": _loss(output, positions)["train/loss"] - entropy},
+            config.num_substeps,
+        )
+
+    def adam_params(self, step: int) -> tinker.AdamParams:
+        config = self._config
+        return tinker.AdamParams(
+            learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=config.grad_clip_norm
+        )
+
+    def cursor(self, step: int) -> dict[str, int]:
+        return {"batch": step}
+
+
+def _loss(output: tinker.ForwardBackwardOutput, count: float) -> dict[str, float]:
+    return {"train/loss": output.metrics["loss:sum"] / count}
+
+
+def _own_metrics(output: tinker.ForwardBackwardOutput) -> Mapping[str, float]:
+    """What the loss of our own says, whatever the engine adds to its names."""
+    return {key.partition(":")[0]: value for key, value in output.metrics.items() if key.startswith("sdft/")}

@@ -1,0 +1,43 @@
+"""Which state of the code runs, for the records of a run and for the metadata that a service keeps with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+from pathlib import Path
+from typing import Any
+
+DISTRIBUTION = "tinker-cookbook-local"
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout that this code runs from and whether tracked files differ from it; None outside of git."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
+
+
+def code_revision() -> str:
+    """The commit, with "-dirty" where tracked files differ from it; outside of git the version that is installed."""
+    state = git_state()
+    if state is not None:
+        return state["commit"] + ("-dirty" if state["dirty"] else "")
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def recipe_user_metadata(recipe_name: str) -> dict[str, str]:
+    """What a recipe tells a service of itself, for `ServiceClient(user_metadata=...)`: its name and the code's revision."""
+    return {"recipe_name": recipe_name, "git_rev": code_revision()}
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,93 @@
+"""Shows messages in a logtree: `logtree.log_formatter(ConversationFormatter(messages))`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jinja2
+
+from tinker_cookbook.utils.files import to_jsonable
+
+
+@dataclass
+class ConversationFormatter:
+    """Messages one under the other, each with its role; reasoning is folded, and calls of tools are shown as they are.
+
+    Messages are the renderers'. A part that is neither text nor reasoning is shown by its type; `to_data` has everything.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+
+    def to_html(self) -> str:
+        """The messages as HTML; nothing in them is taken for markup."""
+        shown = [(message["role"], _blocks(message)) for message in self.messages]
+        return _template().render(messages=shown)
+
+    def to_data(self) -> dict[str, Any]:
+        """`{"type": "conversation", "messages": [...]}`, the messages as they are."""
+        return {"type": "conversation", "messages": [_plain(message) for message in self.messages]}
+
+    def get_css(self) -> str:
+        """How messages look."""
+        return _CSS
+
+
+def _blocks(message: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a message shows: pairs of a kind (text, thinking, call, other) and its text."""
+    content = message["content"]
+    blocks = [("text", content)] if isinstance(content, str) else [_block(part) for part in content]
+    for call in message.get("tool_calls") or []:
+        blocks.append(("call", f"{call.function.name}({call.function.arguments})"))
+    for call in message.get("unparsed_tool_calls") or []:
+        blocks.append(("call", f"{call.raw_text}\n(not parsed: {call.error})"))
+    return blocks
+
+
+def _block(part: Mapping[str, Any]) -> tuple[str, str]:
+    if part["type"] == "text":
+        return "text", part["text"]
+    if part["type"] == "thinking":
+        return "thinking", part["thinking"]
+    return "other", f"({part['type']})"
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else to_jsonable(value)
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_HTML)
+
+
+# A line break right after <pre> is not part of the text.
+_HTML = """<div class="conversation">
+{% for role, blocks in messages %}
+<div class="message {{ role }}"><b>{{ role }}</b>
+{% for kind, text in blocks %}
+{% if kind == "thinking" %}
+<details><summary>reasoning</summary><pre>
+{{ text }}</pre></details>
+{% else %}
+<pre class="{{ kind }}">
+{{ text }}</pre>
+{% endif %}
+{% endfor %}
+</div>
+{% endfor %}
+</div>
+"""
+
+_CSS = """.conversation .message { margin: .4rem 0; padding-left: .6rem; border-left: 3px solid #ccc; }
+.conversation .assistant { border-left-color: #7a7; }
+.conversation pre.call { background: #eef; }
+.conversation pre.other { color: #666; }
+"""

@@ -1,0 +1,108 @@
+"""A logtree as one HTML page, which loads and runs nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import jinja2
+
+if TYPE_CHECKING:
+    from tinker_cookbook.utils.logtree import Node
+
+Cell: TypeAlias = str | int | float | bool | None
+"""What a table has in its cells."""
+
+_SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+
+
+def _visible(text: str) -> str:
+    return text.translate(_SYMBOLS)
+
+
+def _show_cell(value: Cell) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else _visible(str(value))
+
+
+def render_page(root: Node) -> str:
+    """The tree as one HTML file. Control characters, which a browser would swallow, are shown as symbols."""
+    return _page().render(root=root)
+
+
+@cache
+def _page() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"visible": _visible, "cell": _show_cell}
+    return environment.from_string(_PAGE)
+
+
+# A line break right after <pre> is not part of the text, so each text is given one: its own first one stays.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{{ root.title | visible }}</title>
+<style>
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 1.5rem auto; padding: 0 1rem; }
+section, details { margin: .8rem 0 .8rem .2rem; padding-left: .9rem; border-left: 2px solid #ddd; }
+summary { cursor: pointer; font-weight: 600; }
+h1, h2, h3 { margin: .4rem 0; line-height: 1.2; }
+h3 { font-size: 1rem; }
+figure { margin: .6rem 0; }
+figcaption { color: #666; font-size: .85rem; }
+pre { margin: 0; padding: .5rem .7rem; background: #f5f5f2; white-space: pre-wrap; overflow-wrap: anywhere; }
+figure[data-label^="reply"] pre { background: #e9f5e9; }
+table { border-collapse: collapse; font-size: .9rem; }
+td, th { padding: .15rem .6rem; border: 1px solid #ddd; text-align: left; vertical-align: top; white-space: pre-wrap; }
+{% for rules in root.styles() %}
+{{ rules | safe }}
+{% endfor %}
+</style>
+</head>
+<body>
+<h1>{{ root.title | visible }}</h1>
+{% macro show(nodes, depth) %}
+{% for node in nodes %}
+{% set caption %}{% if node.title %}<figcaption>{{ node.title | visible }}</figcaption>{% endif %}{% endset %}
+{% if node.kind == "text" %}
+<figure data-label="{{ node.title | visible }}">
+{{ caption }}
+<pre>
+{{ node.content | visible }}</pre>
+</figure>
+{% elif node.kind == "table" %}
+<figure data-label="{{ node.title | visible }}">
+{{ caption }}
+<table>
+{% if node.columns %}
+<tr>{% for column in node.columns %}<th>{{ column | visible }}</th>{% endfor %}</tr>
+{% endif %}
+{% for row in node.rows %}
+<tr>{% for value in row %}<td>{{ value | cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+</figure>
+{% elif node.kind == "details" %}
+<details>
+<summary>{{ node.title | visible }}</summary>
+{{ show(node.children, depth + 1) }}
+</details>
+{% elif node.kind == "html" %}
+<div>{{ node.content | visible | safe }}</div>
+{% else %}
+<section{{ node.attrs | xmlattr }}>
+{% if node.title %}
+<h{{ depth }}>{{ node.title | visible }}</h{{ depth }}>
+{% endif %}
+{{ show(node.children, [depth + 1, 6] | min) }}
+</section>
+{% endif %}
+{% endfor %}
+{% endmacro %}
+{{ show(root.children, 2) }}
+</body>
+</html>
+"""

@@ -1,0 +1,267 @@
+"""Where time goes: spans of functions and blocks, as metrics of a step and as a file that trace viewers open.
+
+    trace_init(output_file="trace_events.jsonl")
+
+    @scope
+    async def sample(prompt):
+        update_scope_context({"tokens": len(prompt)})
+        async with scope_span("waiting"):
+            ...
+
+Each line of the file is an event of the Chrome trace format. An asyncio task is a row of its own, so spans of tasks that run at
+the same time do not hide each other. Perfetto and chrome://tracing open what this makes of the file:
+
+    python -m tinker_cookbook.utils.trace trace_events.jsonl trace.json
+
+Without `trace_init`, and outside of `trace_iteration`, a scope costs a comparison and a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import inspect
+import json
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any, TextIO
+from weakref import WeakKeyDictionary
+
+from tinker_cookbook.utils.files import append_jsonl, iterate_jsonl, to_jsonable, write_text
+
+EVENTS_BASE_NAME = "trace_events.jsonl"
+
+
+@dataclass
+class ScopeContext:
+    """What the innermost open span says of itself."""
+
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SpanRecord:
+    """A span that has ended. Seconds of a clock that starts anywhere and never goes back."""
+
+    name: str
+    start: float
+    end: float
+
+
+class IterationWindow:
+    """The spans of one step of a loop, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.end: float | None = None
+        self.spans: list[SpanRecord] = []
+
+    def get_timing_metrics(self) -> dict[str, float]:
+        """Seconds: `time/NAME` of a span that occurred once, `time/NAME:{total,count,mean,max}` of others, and `time/total`."""
+        durations: dict[str, list[float]] = {}
+        for span in self.spans:
+            durations.setdefault(span.name, []).append(span.end - span.start)
+        metrics: dict[str, float] = {}
+        for name, found in durations.items():
+            key, total = f"time/{name}", sum(found)
+            if len(found) == 1:
+                metrics[key] = total
+            else:
+                statistics = {"total": total, "count": len(found), "mean": total / len(found), "max": max(found)}
+                metrics |= {f"{key}:{statistic}": value for statistic, value in statistics.items()}
+        return {**metrics, "time/total": (self.end or time.perf_counter()) - self.start}
+
+    def get_span_dicts(self) -> list[dict[str, Any]]:
+        """Name, duration, and start and end counted from the beginning of the step, in seconds."""
+        return [
+            {
+                "name": span.name,
+                "duration": span.end - span.start,
+                "wall_start": span.start - self.start,
+                "wall_end": span.end - self.start,
+            }
+            for span in self.spans
+        ]
+
+    def write_spans_jsonl(self, path: str | Path, step: int) -> None:
+        """Append a line with the step and its spans."""
+        append_jsonl(Path(path), {"step": step, "spans": self.get_span_dicts()})
+
+
+class _EventFile:
+    """Writes events as they come, and to the disk at least every `flush_interval_sec` while they come."""
+
+    def __init__(self, path: Path, flush_interval_sec: float) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._interval, self._flushed = flush_interval_sec, time.monotonic()
+        self._lock = threading.Lock()
+        self._threads: dict[int, int] = {}
+        self._tasks: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
+        self._rows = 0
+
+    def event(self, phase: str, name: str, timestamp: float, args: Mapping[str, Any]) -> None:
+        """The beginning ("B") or end ("E") of a span in the task or thread that calls."""
+        with self._lock:
+            if self._file.closed:
+                return
+            process, row, task = self._place()
+            common = {"name": name, "ph": phase, "pid": process, "tid": row, "ts": timestamp * 1e6}
+            self._write({**common, "cat": "async" if task else "sync", "args": to_jsonable(dict(args))})
+            if time.monotonic() - self._flushed >= self._interval:
+                self._file.flush()
+                self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+    def _place(self) -> tuple[int, int, bool]:
+        """Numbers of the thread and, within it, of the task; both are named when they are first met."""
+        thread = threading.current_thread()
+        if thread.ident not in self._threads:
+            self._threads[thread.ident or 0] = len(self._threads)
+            self._name("process_name", self._threads[thread.ident or 0], 0, thread.name)
+        process = self._threads[thread.ident or 0]
+        task = _current_task()
+        if task is None:
+            return process, 0, False
+        if task not in self._tasks:
+            self._rows += 1
+            self._tasks[task] = self._rows
+            self._name("thread_name", process, self._rows, task.get_name())
+        return process, self._tasks[task], True
+
+    def _name(self, kind: str, process: int, row: int, name: str) -> None:
+        self._write({"name": kind, "ph": "M", "pid": process, "tid": row, "ts": 0, "args": {"name": name}})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event) + "\n")
+
+
+_events: _EventFile | None = None
+_window: ContextVar[IterationWindow | None] = ContextVar("trace_window", default=None)
+_scope: ContextVar[ScopeContext | None] = ContextVar("trace_scope", default=None)
+
+
+def trace_init(flush_interval_sec: float = 1.0, output_file: str | Path = EVENTS_BASE_NAME) -> None:
+    """Write the spans of this process to `output_file` from now on, after what it has, until `trace_shutdown` or the exit."""
+    global _events
+    trace_shutdown()
+    _events = _EventFile(Path(output_file).expanduser(), flush_interval_sec)
+    atexit.register(trace_shutdown)
+
+
+def trace_shutdown() -> None:
+    """Write what is outstanding and stop tracing. Without a trace nothing happens."""
+    global _events
+    events, _events = _events, None
+    if events is not None:
+        atexit.unregister(trace_shutdown)
+        events.close()
+
+
+def get_scope_context() -> ScopeContext:
+    """The innermost open span's own; outside of any span one that nobody reads."""
+    return _scope.get() or ScopeContext()
+
+
+def update_scope_context(values: Mapping[str, Any]) -> None:
+    """Add attributes to the innermost open span; its end event has them as `args`."""
+    get_scope_context().attributes.update(values)
+
+
+def scope(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A span for each call of a function or coroutine function, named as the function is."""
+    name = func.__name__
+    if inspect.iscoroutinefunction(func):
+
+        @wraps(func)
+        async def traced_async(*args: Any, **kwargs: Any) -> Any:
+            with scope_span_sync(name):
+                return await func(*args, **kwargs)
+
+        return traced_async
+
+    @wraps(func)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with scope_span_sync(name):
+            return func(*args, **kwargs)
+
+    return traced
+
+
+@asynccontextmanager
+async def scope_span(name: str) -> AsyncIterator[None]:
+    """A span for a block: `async with scope_span("waiting"):`."""
+    with scope_span_sync(name):
+        yield
+
+
+@contextmanager
+def scope_span_sync(name: str) -> Iterator[None]:
+    """A span for a block: `with scope_span_sync("parsing"):`."""
+    events, window = _events, _window.get()
+    if events is None and window is None:
+        yield
+        return
+    context = ScopeContext()
+    token = _scope.set(context)
+    start = time.perf_counter()
+    if events is not None:
+        events.event("B", name, start, {})
+    try:
+        yield
+    finally:
+        end = time.perf_counter()
+        _scope.reset(token)
+        if events is not None:
+            events.event("E", name, end, context.attributes)
+        if window is not None:
+            window.spans.append(SpanRecord(name, start, end))
+
+
+@contextmanager
+def trace_iteration(step: int) -> Iterator[IterationWindow]:
+    """Collect the spans of one step: those that end within the block, in it or in tasks and threads that it starts."""
+    window = IterationWindow()
+    with scope_span_sync("iteration"):
+        update_scope_context({"step": step})
+        token = _window.set(window)
+        try:
+            yield window
+        finally:
+            _window.reset(token)
+            window.end = time.perf_counter()
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return None
+
+
+def convert(events_file: str | Path, output_file: str | Path) -> int:
+    """Write the events of a JSONL file as the one JSON array that trace viewers open; the number of events."""
+    events = [line.row for line in iterate_jsonl(events_file, tolerate_torn_tail=True)]
+    write_text(output_file, json.dumps(events))
+    return len(events)
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line: two paths."""
+    if len(argv) != 2:
+        raise SystemExit("usage: python -m tinker_cookbook.utils.trace trace_events.jsonl trace.json")
+    print(f"wrote {convert(*argv)} events to {argv[1]}; open it at https://ui.perfetto.dev")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
