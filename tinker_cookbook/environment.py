@@ -32,7 +32,7 @@ def check_environment() -> None:
     """Raise ConfigurationError for a variable that is set and not understood, with the list of those that are known."""
     for name in sorted(os.environ):
         if name.startswith(PREFIXES) and name not in VARIABLES:
-            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
             hint = f"did you mean {close[0]}? " if close else ""
             raise ConfigurationError(
                 f"{name} is set, but there is no such variable; {hint}Known: {', '.join(VARIABLES)}"

@@ -134,7 +134,7 @@ def check_environment() -> None:
         if name in VARIABLES:
             read(name)
         elif name.startswith(PREFIX):
-            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
             hint = f"did you mean {close[0]}? " if close else ""
             raise RequestError(f"{name} is set, but there is no such variable; {hint}Known: {', '.join(VARIABLES)}")
     _warn_of_an_idle_gpu()
