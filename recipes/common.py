@@ -11,8 +11,10 @@ import chz
 
 from tinker_cookbook import backends, config_tree, environment, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
+from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
@@ -148,7 +150,9 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
     return str(unique)
 
 
-def dataset_label(dataset: str | None, default: str) -> str:
-    """How a dataset is called in a folder's name: shipped and hub names as they are, files as `custom`."""
+def dataset_label(dataset: str | Callable[..., Any] | None, default: str) -> str:
+    """How a dataset is called in a folder's name: shipped and hub names as they are, files and functions as `custom`."""
     name = dataset or default
-    return "custom" if name.endswith(".jsonl") or (os.sep in name and Path(name).exists()) else name
+    if not isinstance(name, str) or is_reference(name):
+        return "custom"
+    return "custom" if is_data_file(name) or (os.sep in name and Path(name).exists()) else name

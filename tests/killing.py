@@ -142,7 +142,7 @@ def read_outcome(folder: Path) -> Outcome:
     state, sampler = (_saved(folder, record[key]) for key in ("state_path", "sampler_path"))
     return Outcome(
         log_path=log_path,
-        rows=[_untimed(row) for row in _lines(log_path / "metrics.jsonl")],
+        rows=[untimed_row(row) for row in _lines(log_path / "metrics.jsonl")],
         adapter=(state / "adapter_model.safetensors").read_bytes(),
         sampler=(sampler / "adapter_model.safetensors").read_bytes(),
         optimizer=(state / "optimizer.safetensors").read_bytes(),
@@ -175,8 +175,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _untimed(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not key.startswith("time/")}
+def untimed_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics.jsonl without what a clock measured."""
+    return {key: value for key, value in row.items() if not key.startswith("time/") and key != "progress/seconds"}
 
 
 def run_once(start: Start, folder: Path, kill: KillPoint | None) -> None:
