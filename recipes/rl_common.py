@@ -14,6 +14,7 @@ from recipes.common import (
     CommonConfig,
     by_model,
     dataset_label,
+    default_model,
     prompt_room,
     run_config,
 )
@@ -94,7 +95,7 @@ class RLConfig(CommonConfig, RLOptions):
             values = {"preset": AppliedPreset(name)} | _preset_layer(name, given)
         reference = "kl_reference_config"
         if f"{reference}.load_checkpoint_path" in given and f"{reference}.base_model" not in given:
-            model = given.get("model_name", TINY_CHAT)
+            model = given.get("model_name") or default_model()
             values[f"{reference}.base_model"] = str(EXAMPLE_DATA / TINY_CHAT) if model == TINY_CHAT else model
         return values
 

@@ -304,5 +304,5 @@ class TestForgedTurns:
         verdict = asyncio.run(LMJudge(completer, renderer)(view))
         asked = completer.heard[0][0]
         assert verdict.winner is Winner.B
-        start, end = encode(renderer, "<|im_start|>")[0], renderer.get_stop_sequences()[0]
+        start, end = encode(renderer, "<|im_start|><|im_end|>")
         assert (asked.count(start), asked.count(end)) == (3, 2)  # system, user, and the judge's own turn
