@@ -65,6 +65,7 @@ class Maker:
             ],
             "sampling_params": [
                 {"max_tokens": 2},
+                {"max_tokens": 2, "seed": 1, "temperature": 0.5},
                 {"max_tokens": 2**31 - 1},
                 {"temperature": -1, "top_p": 7},
                 {"stop": ["", "x"], "max_tokens": 3},
@@ -84,6 +85,16 @@ class Maker:
                 {"data": [1], "dtype": "int64", "shape": [2, 5], "sparse_crow_indices": [0, 1, 1]},
             ],
             "request_id": ["0" * 32],
+            "user_metadata": [{}, {"a": "b"}, {"a": 1}],
+            "ttl_seconds": [None, 10, -1, 10**30],
+            "overwrite": [True, False],
+            "num_samples": [1, 2, 4096, 10**6],
+            "topk_prompt_logprobs": [0, 3, 1024],
+            "topk_sample_logprobs": [0, 2],
+            "prompt_alt_tokens_k": [0, 1],
+            "prompt_logprobs_last_n": [None, 1, 99],
+            **{name: [True, False] for name in ("prompt_logprobs", "record_stability_info", "allow_metadata_only")},
+            **{name: [None] for name in ("optimizer_params", "optimizer_config", "weights_access_token")},
             "optimizer": [True, False],
         }
 
@@ -176,6 +187,7 @@ def test_no_wrong_request_is_a_fault_of_the_server(fuzzed: Serving, seed: int) -
     # Ending the one session that all of it is about would leave nothing to ask for.
     routes = [route for route in all_routes() if not route.path.endswith("/finish")]
     assert len(routes) > 30
+    routes += 5 * [route for route in routes if route.path.endswith(("/forward_backward", "/optim_step", "/asample"))]
     statuses: Counter[int] = Counter()
     accepted: list[str] = []
 

@@ -1,8 +1,8 @@
 """Between messages and tokens, by the chat template that comes with a base model's tokenizer.
 
-Content cannot forge turns: where a message's text spells a control token of the tokenizer, the text's own pieces are encoded
-and no control token comes of it. Only in what the assistant said do markers inside a turn (`<think>`, `<tool_call>`) stay what they
-are.
+Content cannot forge turns: where a message's text spells a control token of the tokenizer, the text's own pieces are encoded, and
+no control token comes of it. Markers inside a turn (`<think>`, `<tool_call>`) stay what they are in what the assistant said, and
+nowhere else.
 """
 
 from __future__ import annotations
