@@ -149,10 +149,10 @@ def test_completions_of_texts_and_tokens_with_echo_and_logprobs(web: httpx.Clien
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_adds_up_to_the_reply(web: httpx.Client, route: str) -> None:
     body = {"messages": QUESTION} if "chat" in route else {"prompt": "One two"}
-    body |= {"seed": 3, "max_tokens": 10}
-    whole = ask(web, route, **body)
+    settings: dict[str, Any] = {**body, "seed": 3, "max_tokens": 10}
+    whole = ask(web, route, **settings)
     streamed = web.post(
-        route, json={"model": TINY_CHAT, **body, "stream": True, "stream_options": {"include_usage": True}}
+        route, json={"model": TINY_CHAT, **settings, "stream": True, "stream_options": {"include_usage": True}}
     )
     assert streamed.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
@@ -231,6 +231,7 @@ def test_tokens_in_and_out(web: httpx.Client) -> None:
         ({"messages": QUESTION, "tempreature": 1}, 400, "tempreature is not known"),
         ({"messages": QUESTION, "max_tokens": 5000}, 400, "context length 1024"),
         ({"messages": QUESTION, "temperature": -1}, 400, "temperature must be"),
+        ({"messages": QUESTION, "chat_template_kwargs": {"tokenize": True}}, 400, "the template's own variables"),
         ({"messages": QUESTION, "top_logprobs": 2}, 400, "needs logprobs=true"),
         ({"messages": QUESTION, "model": "gpt-4"}, 404, "is not served here"),
         ({"messages": QUESTION, "model": "tinker://a/sampler_weights/b"}, 404, "does not exist"),

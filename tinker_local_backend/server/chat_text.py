@@ -7,6 +7,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import secrets
@@ -63,10 +64,11 @@ class ChatText:
         # Whatever could be taken for a control token is put in after the template's own text has been encoded.
         kept: dict[str, str] = {}
         rendered = [{**message, "content": self._keep(message, kept)} for message in messages]
+        arguments: dict[str, Any] = {**options, "tools": list(tools) if tools else None}
+        if taken := options.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
+            raise RequestError(f"chat_template_kwargs may hold the template's own variables, not {sorted(taken)}")
         try:
-            text = self.tokenizer.apply_chat_template(
-                rendered, tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True, **options
-            )
+            text = self.tokenizer.apply_chat_template(rendered, tokenize=False, add_generation_prompt=True, **arguments)
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template does not take these messages: {error}") from None
         assert isinstance(text, str)
@@ -111,11 +113,11 @@ class ChatText:
 
     def text(self, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
         """What tokens say, without special tokens, up to where the first of the stop strings begins."""
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
         return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
     def piece(self, token: int) -> str:
-        return self.tokenizer.decode([token])
+        return str(self.tokenizer.decode([token]))
 
     def reply(self, text: str) -> Reply:
         """Split off calls of tools, where a model writes them as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
