@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Literal, cast
 
+from tinker_cookbook import server_watch
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import ConfigurationError
 
@@ -83,7 +84,9 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     if resolve_backend(backend) == "tinker":
         import tinker
 
-        return cast(ServiceClient, tinker.ServiceClient(base_url=base_url))
+        client = tinker.ServiceClient(base_url=base_url)
+        server_watch.ServerWatch(*server_watch.server_address(base_url), client)
+        return cast(ServiceClient, client)
     import tinker_local_backend
 
     home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves where this pointed when it was made
