@@ -302,7 +302,7 @@ def test_reasoning_is_refused_where_thinking_is_disabled(name: str) -> None:
 
 
 NAMING = {"role_colon": "Narrator:", "llama3": "<|start_header_id|>narrator<|end_header_id|>"}
-QWEN_NAMES = ("qwen3", "qwen3_disable_thinking", "qwen3_instruct", "qwen2_5")
+CHATML = ("qwen", "nemotron")
 
 
 @every_name
@@ -312,7 +312,7 @@ def test_another_role_speaks_under_its_name(name: str, caplog: pytest.LogCapture
     other = Message(role="narrator", content="Once.")
     prompts = [renderer.build_generation_prompt([USER, answer, other, answer, other]) for _ in range(2)]
     text = str(renderer.tokenizer.decode(prompts[0].to_ints()))
-    naming = NAMING.get(name) or ("<|im_start|>narrator\n" if name in QWEN_NAMES else None)
+    naming = NAMING.get(name) or ("<|im_start|>narrator\n" if name.startswith(CHATML) else None)
     assert text.count(naming if naming is not None else "narrator: Once.") == 2
     if naming is None:
         as_user = Message(role="user", content="narrator: Once.")
