@@ -28,7 +28,7 @@ def importance_sampling(logprobs, sampling_logprobs, advantages, mask):
 def ppo(logprobs, sampling_logprobs, advantages, mask):
     ratio = ((logprobs - sampling_logprobs) * mask).exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return -(objective * mask).sum(), {"mean_ratio": float(ratio.mean())}
+    return -(objective * mask).sum(), {"mean_ratio": ratio.mean()}
 
 
 def make_datum(seed: int, prompt: int = 3, sampled: int = 5) -> tinker.Datum:

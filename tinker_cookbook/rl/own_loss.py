@@ -32,7 +32,8 @@ def loss(logprobs, sampling_logprobs, advantages, mask):
 
 
 def sum_over_datums(loss: OwnLossFn) -> Callable[[list[tinker.Datum], list[torch.Tensor]], Any]:
-    """What `forward_backward_custom` takes: the losses of the datums added up, and each metric's mean over them as `<metric>:mean`.
+    """What `forward_backward_custom` takes: the losses of the datums added up, and as `<metric>:mean` each metric's mean
+    over them.
 
     Raises (when it is called) DataValidationError for a loss that is no scalar.
     """
@@ -51,7 +52,8 @@ def sum_over_datums(loss: OwnLossFn) -> Callable[[list[tinker.Datum], list[torch
                 )
             losses.append(value)
             for key, number in metrics.items():
-                sums[key] = sums.get(key, 0.0) + float(number)
+                plain = float(number.detach() if isinstance(number, torch.Tensor) else number)
+                sums[key] = sums.get(key, 0.0) + plain
         return torch.stack(losses).sum(), {f"{key}:mean": number / len(losses) for key, number in sums.items()}
 
     return total
