@@ -94,6 +94,11 @@ class EpochData:
         self.test = [batch.data for batch in test_batches if batch.data]
 
     @property
+    def system_prompt(self) -> str | None:
+        """What every conversation of the training data begins with, if it does."""
+        return self._dataset.system_prompt
+
+    @property
     def bad_examples(self) -> list[str]:
         """What was wrong with the first rows that were left out."""
         return [example for bad in self._dataset.bad_rows for example in bad.examples.values()]
