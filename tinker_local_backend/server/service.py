@@ -374,15 +374,17 @@ class Service:
                 self.forget(request)
 
     @property
-    def live(self) -> dict[str, int]:
-        """How many there are of each thing."""
-        sessions = self._sessions.values()
+    def live(self) -> dict[str, float]:
+        """How many there are of each thing, and how long the oldest request has waited, in seconds."""
+        sessions, now = self._sessions.values(), time.monotonic()
+        waiting = [request for request in self._requests.values() if request.reply is None]
         return {
             "sessions": len(self._sessions),
             "models": sum(len(session.models) for session in sessions),
             "samplers": sum(not sampler.evicted for session in sessions for sampler in session.samplers.values()),
-            "requests": sum(request.reply is None for request in self._requests.values()),
+            "requests": len(waiting),
             "sampling_requests": sum(self._sampling.values()),
+            "oldest_request_seconds": max((now - request.created for request in waiting), default=0.0),
         }
 
     async def drain(self, seconds: float) -> None:
