@@ -32,6 +32,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         "max_models": 2,
         "max_snapshots": 2,
         "max_rank": 8,
+        "max_results_mib": 1,
         "max_body_mib": 1,
         "max_decompressed_mib": 2,
         "body_seconds": 1.0,
@@ -226,10 +227,40 @@ def test_a_fetched_result_is_forgotten_after_a_while(impatient: Serving) -> None
     session = wire.session()
     _, accepted = wire.sample(wire.sampler(session))
     assert isinstance(wire.result(accepted), bytes)
+    assert "fetched some time ago" in wait_until_forgotten(wire, session, accepted)
+    wire.post(f"/sessions/{session}/finish")
+
+
+def test_results_that_nobody_fetches_make_room(impatient: Serving) -> None:
+    """Seven tokens with their 400 likeliest alternatives, 64 times, are over a mebibyte."""
+    wire = Wire(impatient.url)
+    session = wire.session()
+    sampler = wire.sampler(session)
+
+    def large(seq_id: int) -> Any:
+        return wire.post(
+            "/asample",
+            sampling_session_id=sampler,
+            seq_id=seq_id,
+            num_samples=64,
+            topk_sample_logprobs=400,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            sampling_params={"max_tokens": 7, "stop": []},
+        )[1]
+
+    first = large(0)
+    while wire.post("/retrieve_future", request_id=first["request_id"])[0] == 408:
+        pass
+    assert "made room for later ones" in wait_until_forgotten(wire, session, first)
+    small = wire.sample(sampler, 1)[1]
+    assert isinstance(wire.result(small), bytes)
+    wire.post(f"/sessions/{session}/finish")
+
+
+def wait_until_forgotten(wire: Wire, session: str, accepted: dict[str, Any]) -> str:
     while isinstance(reply := wire.result(accepted), bytes):
         wire.post("/session_heartbeat", session_id=session)
-    assert "fetched some time ago" in reply["error"]
-    wire.post(f"/sessions/{session}/finish")
+    return reply["error"]
 
 
 def test_a_pending_result_is_408_after_the_poll_time(impatient: Serving) -> None:
