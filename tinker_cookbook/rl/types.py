@@ -247,6 +247,10 @@ class RLDataset(ABC):
     def __len__(self) -> int:
         """Number of batches."""
 
+    def batch_size(self, index: int) -> int | None:
+        """Groups of a batch, where that is known without making it; None where it is not."""
+        return None
+
 
 @chz.chz
 class RLDatasetBuilder:
