@@ -53,6 +53,7 @@ class StopReason(StrEnum):
     MAX_TOOL_CALLS = "max_tool_calls"
     CONTEXT_OVERFLOW = "context_overflow"
     PARSE_ERROR = "parse_error"
+    TOOL_ERROR = "tool_error"
     ROLLOUT_TIMEOUT = "rollout_timeout"
 
 
@@ -64,12 +65,12 @@ class ActionExtra(TypedDict, total=False):
 
 @dataclass
 class StepResult:
-    """What one action led to. `next_observation` is ignored when the episode is done."""
+    """What one action led to. When the episode is done, None will do for the two that come next."""
 
     reward: float
     episode_done: bool
-    next_observation: Observation
-    next_stop_condition: StopCondition
+    next_observation: Observation | None
+    next_stop_condition: StopCondition | None
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
 
@@ -255,6 +256,11 @@ class RLDataset(ABC):
 @chz.chz
 class RLDatasetBuilder:
     """Makes a training dataset and, optionally, a test dataset."""
+
+    @property
+    def system_prompt(self) -> str | None:
+        """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
+        return None
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
