@@ -258,7 +258,7 @@ class RLDatasetBuilder:
     """Makes a training dataset and, optionally, a test dataset."""
 
     @property
-    def system_prompt(self) -> str | None:
+    def shared_system_prompt(self) -> str | None:
         """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
         return None
 
