@@ -34,6 +34,7 @@ from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folde
 LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
 
 TRACEBACK_ENV = "TINKER_COOKBOOK_TRACEBACK"
+RUNS_DIR_ENV = "TINKER_COOKBOOK_RUNS_DIR"
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -78,10 +79,15 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
         )
 
 
+def runs_path(*parts: str) -> str:
+    """A path below the folder of runs that are given none: TINKER_COOKBOOK_RUNS_DIR, else `<tmp>/tinker-examples`."""
+    root = os.environ.get(RUNS_DIR_ENV) or Path(tempfile.gettempdir(), "tinker-examples")
+    return str(Path(root, *parts).expanduser())
+
+
 def default_log_path(recipe_name: str, run_name: str) -> str:
-    """`<tmp>/tinker-examples/<recipe>/<run name>`. Slashes in a name (as in model names) become dashes."""
-    parts = [name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)]
-    return str(Path(tempfile.gettempdir(), "tinker-examples", *parts))
+    """`runs_path` of a recipe and its run. Slashes in a name (as in model names) become dashes."""
+    return runs_path(*(name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)))
 
 
 def model_name_from_argv(argv: Sequence[str], default: str) -> str:

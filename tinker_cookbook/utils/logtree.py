@@ -71,7 +71,9 @@ class Node:
 
     def section(self, title: str, attrs: Mapping[str, Any] | None = None) -> Node:
         """A new section at the end of this one. `attrs`: attributes of its HTML element."""
-        return self._add(Node("section", _text(title), attrs={key: _text(attrs[key]) for key in attrs or {}}))
+        return self._add(
+            Node("section", _text(title), attrs={key: _text(value) for key, value in (attrs or {}).items()})
+        )
 
     def details(self, title: str) -> Node:
         """A new folded section at the end of this one."""
