@@ -13,12 +13,13 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu smoke lint llms
+.PHONY: help demo test test-gpu test-server smoke lint llms
 
 help:
 	@echo "make demo      train and sample a tiny model on the CPU, end to end"
 	@echo "make test      run the tests"
 	@echo "make test-gpu  the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
+	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
 	@echo "make smoke     every recipe with its defaults, about a quarter of an hour"
 	@echo "make lint      ruff (rules and format) and pyright"
 	@echo "make llms      write llms.txt and llms-full.txt from the docstrings"
@@ -31,6 +32,9 @@ test: $(STAMP)
 
 test-gpu: $(STAMP)
 	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -q
+
+test-server: $(STAMP)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server
 
 smoke: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN) -m benchmarks.recipe_runs

@@ -5,9 +5,13 @@ debate: both answer (round 1, which fixes the answer), then each sees the other'
 losers are dropped, and the winners of each question are trained with GRPO on the reward of their round-1 answer.
 
     python -m recipes.debate_rs_grpo
-    python -m recipes.debate_rs_grpo task=summary reward_fn=compression:0.5,rouge:0.3 judge=mock
+    python -m recipes.debate_rs_grpo task=summary reward_fn=compression:0.5,rouge:0.3 judge=confidence
+    python -m recipes.debate_rs_grpo judge=lm judge.temperature=0 judge.max_retries=3
     python -m recipes.debate_rs_grpo model_name=Qwen/Qwen3-4B-Instruct-2507 task=qa dataset=my_questions.jsonl
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 import chz
 
@@ -24,7 +28,7 @@ from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.dataset import ADVANTAGES, DebateDatasetBuilder, DebateTrain
-from tinker_cookbook.debate.judge_config import JUDGE_NAMES, JudgeConfig
+from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
@@ -38,16 +42,27 @@ RECIPE = "debate_rs_grpo"
 class CLIConfig(TaskConfig):
     """Keys of `python -m recipes.debate_rs_grpo`."""
 
-    judge: str = chz.field(default="mock", doc=JUDGE_NAMES)
-    judge_model_path: str | None = chz.field(
-        default=None, doc="judge=lm: weights of the judge; default: the base model"
-    )
-    judge_max_tokens: int = chz.field(default=96, doc="judge=lm: longest verdict", validator=chz.validators.gt(0))
-    judge_temperature: float = chz.field(
-        default=0.3, doc="judge=lm: sampling temperature", validator=chz.validators.ge(0)
+    MOVED_KEYS = TaskConfig.MOVED_KEYS | {
+        "judge_model_path": "judge.weights.load_checkpoint_path",
+        "judge_max_tokens": "judge.max_tokens",
+        "judge_temperature": "judge.temperature",
+    }
+
+    judge: JudgeConfig = chz.field(
+        default_factory=lambda: JudgeConfig(name="mock"),
+        doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
     )
     debate_train: DebateTrain = chz.field(default="rs_grpo", doc="rs_grpo, or rejection (winners only, no reward)")
     advantage: AdvantageConfig = with_default(TaskConfig, "advantage", ADVANTAGES["rs_grpo"])
+
+    @classmethod
+    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
+        values = TaskConfig.layer(given)
+        if (name := given.get("judge")) is not None:
+            if given.get("judge.name", name) != name:
+                raise ConfigurationError(f"judge={name} and judge.name={given['judge.name']}: give one of the two")
+            values |= {"judge": JudgeConfig, "judge.name": name}
+        return values
 
 
 def build_config(cli: CLIConfig) -> train.Config:
@@ -64,13 +79,7 @@ def build_config(cli: CLIConfig) -> train.Config:
     cli = settle(cli)
     dataset_builder = cli.fill(
         DebateDatasetBuilder,
-        judge=cli.fill(
-            JudgeConfig,
-            name=cli.judge,
-            weights=cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=cli.judge_model_path),
-            max_tokens=cli.judge_max_tokens,
-            temperature=cli.judge_temperature,
-        ),
+        judge=chz.replace(cli.judge, weights=_judge_weights(cli)),
         group_size=group_size,
         num_batches=cli.max_steps,
         max_test_items=cli.max_eval_items,
@@ -78,6 +87,15 @@ def build_config(cli: CLIConfig) -> train.Config:
     )
     dataset_builder.check()
     return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli, CONFIDENCE_REQUEST)])
+
+
+def _judge_weights(cli: CLIConfig) -> WeightsConfig:
+    """Those of `judge.weights`, where the policy runs and, unless others are named, from the policy's base model."""
+    given = cli.judge.weights
+    own = chz.replace(given, backend=given.backend or cli.backend, base_url=given.base_url or cli.base_url)
+    if given.base_model is not None:
+        return own
+    return chz.replace(own, base_model=cli.model_name, renderer_name=given.renderer_name or cli.renderer_name)
 
 
 async def main(cli: CLIConfig) -> None:

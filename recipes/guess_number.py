@@ -23,7 +23,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 
 RECIPE = "guess_number"

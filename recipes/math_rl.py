@@ -19,7 +19,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
-from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
+from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.math import AnswerStyle, Grading, MathTask, generate_sums

@@ -21,7 +21,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.seeds import derive_seed

@@ -72,7 +72,7 @@ class RLConfig(CommonConfig, RLOptions):
         "off_policy_cap": "off_policy_correction.cap",
         "max_steps_off_policy": "async_config.max_steps_off_policy",
         "stream_minibatches": "stream_minibatch_config.num_minibatches",
-        "rollout_retries": f"{_RETRY}.max_retries, with {_RETRY}=RetryOnFailure",
+        "rollout_retries": "rollout.retries",
         "rollout_timeout": f"{_RETRY}.per_rollout_timeout, with {_RETRY}=RetryOnFailure",
     }
 
@@ -160,6 +160,7 @@ def train_questions_evaluator(cli: TaskConfig, extra_request: str = "") -> TaskE
         extra_request=extra_request,
         max_items=cli.max_eval_items,
         max_prompt_tokens=prompt_room(cli),
+        rollout=cli.effective_rollout(),
     )
 
 

@@ -43,7 +43,7 @@ CALL_SHARE = 0.82
 TINY_STEPS = 180
 """Supervised steps, after which the shipped model copies the numbers of nearly every question."""
 ARTICLES = EXAMPLE_DATA / "summary" / "articles_train.jsonl"
-Task = Literal["calculator", "search"]
+ToolTask = Literal["calculator", "search"]
 
 _GAP = re.compile(r"\b(?:[A-Z][a-z]+ [A-Z][a-z]+|\d[\d,]*)\b")
 """What a question leaves out of a summary: a full name or a number."""
@@ -59,7 +59,7 @@ class Question:
 
 
 @cache
-def registry(task: Task) -> ToolRegistry:
+def registry(task: ToolTask) -> ToolRegistry:
     """The one tool of each task."""
     return ToolRegistry([ArticleSearch.from_jsonl(ARTICLES).tool() if task == "search" else function_tool(calculate)])
 
@@ -76,7 +76,7 @@ def article_questions() -> list[Question]:
     return questions
 
 
-def draw_question(task: Task, largest: int, rng: random.Random) -> Question:
+def draw_question(task: ToolTask, largest: int, rng: random.Random) -> Question:
     if task == "search":
         return rng.choice(article_questions())
     a, b = (rng.randint(1, largest) for _ in range(2))
@@ -102,7 +102,7 @@ class AnswerGrader:
         return reward, {"correct": float(correct), "format": float(tagged), "faithful": float(faithful)}
 
 
-def make_tool_env(task: Task, question: Question, declare: bool, renderer: Renderer) -> ToolUseEnv:
+def make_tool_env(task: ToolTask, question: Question, declare: bool, renderer: Renderer) -> ToolUseEnv:
     """`declare`: show the tool in the renderer's own way and ask for the answer's form; otherwise the question stands alone."""
     tools = registry(task)
     if declare:
@@ -112,7 +112,7 @@ def make_tool_env(task: Task, question: Question, declare: bool, renderer: Rende
     return ToolUseEnv(messages, tools, AnswerGrader(question.answer))
 
 
-def half_hearted(task: Task, question: Question, rng: random.Random, messages: list[Message]) -> Message:
+def half_hearted(task: ToolTask, question: Question, rng: random.Random, messages: list[Message]) -> Message:
     """A player that calls the tool for most questions and repeats what it says, and gives up on the others.
 
     Each conversation weighs the same in training, so that a token of a short one weighs more: with CALL_SHARE calls the
@@ -130,7 +130,7 @@ def half_hearted(task: Task, question: Question, rng: random.Random, messages: l
 class ToolUseDatasetBuilder(MessageDatasetBuilder):
     """Sums, or summaries with a gap that an article fills."""
 
-    task: Task = chz.field(doc="calculator or search")
+    task: ToolTask = chz.field(doc="calculator or search")
     largest: int = chz.field(doc="largest operand of the calculator's questions")
     max_turns: int = chz.field(doc="replies per episode")
     declare: bool = chz.field(doc="show the tool's declaration")
@@ -159,7 +159,7 @@ class ToolUseDatasetBuilder(MessageDatasetBuilder):
 class CLIConfig(GentleConfig):
     """Keys of `python -m recipes.tool_use`."""
 
-    task: Task = chz.field(default="calculator", doc="calculator, or search (extra: search)")
+    task: ToolTask = chz.field(default="calculator", doc="calculator, or search (extra: search)")
     largest: int = chz.field(
         default=9, doc="largest operand of the calculator's questions", validator=chz.validators.gt(0)
     )

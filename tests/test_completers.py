@@ -13,8 +13,7 @@ from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, get_renderer, get_text_content
 from tinker_cookbook.tasks import registry
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
-from tinker_cookbook.tasks.qa import QATask
+from tinker_cookbook.tasks.qa import QA_SYSTEM, QATask
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.seeds import derive_seed

@@ -11,10 +11,12 @@ from recipes import debate_rs_grpo, rl_basic, single_turn
 from recipes.common import settle
 from recipes.rl_common import preset_keys
 from tinker_cookbook import config_tree
+from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.config import AsyncConfig
-from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
+from tinker_cookbook.rl.rollout_strategy import MinViableGroup, RetryOnFailure
 
 
 @chz.chz(typecheck=True)
@@ -50,6 +52,37 @@ def test_a_part_of_a_nested_config_keeps_what_the_recipe_chose_for_the_rest() ->
     assert config.async_config == AsyncConfig(max_steps_off_policy=2)
     assert config.rollout_error_tolerance == RetryOnFailure(max_retries=1)
     assert config.rollout.limits.max_turns == 4 and config.rollout.termination is None
+
+
+def test_retries_are_a_key_of_the_rollout() -> None:
+    config = parsed(rl_basic, "rollout.retries=2")
+    assert config.effective_rollout_strategy() == RetryOnFailure(max_retries=2)
+    config = parsed(rl_basic, "rollout.strategy=MinViableGroup", "rollout.strategy.min_successful=3")
+    assert config.effective_rollout_strategy() == MinViableGroup(min_successful=3)
+    with pytest.raises(ConfigurationError, match=r"retries=2 and strategy=.*give one of the two"):
+        parsed(rl_basic, "rollout.retries=2", "rollout.strategy=FailFast")
+    with pytest.raises(ConfigurationError, match="retries=-1: must be at least 0"):
+        parsed(rl_basic, "rollout.retries=-1")
+    with pytest.raises(ConfigurationError, match=r"rollout_retries=2: this key is now rollout\.retries"):
+        parsed(rl_basic, "rollout_retries=2")
+
+
+def test_a_judge_is_given_whole_or_in_part() -> None:
+    assert parsed(debate_rs_grpo).judge == JudgeConfig(name="mock")
+    assert parsed(debate_rs_grpo, "judge=lm").judge == parsed(debate_rs_grpo, "judge.name=lm").judge == JudgeConfig()
+    given = parsed(debate_rs_grpo, "judge=lm", "judge.max_retries=3", "judge.system_prompt=Decide.").judge
+    assert (given.name, given.max_retries, given.system_prompt, given.max_tokens) == ("lm", 3, "Decide.", 96)
+    with pytest.raises(ConfigurationError, match=r"judge=lm and judge\.name=mock: give one of the two"):
+        parsed(debate_rs_grpo, "judge=lm", "judge.name=mock")
+
+
+def test_a_judge_runs_where_the_policy_does_with_the_run_s_seed(tmp_path: Path) -> None:
+    cli = parsed(debate_rs_grpo, "judge=lm", "seed=7", f"log_path={tmp_path}/run", "judge.weights.base_url=http://j")
+    builder = debate_rs_grpo.build_config(chz.replace(cli, judge=JudgeConfig())).dataset_builder
+    assert isinstance(builder, DebateDatasetBuilder) and (builder.judge.seed, builder.seed) == (None, 7)
+    weights = builder.judge.weights
+    assert (weights.base_model, weights.renderer_name) == (builder.model_name, builder.renderer_name)
+    assert cli.judge.weights.base_url == "http://j"
 
 
 def test_a_preset_stands_below_the_keys_and_above_the_recipe() -> None:

@@ -19,7 +19,7 @@ from tests.rl import loop as rl
 from tests.rl.loop import TINY
 from tinker_cookbook import backends
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
-from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge
+from tinker_cookbook.debate.judges import JudgeConfig, check_judge
 from tinker_cookbook.distillation import train_off_policy, train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig
 from tinker_cookbook.distillation.teachers import TeacherConfig

@@ -61,8 +61,8 @@ class TinkerTokenCompleter(TokenCompleter):
         context_window: when given, completions are cut so that prompt + completion fits, and a prompt that leaves no room
             raises ConfigurationError.
         seed: None samples afresh each time; otherwise call i of this completer always draws from the same seed.
-        top_k: draw from the k likeliest tokens; -1: from all. Logprobs are those of the whole distribution.
-        top_p: draw from the likeliest tokens that together have this probability; 1: from all. Logprobs as with top_k.
+        top_k, top_p: draw from the k likeliest tokens (-1: from all), from the likeliest of this probability (1: from all).
+            Logprobs are those of the whole distribution.
     """
 
     sampling_client: SamplingClient
@@ -84,20 +84,12 @@ class TinkerTokenCompleter(TokenCompleter):
                 raise ConfigurationError(
                     f"a prompt of {model_input.length} tokens leaves no room in context_window={self.context_window}"
                 )
-        seed = None
-        if self.seed is not None:
-            seed = derive_seed(self.seed, self._calls)
-            self._calls += 1
+        seed = None if self.seed is None else derive_seed(self.seed, self._calls)
+        self._calls += 1
         params = tinker.SamplingParams(
-            max_tokens=limit,
-            temperature=self.temperature,
-            stop=stop,
-            seed=seed,
-            top_k=self.top_k,
-            top_p=self.top_p,
+            max_tokens=limit, temperature=self.temperature, stop=stop, seed=seed, top_k=self.top_k, top_p=self.top_p
         )
-        response = await self.sampling_client.sample(model_input, 1, params)
-        sequence = response.sequences[0]
+        sequence = (await self.sampling_client.sample(model_input, 1, params)).sequences[0]
         logprobs = sequence.logprobs
         if logprobs is None or len(logprobs) != len(sequence.tokens):
             raise DataValidationError(

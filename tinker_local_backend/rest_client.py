@@ -31,7 +31,7 @@ from tinker_local_backend.futures import EngineFuture, at_once, awaited, on_a_th
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import CheckpointEntry
 from tinker_local_backend.storage.info import read_info
-from tinker_local_backend.storage.paths import CheckpointPath, check_name, local_home
+from tinker_local_backend.storage.paths import CheckpointPath, check_run_id, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
 
 AccessScope = Literal["owned", "accessible"]
@@ -105,7 +105,7 @@ class RestClient:
     @at_once
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> types.TrainingRun:
         """One training run. RequestError when the home has none of this id."""
-        check_name(training_run_id, "training run id")
+        check_run_id(training_run_id)
         return self._training_run(self._run(training_run_id))
 
     def get_training_run_by_tinker_path(
@@ -132,7 +132,7 @@ class RestClient:
     @at_once
     def list_checkpoints(self, training_run_id: str) -> types.CheckpointsListResponse:
         """All checkpoints of a run, oldest first. One that is damaged is left out; the run then says `corrupted`."""
-        check_name(training_run_id, "training run id")
+        check_run_id(training_run_id)
         self._run(training_run_id)
         entries = catalog.list_run(self._home, training_run_id).entries
         return types.CheckpointsListResponse(checkpoints=[_checkpoint(entry) for entry in entries])

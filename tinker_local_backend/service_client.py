@@ -10,7 +10,6 @@ from typing import Literal, Self
 
 from tinker import types
 
-from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import check_model_name
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
@@ -189,11 +188,8 @@ class ServiceClient:
         return self._engine.make_client(lambda: SamplingClient(self._engine, self, self._engine.load(base_model), None))
 
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: dict[str, str]) -> TrainingRun:
-        model = self._engine.load(base_model)
-        adapter = model.new_adapter(spec, seed)
-        state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
         entry = Run(uuid.uuid4().hex, self._session.session_id, base_model, spec, user_metadata)
-        return TrainingRun(self._engine, self._registry, self._session, entry, model, state)
+        return TrainingRun.create(self._engine, self._registry, self._session, entry, seed)
 
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None

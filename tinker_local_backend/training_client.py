@@ -54,6 +54,14 @@ class TrainingRun:
     model: BaseModel
     state: trainer.TrainState
 
+    @classmethod
+    def create(cls, engine: Engine, registry: Registry, session: Session, entry: Run, seed: int) -> TrainingRun:
+        """A run with a new adapter, on the worker. `seed` makes the initial A matrices."""
+        model = engine.load(entry.base_model)
+        adapter = model.new_adapter(entry.spec, seed)
+        state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
+        return cls(engine, registry, session, entry, model, state)
+
     @property
     def home(self) -> Path:
         return self.registry.home

@@ -34,7 +34,7 @@ from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 from tinker_cookbook.utils.files import write_jsonl

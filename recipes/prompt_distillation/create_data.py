@@ -28,7 +28,7 @@ from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
+from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import write_jsonl
@@ -62,7 +62,7 @@ ar de el en es fr hi it ja nl ot pt ru sv tr zh"""
 
 
 @dataclass(frozen=True)
-class Task:
+class Labelling:
     """A prompt, what to ask under it, and how to read the answer."""
 
     prompt: str
@@ -72,16 +72,16 @@ class Task:
     target: Literal["reply", "answer"]
 
 
-def _sums() -> Task:
+def _sums() -> Labelling:
     train, test = load_items(get_task("qa", None), "arithmetic")
     lines: dict[str, str | None] = {item.question: item.reference for item in [*train, *test]}
-    return Task(QA_SYSTEM, lines, r"(\d+)\D*$", "reply")
+    return Labelling(QA_SYSTEM, lines, r"(\d+)\D*$", "reply")
 
 
-def _languages() -> Task:
+def _languages() -> Labelling:
     known = labelled_lines()
     lines: dict[str, str | None] = {line: known.get(line) for line in read_lines(FILE)}
-    return Task(LANGUAGES_PROMPT, lines, r"(?:^|Answer:)\s*([a-z]{2})\s*$", "answer")
+    return Labelling(LANGUAGES_PROMPT, lines, r"(?:^|Answer:)\s*([a-z]{2})\s*$", "answer")
 
 
 TASKS = {"sums": _sums, "languages": _languages}
@@ -125,7 +125,7 @@ class CLIConfig(LabelKeys):
     )
 
 
-def read_task(keys: LabelKeys) -> Task:
+def read_task(keys: LabelKeys) -> Labelling:
     """What the keys ask for, read and checked. Raises ConfigurationError or DataFormatError before anything is loaded."""
     if keys.max_lines is not None and keys.max_lines < 1:
         raise ConfigurationError(f"max_lines={keys.max_lines}: must be at least 1, or None for all")
@@ -145,7 +145,7 @@ def read_task(keys: LabelKeys) -> Task:
         raise ConfigurationError(
             f"test_size={keys.test_size} of {len(chosen)} lines leaves nothing to train on; lower it, or give more lines"
         )
-    return Task(prompt, {line: lines[line] for line in chosen}, pattern, keys.target or task.target)
+    return Labelling(prompt, {line: lines[line] for line in chosen}, pattern, keys.target or task.target)
 
 
 async def create_data(keys: LabelKeys, folder: Path) -> None:

@@ -15,7 +15,7 @@ from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFrom
 from tinker_cookbook.supervised.conversations import read_conversations
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tool_use.search import ArticleSearch
+from tinker_cookbook.tool_use.ready_made import ArticleSearch
 
 CHAT = [{"role": "user", "content": "Q\u2028\x85R"}, {"role": "assistant", "content": "A"}]
 COMPARISON = {"prompt_conversation": CHAT[:1], "completion_A": CHAT[1:], "completion_B": CHAT[1:]}

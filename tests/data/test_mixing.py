@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
-from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights, plan_quotas, schedule
+from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights, plan_quotas, source_order
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 
 weights_lists = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
@@ -32,20 +32,20 @@ def check_shares(order: Sequence[int], weights: Sequence[float]) -> None:
 class TestPlans:
     @given(weights_lists, st.integers(0, 200))
     def test_a_schedule_keeps_the_proportions_all_along(self, weights: list[float], slots: int) -> None:
-        order = schedule(weights, slots)
+        order = source_order(weights, slots)
         assert len(order) == slots
         check_shares(order, weights)
 
     def test_shares_are_exact_where_they_can_be(self) -> None:
-        assert Counter(schedule([3, 1], 40)) == {0: 30, 1: 10}
-        assert list(schedule([1, 1], 4)) == [0, 1, 0, 1]
-        assert list(schedule([0.5, 0.25, 0.25], 8)) == [0, 1, 2, 0] * 2
+        assert Counter(source_order([3, 1], 40)) == {0: 30, 1: 10}
+        assert list(source_order([1, 1], 4)) == [0, 1, 0, 1]
+        assert list(source_order([0.5, 0.25, 0.25], 8)) == [0, 1, 2, 0] * 2
 
     @given(sizes_and_weights)
     def test_an_epoch_has_every_row_and_is_the_shortest_such(self, drawn: list[tuple[int, float]]) -> None:
         sizes, weights = [size for size, _ in drawn], [weight for _, weight in drawn]
         quotas = plan_quotas(sizes, weights)
-        order = schedule(quotas, sum(quotas))
+        order = source_order(quotas, sum(quotas))
         assert all(quota >= size for quota, size in zip(quotas, sizes, strict=True))
         assert Counter(order) == Counter(dict(enumerate(quotas)))
         shares = [weight / sum(weights) for weight in weights]
@@ -127,7 +127,7 @@ class TestMixer:
 
     @given(weights_lists, st.integers(0, 3))
     def test_weights_are_respected_in_the_long_run(self, weights: list[float], seed: int) -> None:
-        mixed = mixer([5] * len(weights), schedule(weights, 300), seed)
+        mixed = mixer([5] * len(weights), source_order(weights, 300), seed)
         check_shares([mixed.draw(n)[0] for n in range(300)], weights)
 
     def test_errors_name_the_source(self) -> None:

@@ -10,11 +10,11 @@ import pytest
 from tests.debate.arena import ITEM, TINY, decode, make_renderer
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
 from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, DebateProtocol
-from tinker_cookbook.debate.judge_config import JudgeConfig
+from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.item_dataset import ItemDataset
-from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
+from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import Env, InitialObservationOverflow
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import SingleTurnEnv

@@ -27,8 +27,7 @@ from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.debate import env as debate_env
 from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, DebateProtocol
-from tinker_cookbook.debate.judge_config import JudgeConfig, make_judge
-from tinker_cookbook.debate.judges import DebateView, Judge, LMJudge, Verdict, Winner
+from tinker_cookbook.debate.judges import DebateView, Judge, JudgeConfig, LMJudge, Verdict, Winner, make_judge
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError

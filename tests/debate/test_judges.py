@@ -11,17 +11,19 @@ from tests.debate.arena import TINY, decode, make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter
-from tinker_cookbook.debate.judge_config import JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.judges import (
     SCRIPTS,
     ConfidenceJudge,
     DebateView,
     Judge,
+    JudgeConfig,
     LMJudge,
     MockJudge,
     ScriptedJudge,
     Verdict,
     Winner,
+    check_judge,
+    make_judge,
     parse_verdict,
 )
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM

@@ -11,7 +11,7 @@ import pytest
 from recipes import debate_rs_grpo
 from tests.debate.arena import RIGHT, WRONG, JudgeByIndex, hold, make_renderer, three_turns
 from tinker_cookbook.completers import MessageCompleter
-from tinker_cookbook.debate.judges import LMJudge, Winner
+from tinker_cookbook.debate.judges import JudgeConfig, LMJudge, Winner
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl import train
 
@@ -32,7 +32,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TINKER_LOCAL_HOME", str(folder / "home"))
         cli = debate_rs_grpo.CLIConfig(
-            judge="lm", debate_train="rejection", num_rollouts=8, num_groups=2, max_steps=1, eval_every=0,
+            judge=JudgeConfig(name="lm"), debate_train="rejection", num_rollouts=8, num_groups=2, max_steps=1, eval_every=0,
             max_tokens=32, lora_rank=4, log_path=str(folder / "run"),
         )  # fmt: skip
         asyncio.run(train.main(debate_rs_grpo.build_config(cli)))

@@ -18,6 +18,8 @@ from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, Pro
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.distillation.train_on_policy import Config
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
 
 
 class TwoTeachers(FakeServiceClient):
@@ -65,6 +67,20 @@ def make_config(folder: Path, *sources: DistillationDatasetConfig, **changes: An
         "save_every": 0,
     }
     return Config(**{**base, **changes})
+
+
+class Renamed(RolloutHooks):
+    async def on_stop_reason(self, reason: str, state: RolloutState) -> str:
+        return f"renamed_{reason}"
+
+
+def test_rollout_settings_hold_in_training_and_on_held_out_prompts(service: TwoTeachers, tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, source(tmp_path, "one", 6, test_size=1), eval_every=1, rollout=RolloutConfig(hooks=Renamed)
+    )
+    asyncio.run(train_on_policy.main(config))
+    row = untimed(tmp_path / "log")[0]
+    assert row["env/all/stop/renamed_completed"] == row["test/env/all/stop/renamed_completed"] == 1
 
 
 def test_every_dataset_is_judged_by_its_own_teacher(service: TwoTeachers, tmp_path: Path) -> None:

@@ -60,7 +60,11 @@ class TestBeforeAnyModelIsLoaded:
     @pytest.mark.parametrize(
         ("recipe", "argument", "message"),
         [
-            (debate_rs_grpo, "judge=moc", "judge='moc' is unknown; use mock, confidence, lm, scripted:A"),
+            (debate_rs_grpo, "judge_temperature=0.5", "judge_temperature=0.5: this key is now judge.temperature"),
+            (debate_rs_grpo, "judge_model_path=x", "this key is now judge.weights.load_checkpoint_path"),
+            (debate_rs_grpo, "judge_max_tokens=9", "judge_max_tokens=9: this key is now judge.max_tokens"),
+            (debate_rs_grpo, "judge.max_retries=-1", "judge.max_retries=-1: must be at least 0"),
+            (debate_rs_grpo, "judge=moc", "judge.name='moc' is unknown; use mock, confidence, lm, scripted:A"),
             (debate_rs_grpo, "debate_train=dpo", "debate_train"),
             (
                 debate_rs_grpo,
@@ -126,7 +130,7 @@ class TestBeforeAnyModelIsLoaded:
 
     def test_a_judge_that_is_not_there(self, fails: Fails) -> None:
         path = "tinker://nobody/sampler_weights/x"
-        assert path in fails(debate_rs_grpo, "judge=lm", f"judge_model_path={path}", code=1)
+        assert path in fails(debate_rs_grpo, "judge=lm", f"judge.weights.load_checkpoint_path={path}", code=1)
 
 
 @pytest.mark.usefixtures("no_model")

@@ -91,7 +91,8 @@ def test_own_keys_come_first_then_shared_ones_then_what_is_nested(name: str) -> 
     keys = list(shown_keys(name))
     inherited = {key for base in config_class(name).__mro__[1:] if chz.is_chz(base) for key in chz.chz_fields(base)}
     inherited |= set(CommonConfig.SHARED_KEYS)
-    own = [key for key in inspect.get_annotations(config_class(name)) if key not in inherited]
+    nested = {key.partition(".")[0] for key in keys if "." in key}
+    own = [key for key in inspect.get_annotations(config_class(name)) if key not in inherited | nested]
     shared = [key for key in CommonConfig.SHARED_KEYS if key in keys]
     assert keys[: len(own)] == own
     assert [key for key in keys if key in shared] == shared

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import chz
 import pytest
 import tinker
 from hypothesis import given, settings
@@ -16,10 +17,9 @@ from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
-from tinker_cookbook.rl.continuation import continue_prompt
 from tinker_cookbook.rl.data_processing import trajectory_to_data
-from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from tinker_cookbook.rl.message_groups import MessageGroupBuilder, SeededRLDataset
+from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult, continue_prompt
+from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder, MessageGroupBuilder
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState, run_rollout
 from tinker_cookbook.rl.types import InitialObservationOverflow, StepResult, Trajectory
@@ -283,7 +283,7 @@ class TestWithTheRunner:
 
     def test_an_env_without_tools_cannot_count_calls(self, qwen: Renderer) -> None:
         env = EnvFromMessageEnv(qwen, EchoEnv(), rollout_limits=RolloutLimits(max_tool_calls=2))
-        with pytest.raises(ConfigurationError, match="max_tool_calls=2: EchoEnv has no tools"):
+        with pytest.raises(ConfigurationError, match="max_tool_calls=2: EchoEnv has no method set_max_tool_calls"):
             play(env, [])
 
     def test_every_turn_says_what_went_wrong_or_not(self, qwen: Renderer) -> None:
@@ -310,10 +310,18 @@ class TestGroups:
         assert len(asyncio.run(builder.make_envs())) == 2
 
     def test_a_batch_depends_on_its_index_alone(self, qwen: Renderer) -> None:
+        @chz.chz
+        class Draws(MessageDatasetBuilder):
+            async def make_env_maker(self) -> EnvMaker:
+                return lambda renderer, rng: partial(EchoEnv, rng.randrange(10**6))
+
+            def renderer(self) -> Renderer:
+                return qwen
+
         def draws(order: Sequence[int]) -> dict[int, list[int]]:
-            dataset = SeededRLDataset(
-                lambda rng: MessageGroupBuilder(partial(EchoEnv, rng.randrange(10**6)), 1, qwen), 3, 4, seed=7
-            )
+            sizes = {"groups_per_batch": 3, "group_size": 1, "num_batches": 4, "num_test": 1}
+            builder = Draws(model_name="qwen", renderer_name="qwen3", seed=7, **sizes)
+            dataset, _ = asyncio.run(builder())
             batches = {i: dataset.get_batch(i) for i in order}
             return {i: [b.env_thunk.args[0] for b in batch] for i, batch in batches.items()}  # type: ignore[attr-defined]
 

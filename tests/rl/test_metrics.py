@@ -15,13 +15,13 @@ from tests.fakes import Pending, fake_logprob, said
 from tests.rl.handmade import DATA, ScaledSampler, array, trajectory, turn
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
-from tinker_cookbook.rl.kl import full_sequence
 from tinker_cookbook.rl.metrics import (
     compute_kl_sample_train,
     compute_post_kl,
     compute_sampling_client_metrics,
     compute_target_logprobs,
     discounted_future_sum_vectorized,
+    full_sequence,
     incorporate_kl_penalty,
 )
 

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes import fake_logprob, said
 from tests.rl.handmade import ScaledSampler, array, group, trajectory, turn
 from tinker_cookbook.rl.advantages import AdvantageConfig, token_scales
-from tinker_cookbook.rl.kl import KLPenalty
+from tinker_cookbook.rl.metrics import KLPenalty
 from tinker_cookbook.rl.minibatch import Minibatch, prepare_minibatch
 from tinker_cookbook.rl.types import TrajectoryGroup
 

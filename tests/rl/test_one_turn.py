@@ -11,7 +11,7 @@ from tests.fakes import ScriptedCompleter
 from tests.rl.test_problem_env import RENDERER, speech
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Metrics, TrajectoryGroup
 

@@ -26,7 +26,7 @@ from tests.rl.loop import (
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, RolloutTimeoutError, ZeroAdvantageError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.batches import TrainingBatches
+from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.types import InitialObservationOverflow

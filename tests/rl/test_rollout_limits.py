@@ -15,6 +15,7 @@ from tinker_cookbook.rl.rollout_limits import (
     RolloutLimits,
     TerminationRewardPolicy,
 )
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_batch_rollout, do_group_rollout, finished_groups
 from tinker_cookbook.rl.types import StopReason, TrajectoryGroup
@@ -84,7 +85,9 @@ class TestClamp:
         assert roll(Graded(limits, [1.0, 1.0]), only).get_total_rewards() == pytest.approx([0.0, 1.1])
 
     def test_a_batch_applies_it_too(self) -> None:
-        (group,) = finished_groups(run(do_batch_rollout([Graded([TWO_TURNS], [1.0])], Same(), termination=CLAMP)))
+        (group,) = finished_groups(
+            run(do_batch_rollout([Graded([TWO_TURNS], [1.0])], Same(), RolloutConfig(termination=CLAMP)))
+        )
         assert group.get_total_rewards() == [0.0]
 
     def test_which_reasons_are_limits(self) -> None:

@@ -13,10 +13,9 @@ from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.rollout_hooks import RolloutHooks, RolloutState
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig, agentic, simple
-from tinker_cookbook.rl.rollout_runner import run_rollout
+from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState, run_rollout
 from tinker_cookbook.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure, RolloutStrategy
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import StepResult
@@ -105,3 +104,13 @@ class TestConfig:
         assert make_config(tmp_path, rollout=agentic()).effective_termination() == agentic().termination
         assert make_config(tmp_path, termination=own, rollout=simple()).effective_termination() == own
         assert make_config(tmp_path).effective_termination() is None
+
+    @pytest.mark.parametrize("given", [{"retries": 2}, {"strategy": RetryOnFailure()}])
+    @pytest.mark.parametrize("tolerance", [False, True, MinViableGroup()])
+    def test_what_a_failure_means_is_said_once(self, tmp_path: Path, tolerance: Any, given: dict[str, Any]) -> None:
+        config = make_config(tmp_path, rollout=RolloutConfig(**given), rollout_error_tolerance=tolerance)
+        with pytest.raises(ConfigurationError, match=r"rollout_error_tolerance and rollout\.\w+ are both set"):
+            train.check_config(config)
+        assert make_config(tmp_path, rollout=RolloutConfig(retries=2)).effective_rollout_strategy() == RetryOnFailure(
+            max_retries=2
+        )

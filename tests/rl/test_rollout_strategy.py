@@ -24,6 +24,7 @@ from tinker_cookbook.exceptions import (
     GroupFailedError,
     RolloutTimeoutError,
 )
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import (
     FailFast,
     MinViableGroup,
@@ -321,7 +322,7 @@ class TestOrder:
 class TestAccounting:
     def test_every_group_of_a_batch_comes_back_trained_or_failed(self) -> None:
         builders = [flaky(2, {}), flaky(2, {0: 99}), flaky(2, {1: 1})]
-        groups = run(do_batch_rollout(builders, Keyed(), RetryOnFailure(max_retries=1)))
+        groups = run(do_batch_rollout(builders, Keyed(), RolloutConfig(retries=1)))
         assert [type(group) for group in groups] == [TrajectoryGroup, FailedGroup, TrajectoryGroup]
         counter = RolloutErrorCounter()
         for group in groups:
@@ -373,7 +374,7 @@ class TestAccounting:
 
         builder = Members(2, make, coordinated)
         with pytest.raises(ConfigurationError, match="field=3"):
-            run(do_batch_rollout([builder], Keyed(), RetryOnFailure()))
+            run(do_batch_rollout([builder], Keyed(), RolloutConfig(retries=3)))
         assert builder.life == ["make 0", "cleanup 0"]
 
     def test_the_error_keeps_what_failed_when_it_is_pickled(self) -> None:

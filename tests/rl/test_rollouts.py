@@ -71,7 +71,7 @@ class Group(EnvGroupBuilder):
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
         self.life.append("rewards")
-        assert env_group is self.envs
+        assert list(env_group) == list(self.envs)
         return [(10.0 * i, {"rank": i}) for i in range(len(trajectory_group))]
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:

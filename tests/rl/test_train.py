@@ -15,7 +15,8 @@ from tests.rl.loop import NumberDatasetBuilder, NumberEnv, WhichWeights, make_co
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.data_processing import AdvantageConfig, trajectory_to_data
+from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.rollout_limits import RolloutLimits, TerminationRewardPolicy
 from tinker_cookbook.rl.types import InitialObservationOverflow, StepResult, Trajectory, Transition

@@ -10,7 +10,7 @@ import pytest
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import load_task_items
+from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
 from tinker_cookbook.tasks.types import TaskItem
 
 QA, SUMMARY = get_task("qa"), get_task("summary")
@@ -19,6 +19,15 @@ QA, SUMMARY = get_task("qa"), get_task("summary")
 def write(path: Path, *lines: Any) -> str:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return str(path)
+
+
+NINE_GROUPS: dict[str, Any] = {
+    "model_name": "m",
+    "renderer_name": "r",
+    "num_groups": 9,
+    "group_size": 1,
+    "num_batches": 1,
+}
 
 
 class TestShipped:
@@ -89,7 +98,7 @@ class TestFiles:
 
     def test_fewer_questions_than_a_batch_takes(self) -> None:
         with pytest.raises(ConfigurationError, match="num_groups=9 questions per batch, but the dataset has 8"):
-            load_task_items("qa", None, "test", None, 9)
+            SingleTurnDatasetBuilder(task="qa", dataset="test", **NINE_GROUPS).check()
 
 
 @pytest.mark.parametrize("name", ["qa", "summary"])

@@ -6,9 +6,11 @@ import pickle
 import pytest
 
 from tests.debate.arena import RIGHT, TINY, WRONG, decode, make_renderer, speech
-from tests.fakes import ScriptedCompleter
+from tests.fakes import FakeServiceClient, ScriptedCompleter
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.tasks.registry import get_task
@@ -80,6 +82,15 @@ class TestEvaluatorBuilder:
 
         assert chosen() == chosen() and len(set(chosen())) == 10
         assert chosen() != chosen(seed=1)
+
+    def test_rollouts_are_run_as_it_says(self) -> None:
+        class Renamed(RolloutHooks):
+            async def on_stop_reason(self, reason: str, state: RolloutState) -> str:
+                return f"renamed_{reason}"
+
+        evaluator = self.build(max_items=2, rollout=RolloutConfig(hooks=Renamed))
+        found = asyncio.run(evaluator(FakeServiceClient().new_sampler(0)))
+        assert found["probe/env/all/stop/renamed_completed"] == 1
 
     def test_without_items_of_the_split(self, tmp_path) -> None:
         path = tmp_path / "mine.jsonl"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinker_cookbook.tool_use.calculator import calculate
+from tinker_cookbook.tool_use.ready_made import calculate
 from tinker_cookbook.tool_use.tools import ToolError
 
 

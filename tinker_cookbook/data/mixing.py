@@ -62,7 +62,7 @@ def plan_quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> list[i
     return apportion(max(ceil(size * sum(exact) / weight) for size, weight in zip(sizes, exact, strict=True)), exact)
 
 
-def schedule(weights: Sequence[float], slots: int) -> Sequence[int]:
+def source_order(weights: Sequence[float], slots: int) -> Sequence[int]:
     """The source of each slot. Of any first n slots, source s has n * weights[s] / sum(weights), give or take one.
 
     The next slot goes to the source that is furthest behind its share; of equals, to the first (a credit scheduler, as in

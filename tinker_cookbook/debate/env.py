@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.debate.injection import TurnInjection, make_injection
 from tinker_cookbook.debate.judges import Judge, Verdict, Winner
-from tinker_cookbook.debate.metrics import member_metrics
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
-from tinker_cookbook.debate.records import debate_record
+from tinker_cookbook.debate.records import debate_record, member_metrics
 from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript, Turn
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
@@ -36,9 +35,6 @@ from tinker_cookbook.rl.types import (
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
-
-if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
 
 
 @dataclass(frozen=True)
@@ -85,13 +81,13 @@ class DebateEnv(Env):
         self.protocol, self.transcript, self.seat = protocol, transcript, seat
         self._prompt: list[int] = []
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
+        renderer, limit = self.protocol.renderer, self.protocol.max_first_prompt
         prompt = self.protocol.first_prompt(self.transcript.item)
         self._prompt = prompt.to_ints()
-        limit = self.protocol.max_first_prompt
         if limit is not None and prompt.length > limit:
             return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
-        return prompt, self.protocol.renderer.get_stop_sequences()
+        return prompt, renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         renderer, transcript = self.protocol.renderer, self.transcript
@@ -100,23 +96,19 @@ class DebateEnv(Env):
         turn = Turn(action, reply_text(renderer, action), decode_reply(renderer, action), malformed)
         transcript.speak(self.seat, turn)
         opponent = await transcript.hear(self.seat.opponent, round_)
-        score = transcript.scores[self.seat]
-        done = round_ + 1 == NUM_ROUNDS
+        done, reward = round_ + 1 == NUM_ROUNDS, 0.0
         if not done:
             injection = self.protocol.injections[round_]
             self._prompt = injection.next_prompt(renderer, self._prompt, action, opponent.tokens)
-        first = round_ == 0
-        metrics: Metrics = {f"debate/tokens_r{round_ + 1}": len(action)}
-        metrics[f"debate/stopped_r{round_ + 1}"] = float((extra or {}).get("stop_reason") == "stop")
-        if first:
-            metrics["context_overflow"] = 0.0
-        return StepResult(
-            reward=score.reward if first else 0.0,
-            episode_done=done,
-            next_observation=tinker.ModelInput.from_ints(self._prompt),
-            next_stop_condition=renderer.get_stop_sequences(),
-            metrics=metrics | score.metrics if first else metrics,
-        )
+        metrics: Metrics = {
+            f"debate/tokens_r{round_ + 1}": len(action),
+            f"debate/stopped_r{round_ + 1}": float((extra or {}).get("stop_reason") == "stop"),
+        }
+        if round_ == 0:
+            score = transcript.scores[self.seat]
+            reward, metrics = score.reward, metrics | {"context_overflow": 0.0} | score.metrics
+        observation = tinker.ModelInput.from_ints(self._prompt)
+        return StepResult(reward, done, observation, renderer.get_stop_sequences(), metrics)
 
 
 @dataclass(frozen=True)
@@ -163,7 +155,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
         return [transcript.won(seat) for transcript in _transcripts(env_group) for seat in Seat]
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        members = [(t, m) for t, m in zip(group.trajectories_G, group.metrics_G, strict=True)]
+        members = list(zip(group.trajectories_G, group.metrics_G, strict=True))
         return [
             Record("debate", debate_record(transcript, members[2 * i], members[2 * i + 1]))
             for i, transcript in enumerate(_transcripts(env_group))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tinker_cookbook.debate.prompts import OPPONENT
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 from tinker_cookbook.renderers.replies import strip_stop
 
 
@@ -67,8 +68,7 @@ def _without_leading_stop(renderer: Renderer, tokens: list[int]) -> list[int]:
             if tokens[:1] == [stop]:
                 return tokens[1:]
             continue
-        text = renderer.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
+        text = decode_tokens(renderer.tokenizer, tokens)
         if text.startswith(stop):
             return renderer.encode_text(text[len(stop) :])
     raise ConfigurationError(
@@ -83,20 +83,16 @@ def _placeholders(renderer: Renderer, template: str) -> tuple[tuple[str, int], t
     ).to_ints()
     spare = [
         (text, token)
-        for token, text in sorted(_added_tokens(renderer).items(), reverse=True)
+        for token, text in sorted(((t, str(a)) for t, a in tokenizer.added_tokens_decoder.items()), reverse=True)
         if token not in plain
         and token not in renderer.control_ids
-        and tokenizer.encode(text, add_special_tokens=False) == [token]
+        and encode_text(tokenizer, text) == [token]
+        # Tags that a renderer itself reads (thinking, tools) would change the rendering.
+        and not any(word in text for word in ("think", "tool"))
     ]
-    # Tags that a renderer itself reads (thinking, tools) would change the rendering.
-    spare = [item for item in spare if not any(word in item[0] for word in ("think", "tool"))]
     if len(spare) < 2:
         raise ConfigurationError(
             f"the tokenizer {tokenizer.name_or_path!r} has {len(spare)} spare special tokens; a debate needs two to mark "
             "where turns are inserted. Use a model whose tokenizer has reserved tokens"
         )
     return spare[0], spare[1]
-
-
-def _added_tokens(renderer: Renderer) -> dict[int, str]:
-    return {token: str(added) for token, added in renderer.tokenizer.added_tokens_decoder.items()}

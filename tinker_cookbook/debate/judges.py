@@ -1,19 +1,24 @@
-"""Judges: who won a debate. A, B and TIE are verdicts; INVALID means that none could be had. Nobody is favoured on a tie."""
+"""Judges: who won a debate, and which judge a config means.
 
-from __future__ import annotations
+A, B and TIE are verdicts; INVALID means that none could be had. Nobody is favoured on a tie.
+"""
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
-from tinker_cookbook.completers import MessageCompleter, TokenCompleter, TokensWithLogprobs
+import chz
+
+from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, judge_user_prompt
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
 from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.weights_config import WeightsConfig
 
 _VERDICT = re.compile(r"<VERDICT>\s*(A|B|TIE)\s*</VERDICT>")
 _REASONING = re.compile(r"<REASONING>(.*?)</REASONING>", re.DOTALL)
@@ -95,6 +100,7 @@ class ConfidenceJudge(Judge):
         return Verdict(_compare(a, b), reasoning=f"confidence {a:g} against {b:g}")
 
 
+@dataclass(frozen=True)
 class LMJudge(Judge):
     """Asks a language model. A MessageCompleter takes messages; a TokenCompleter needs the renderer of its model.
 
@@ -102,53 +108,44 @@ class LMJudge(Judge):
     prompt is longer than `max_prompt_tokens` is INVALID too.
     """
 
-    def __init__(
-        self,
-        completer: MessageCompleter | TokenCompleter,
-        renderer: Renderer | None = None,
-        system_prompt: str = JUDGE_SYSTEM,
-        max_retries: int = 1,
-        max_prompt_tokens: int | None = None,
-    ):
-        if isinstance(completer, TokenCompleter) and renderer is None:
+    completer: MessageCompleter | TokenCompleter
+    renderer: Renderer | None = None
+    system_prompt: str = JUDGE_SYSTEM
+    max_retries: int = 1
+    max_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.completer, TokenCompleter) and self.renderer is None:
             raise ConfigurationError("an LMJudge over a TokenCompleter needs the renderer of its model")
-        self._completer = completer
-        self._renderer = renderer
-        self._system_prompt = system_prompt
-        self._max_retries = max_retries
-        self._max_prompt_tokens = max_prompt_tokens
 
     async def __call__(self, view: DebateView) -> Verdict:
         messages: list[Message] = [
-            {"role": "system", "content": self._system_prompt},
+            {"role": "system", "content": self.system_prompt},
             {"role": "user", "content": judge_user_prompt(view.context, view.rounds_a, view.rounds_b)},
         ]
-        if not self._fits(messages):
+        if (
+            self.max_prompt_tokens is not None
+            and self.renderer is not None
+            and self.renderer.build_generation_prompt(messages).length > self.max_prompt_tokens
+        ):
             return Verdict(Winner.INVALID, reasoning="the debate is too long for the judge's context")
-        for attempt in range(self._max_retries + 1):
+        attempt, winner, text, call = 0, None, "", None
+        while winner is None and attempt <= self.max_retries:
             text, call = await self._ask(messages, (*view.key, attempt))
-            winner = parse_verdict(text)
-            if winner is not None or attempt == self._max_retries:
-                reasoning = _REASONING.search(text)
-                return Verdict(
-                    winner or Winner.INVALID, reasoning.group(1).strip() if reasoning else "", text, call, attempt
-                )
-        raise AssertionError("unreachable: the last attempt returns")
-
-    def _fits(self, messages: list[Message]) -> bool:
-        if self._max_prompt_tokens is None or self._renderer is None:
-            return True
-        return self._renderer.build_generation_prompt(messages).length <= self._max_prompt_tokens
+            winner, attempt = parse_verdict(text), attempt + 1
+        reasoning = _REASONING.search(text)
+        told = reasoning.group(1).strip() if reasoning else ""
+        return Verdict(winner or Winner.INVALID, told, text, call, retries=attempt - 1)
 
     async def _ask(self, messages: list[Message], key: tuple[int, ...]) -> tuple[str, JudgeCall | None]:
-        if isinstance(self._completer, MessageCompleter):
-            return get_text_content(await self._completer(messages)), None
-        assert self._renderer is not None
-        prompt = self._renderer.build_generation_prompt(messages)
-        completer = self._completer.fork("judge", *key)
-        reply: TokensWithLogprobs = await completer(prompt, self._renderer.get_stop_sequences())
+        if isinstance(self.completer, MessageCompleter):
+            return get_text_content(await self.completer(messages)), None
+        assert self.renderer is not None
+        prompt = self.renderer.build_generation_prompt(messages)
+        completer = self.completer.fork("judge", *key)
+        reply: TokensWithLogprobs = await completer(prompt, self.renderer.get_stop_sequences())
         call = JudgeCall(prompt.to_ints(), reply.tokens, reply.maybe_logprobs)
-        return decode_reply(self._renderer, reply.tokens), call
+        return decode_reply(self.renderer, reply.tokens), call
 
 
 def parse_verdict(text: str) -> Winner | None:
@@ -161,16 +158,8 @@ def _compare(a: float, b: float) -> Winner:
     return Winner.TIE if a == b else Winner.A if a > b else Winner.B
 
 
-def _always_a(view: DebateView) -> Winner:
-    return Winner.A
-
-
-def _always_b(view: DebateView) -> Winner:
-    return Winner.B
-
-
-def _always_tie(view: DebateView) -> Winner:
-    return Winner.TIE
+def _always(winner: Winner, view: DebateView) -> Winner:
+    return winner
 
 
 def _higher_reward(view: DebateView) -> Winner:
@@ -182,10 +171,65 @@ def _said_more(view: DebateView) -> Winner:
 
 
 SCRIPTS: dict[str, Callable[[DebateView], Winner]] = {
-    "A": _always_a,
-    "B": _always_b,
-    "TIE": _always_tie,
+    **{winner.value: partial(_always, winner) for winner in (Winner.A, Winner.B, Winner.TIE)},
     "truth": _higher_reward,
     "longer": _said_more,
 }
 """Scripted judges by name: always one side, the higher task reward (an oracle), or whoever said more."""
+
+WEIGHTS = "judge.weights"
+"""What the user calls the weights of an lm judge."""
+
+
+@chz.chz(typecheck=True)
+class JudgeConfig:
+    """Which judge, and for `lm` which weights. They are frozen: a base model or a checkpoint, never the live policy."""
+
+    name: str = chz.field(default="lm", doc="a name of JUDGES: mock, confidence, lm, scripted:...")
+    weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
+    system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm judge is told")
+    max_tokens: int = chz.field(default=96, doc="longest verdict")
+    temperature: float = chz.field(default=0.3, doc="of an lm judge; 0 is greedy")
+    max_retries: int = chz.field(default=1, doc="how often an unreadable verdict is asked for again")
+    seed: int | None = chz.field(default=None, doc="seed of mock and lm judges; None: that of the dataset")
+
+    @chz.validate
+    def _check(self) -> None:
+        for name, least in (("max_tokens", 1), ("temperature", 0), ("max_retries", 0)):
+            if not getattr(self, name) >= least:
+                raise ConfigurationError(f"judge.{name}={getattr(self, name)}: must be at least {least}")
+
+
+async def _lm(config: JudgeConfig) -> Judge:
+    """One frozen snapshot, made here."""
+    policy = await config.weights.open_policy(WEIGHTS)
+    completer = TinkerTokenCompleter(
+        policy.sampling_client, config.max_tokens, config.temperature, seed=config.seed or 0
+    )
+    room = None if policy.context_length is None else policy.context_length - config.max_tokens
+    return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room)
+
+
+JUDGES: dict[str, Callable[[JudgeConfig], Judge | Awaitable[Judge]]] = {
+    "mock": lambda config: MockJudge(config.seed or 0),
+    "confidence": lambda _: ConfidenceJudge(),
+    "lm": _lm,
+    **{f"scripted:{name}": lambda config: ScriptedJudge(SCRIPTS[config.name.partition(":")[2]]) for name in SCRIPTS},
+}
+"""Name -> what makes the judge of a config."""
+JUDGE_NAMES = ", ".join(JUDGES)
+
+
+def check_judge(config: JudgeConfig) -> None:
+    """Raise ConfigurationError for a name that is not in JUDGES, or for weights of an lm judge that cannot be opened."""
+    if config.name not in JUDGES:
+        raise ConfigurationError(f"judge.name={config.name!r} is unknown; use {JUDGE_NAMES}")
+    if config.name == "lm":
+        config.weights.check(WEIGHTS)
+
+
+async def make_judge(config: JudgeConfig) -> Judge:
+    """The judge that the config asks for. Raises ConfigurationError for an unknown name."""
+    check_judge(config)
+    judge = JUDGES[config.name](config)
+    return judge if isinstance(judge, Judge) else await judge

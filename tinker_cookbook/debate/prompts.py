@@ -50,9 +50,7 @@ class DebatePrompts:
 
 def judge_user_prompt(context: str, rounds_a: list[str], rounds_b: list[str]) -> str:
     """The judge's user turn: the question's context, then each agent's rounds in order."""
-
-    def speeches(name: str, rounds: list[str]) -> str:
-        turns = "\n".join(f"Round {i}: {text}" for i, text in enumerate(rounds, start=1))
-        return f"AGENT {name}\n{turns}"
-
-    return f"QUESTION\n{context}\n\n{speeches('A', rounds_a)}\n\n{speeches('B', rounds_b)}"
+    parts = [f"QUESTION\n{context}"]
+    for name, rounds in (("A", rounds_a), ("B", rounds_b)):
+        parts.append("\n".join([f"AGENT {name}", *(f"Round {i}: {text}" for i, text in enumerate(rounds, start=1))]))
+    return "\n\n".join(parts)

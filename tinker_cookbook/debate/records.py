@@ -1,10 +1,55 @@
-"""A debate as JSON: everything said, as text and as ids with logprobs, and the verdict."""
+"""What a debate leaves: metrics of its debaters and its judge, and all that was said, as text and as ids with logprobs."""
 
+from dataclasses import asdict
 from typing import Any
 
+from tinker_cookbook.debate.judges import Winner
 from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import Metrics, Trajectory
+
+
+def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
+    """Metrics of one seat; those of the debate as a whole are reported by seat A alone.
+
+    - debate/won: this seat won (ties and invalid debates count as 0)
+    - debate/win_if_correct, win_if_wrong: over decided debates, by whether this seat's answer was right
+    - debate/malformed: a turn of this seat holds a control token before its end; the debate is invalid
+    - debate/winner_correct, winner_tokens, loser_tokens: over decided debates
+    - debate/a_wins (position bias), tie, invalid, judge_retries, agreement: per debate
+    - debate/judge_accuracy: over decided debates in which exactly one answer was right
+    """
+    assert transcript.verdict is not None
+    winner = transcript.verdict.winner
+    if not transcript.turns[seat]:  # too long to be debated
+        return {"debate/won": 0.0} | ({"debate/invalid": 1.0, "debate/tie": 0.0} if seat is Seat.A else {})
+    decided = winner in (Winner.A, Winner.B)
+    won = transcript.won(seat)
+    correct = transcript.scores[seat].correct
+    metrics: Metrics = {"debate/won": float(won), "debate/malformed": float(transcript.is_malformed(seat))}
+    if decided:
+        tokens = sum(len(turn.tokens) for turn in transcript.turns[seat])
+        metrics["debate/winner_tokens" if won else "debate/loser_tokens"] = tokens
+        if correct is not None:
+            metrics["debate/win_if_correct" if correct else "debate/win_if_wrong"] = float(won)
+            if won:
+                metrics["debate/winner_correct"] = float(correct)
+    if seat is Seat.B:
+        return metrics
+    solutions = [transcript.solution(seat) for seat in Seat]
+    right = [transcript.scores[seat].correct for seat in Seat]
+    metrics |= {
+        "debate/tie": float(winner is Winner.TIE),
+        "debate/invalid": float(winner is Winner.INVALID),
+        "debate/judge_retries": transcript.verdict.retries,
+        "debate/agreement": float(solutions[0] is not None and solutions[0] == solutions[1]),
+        "debate/confidence_parsed": sum(transcript.confidence(seat) is not None for seat in Seat) / 2,
+    }
+    if decided:
+        metrics["debate/a_wins"] = float(winner is Winner.A)
+        if right[0] is not None and right[0] != right[1]:
+            metrics["debate/judge_accuracy"] = float((winner is Winner.A) == right[0])
+    return metrics
 
 
 def debate_record(
@@ -32,9 +77,7 @@ def debate_record(
         record["judge"] = {"raw_response": verdict.raw_response}
     if verdict.call is not None:
         record["judge"] |= {
-            "prompt_tokens": verdict.call.prompt_tokens,
-            "completion_tokens": verdict.call.completion_tokens,
-            "completion_logprobs": verdict.call.completion_logprobs,
+            **asdict(verdict.call),
             "prompt_token_count": len(verdict.call.prompt_tokens),
             "completion_token_count": len(verdict.call.completion_tokens),
         }
@@ -42,11 +85,10 @@ def debate_record(
 
 
 def _agent(transcript: Transcript, seat: Seat, trajectory: Trajectory, metrics: Metrics) -> dict[str, Any]:
-    texts = [turn.text for turn in transcript.turns[seat]]
-    score = transcript.scores[seat]
+    turns, score = transcript.turns[seat], transcript.scores[seat]
     return {
         "frozen_solution": transcript.solution(seat),
-        **{f"r{i}": text for i, text in enumerate(texts, start=1)},
+        **{f"r{i}": turn.text for i, turn in enumerate(turns, start=1)},
         "metrics": {
             **{f"r{i}": transition.metrics for i, transition in enumerate(trajectory.transitions, start=1)},
             "instance_id": transcript.item.id,
@@ -56,8 +98,6 @@ def _agent(transcript: Transcript, seat: Seat, trajectory: Trajectory, metrics: 
         },
         "transitions": [
             transition_record(transition, turn.raw, round=i)
-            for i, (transition, turn) in enumerate(
-                zip(trajectory.transitions, transcript.turns[seat], strict=True), start=1
-            )
+            for i, (transition, turn) in enumerate(zip(trajectory.transitions, turns, strict=True), start=1)
         ],
     }

@@ -23,7 +23,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Content, Message, Renderer, get_renderer
 from tinker_cookbook.rl.interleaved import GroupSource
 from tinker_cookbook.rl.item_dataset import ItemDataset
-from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
 from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row
 from tinker_cookbook.tokenizer_utils import get_tokenizer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.kl import compute_target_logprobs, discounted_future_sum_vectorized
+from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all

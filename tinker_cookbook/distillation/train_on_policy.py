@@ -29,6 +29,7 @@ from tinker_cookbook.rl import train
 from tinker_cookbook.rl.config import UpdateOptions
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
 from tinker_cookbook.runs.config import RunConfig
@@ -107,7 +108,7 @@ async def main(config: Config) -> None:
     builders = list(config.evaluator_builders)
     if any(test is not None for test in tests):
         seed = derive_seed(config.seed, "test")
-        builders.append(partial(HeldOutTeacherKL, tests, teachers, config.max_tokens, seed))
+        builders.append(partial(HeldOutTeacherKL, tests, teachers, config.max_tokens, seed, config=config.rollout))
     await train.run(_loop_config(config, builders), penalties=[penalty])
 
 
@@ -130,6 +131,7 @@ class HeldOutTeacherKL(SamplingClientEvaluator):
     Args:
         tests: the test set of each dataset, or None, in the order of `teachers`.
         seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the student.
+        config: how rollouts are run, as in training.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class HeldOutTeacherKL(SamplingClientEvaluator):
         max_tokens: int,
         seed: int,
         name: str = "test",
+        config: RolloutConfig | None = None,
     ):
         self._builders = [
             builder.of_dataset(d)
@@ -147,11 +150,11 @@ class HeldOutTeacherKL(SamplingClientEvaluator):
             for builder in dataset_to_env_group_builders(test)
         ]
         self._measure = TeacherKL(teachers)
-        self._max_tokens, self._seed, self._name = max_tokens, seed, name
+        self._max_tokens, self._seed, self._name, self._config = max_tokens, seed, name, config
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         policy = TinkerTokenCompleter(sampling_client, self._max_tokens, seed=self._seed)
-        groups = finished_groups(await do_batch_rollout(self._builders, policy))
+        groups = finished_groups(await do_batch_rollout(self._builders, policy, self._config))
         zeros_P = [torch.zeros(len(group.trajectories_G)) for group in groups]
         data_D, metadata_D = assemble_training_data(groups, zeros_P, keep_zero=True)
         _, kl = await self._measure(data_D, groups, metadata_D)

@@ -19,7 +19,7 @@ from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuil
 from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.item_dataset import ItemDataset
-from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import (
     Env,
     EnvGroupBuilder,

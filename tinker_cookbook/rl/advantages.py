@@ -5,7 +5,8 @@ The losses are sums over tokens, so a mean over tokens is a division of the adva
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import chz
@@ -40,6 +41,7 @@ class AdvantageConfig:
             raise ConfigurationError(f"role_decay={self.role_decay}: must be at least 0 and below 1")
 
 
+@dataclass
 class RoleBaselines:
     """A running mean of rewards per role (role-conditioned advantage estimation, Liu et al. 2025, SPIRAL).
 
@@ -48,16 +50,15 @@ class RoleBaselines:
     group's tags with the member's role. The means are part of the run's state.
     """
 
-    def __init__(self, decay: float, means: Mapping[str, float] | None = None):
-        self._decay = decay
-        self.means = dict(means or {})
+    decay: float
+    means: dict[str, float] = field(default_factory=dict)
 
     def advantages(self, roles_G: Sequence[str], rewards_G: torch.Tensor, trained_G: torch.Tensor) -> torch.Tensor:
         """Update the means with the members that train, in order, and return reward minus mean, float64 (G,)."""
         advantages_G = torch.zeros_like(rewards_G)
         for i, (role, reward) in enumerate(zip(roles_G, rewards_G.tolist(), strict=True)):
             if trained_G[i]:
-                self.means[role] = self._decay * self.means.get(role, 0.0) + (1 - self._decay) * reward
+                self.means[role] = self.decay * self.means.get(role, 0.0) + (1 - self.decay) * reward
                 advantages_G[i] = reward - self.means[role]
         return advantages_G
 
@@ -114,20 +115,18 @@ def token_scales(
 
     `kept_P` says which groups count among those that train; None means all.
     """
-    if scale == "sum":
-        return [[1.0] * len(group.trajectories_G) for group in trajectory_groups_P]
+    tokens_P_G = [[float(traj.num_action_tokens) for traj in group.trajectories_G] for group in trajectory_groups_P]
     if scale == "sequence":
-        return [
-            [float(max(1, trajectory.num_action_tokens)) for trajectory in group.trajectories_G]
-            for group in trajectory_groups_P
-        ]
-    total = sum(
-        trajectory.num_action_tokens
-        for i, group in enumerate(trajectory_groups_P)
-        for trajectory, trained in zip(group.trajectories_G, group.is_trained(), strict=True)
-        if trained and (kept_P is None or kept_P[i])
-    )
-    return [[float(max(1, total))] * len(group.trajectories_G) for group in trajectory_groups_P]
+        return [[max(1.0, tokens) for tokens in tokens_G] for tokens_G in tokens_P_G]
+    total = 1.0
+    if scale == "token":
+        total = sum(
+            tokens
+            for i, (group, tokens_G) in enumerate(zip(trajectory_groups_P, tokens_P_G, strict=True))
+            for tokens, trained in zip(tokens_G, group.is_trained(), strict=True)
+            if trained and (kept_P is None or kept_P[i])
+        )
+    return [[max(1.0, total)] * len(tokens_G) for tokens_G in tokens_P_G]
 
 
 def remove_constant_reward_groups(trajectory_groups_P: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:

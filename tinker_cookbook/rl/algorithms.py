@@ -30,18 +30,14 @@ def check_loss(loss_fn: str, loss_fn_config: Mapping[str, float] | None, backend
     if loss_fn not in _SETTINGS:
         raise ConfigurationError(f"loss_fn={loss_fn!r} is unknown; use {', '.join(LOSS_FNS)}")
     known = _SETTINGS[loss_fn] | _LOCAL_ONLY
-    for key in loss_fn_config or {}:
+    for key, value in (loss_fn_config or {}).items():
         if key not in known:
             raise ConfigurationError(f"loss_fn_config has {key!r}; loss_fn={loss_fn} takes {sorted(known)}")
         if key in _LOCAL_ONLY and backend != "local":
             raise ConfigurationError(f"loss_fn_config has {key!r}, which only the local engine knows; remove it")
-    _check_values(loss_fn_config or {})
-
-
-def _check_values(config: Mapping[str, float]) -> None:
-    for key, value in config.items():
         if not 0 <= value < math.inf:
             raise ConfigurationError(f"loss_fn_config {key}={value}: must be a finite number of at least 0")
+    config = loss_fn_config or {}
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
     if low > high:
         raise ConfigurationError(f"loss_fn_config clip_low_threshold={low} is above clip_high_threshold={high}")

@@ -1,7 +1,7 @@
 """The config of a reinforcement learning run, and everything about it that can be wrong before a model is loaded."""
 
 import logging
-from typing import Any, Literal
+from typing import Literal
 
 import chz
 
@@ -20,16 +20,6 @@ from tinker_cookbook.runs.reference import KLReferenceConfig
 logger = logging.getLogger(__name__)
 
 ZeroAdvantages = Literal["raise", "skip"]
-
-
-def _top_k(owner: Any, attribute: str) -> None:
-    if (value := getattr(owner, attribute)) != -1 and value < 1:
-        raise ConfigurationError(f"top_k={value}: must be at least 1, or -1 for all tokens")
-
-
-def _top_p(owner: Any, attribute: str) -> None:
-    if not 0 < (value := getattr(owner, attribute)) <= 1:
-        raise ConfigurationError(f"top_p={value}: must be above 0 and at most 1")
 
 
 @chz.chz(typecheck=True)
@@ -82,6 +72,9 @@ class UpdateOptions(RunOptions):
         doc="groups per step and per evaluation whose transcripts are written; 0: none",
         validator=chz.validators.ge(0),
     )
+    rollout: RolloutConfig | None = chz.field(
+        default=None, doc="how rollouts are run, in training and in evaluations; None: as the environments say"
+    )
 
 
 @chz.chz(typecheck=True)
@@ -89,11 +82,9 @@ class RLOptions(UpdateOptions):
     """Settings of the reinforcement learning loop."""
 
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
-    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all", validator=_top_k)
+    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
     top_p: float = chz.field(
-        default=1.0,
-        doc="sample from the likeliest tokens that together have this probability; 1: all",
-        validator=_top_p,
+        default=1.0, doc="sample from the likeliest tokens that together have this probability; 1: all"
     )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
     on_zero_advantages: ZeroAdvantages = chz.field(
@@ -115,24 +106,38 @@ class RLOptions(UpdateOptions):
         default=None, doc="weight tokens by the truncated ratio of trainer and sampler (one more forward pass)"
     )
     rollout_error_tolerance: bool | RolloutStrategy | None = chz.field(
-        default=None, doc="what a failing rollout means: None or False ends the run, True tries again, or a strategy"
+        default=None,
+        doc="what a failing rollout means: False ends the run, True tries again, or a strategy; None: what `rollout` says",
     )
     termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="what a rollout that hit a limit is worth; None: what `rollout` says, else what it was graded"
-    )
-    rollout: RolloutConfig | None = chz.field(
-        default=None, doc="how rollouts are run, in training and on the test set; None: as the environments say"
+        default=None, doc="what a rollout that hit a limit is worth; None: what `rollout` says"
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
 
+    @chz.validate
+    def _check_truncation(self) -> None:
+        if self.top_k != -1 and self.top_k < 1:
+            raise ConfigurationError(f"top_k={self.top_k}: must be at least 1, or -1 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ConfigurationError(f"top_p={self.top_p}: must be above 0 and at most 1")
+
+    def effective_rollout(self) -> RolloutConfig:
+        """`rollout`, with what `termination` and `rollout_error_tolerance` say."""
+        rollout = self.rollout or RolloutConfig()
+        if self.termination is not None:
+            rollout = chz.replace(rollout, termination=self.termination)
+        if self.rollout_error_tolerance is not None:
+            rollout = rollout.with_strategy(rollout_strategy_from_config(self.rollout_error_tolerance))
+        return rollout
+
     def effective_termination(self) -> TerminationRewardPolicy | None:
-        """`termination`, or that of `rollout`."""
-        return self.termination if self.rollout is None else self.termination or self.rollout.termination
+        """What a rollout that hit a limit is worth."""
+        return self.effective_rollout().termination
 
     def effective_rollout_strategy(self) -> RolloutStrategy:
-        """What `rollout_error_tolerance` means."""
-        return rollout_strategy_from_config(self.rollout_error_tolerance)
+        """What a failing rollout means."""
+        return self.effective_rollout().effective_strategy()
 
 
 @chz.chz(typecheck=True)
@@ -156,11 +161,10 @@ def check_config(config: Config) -> None:
             config.top_k,
             config.top_p,
         )
-    if config.termination is not None and config.rollout is not None and config.rollout.termination is not None:
-        raise ConfigurationError("termination and rollout.termination are both set; use one of them")
-    if config.async_config is not None and config.stream_minibatch_config is not None:
-        raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
+    _check_said_once(config)
     if config.stream_minibatch_config is not None:
+        if config.async_config is not None:
+            raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
         if config.advantage.scale == "token":
             raise ConfigurationError(
                 "advantage.scale=token divides by the tokens of the whole batch, which a stream does not know when it trains "
@@ -179,6 +183,15 @@ def check_config(config: Config) -> None:
             "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "
             "leave off_policy_correction out, or use another loss"
         )
+
+
+def _check_said_once(config: Config) -> None:
+    if config.rollout is None:
+        return
+    for name, parts in (("termination", ["termination"]), ("rollout_error_tolerance", ["retries", "strategy"])):
+        for part in parts:
+            if getattr(config, name) is not None and getattr(config.rollout, part) is not None:
+                raise ConfigurationError(f"{name} and rollout.{part} are both set; use one of them")
 
 
 def _check_temperature(config: Config, backend: str) -> None:

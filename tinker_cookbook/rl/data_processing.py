@@ -1,6 +1,6 @@
 """From trajectories to training data: turns merge into datums as long as each prompt extends what came before.
 
-How rewards become advantages is in `advantages`, whose names can be imported from here too.
+How rewards become advantages is in `advantages`, whose functions can be imported from here too.
 """
 
 from __future__ import annotations
@@ -10,26 +10,10 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.advantages import (
-    AdvantageConfig,
-    check_advantages,
-    compute_advantages,
-    remove_constant_reward_groups,
-)
+from tinker_cookbook.rl.advantages import compute_advantages as compute_advantages
+from tinker_cookbook.rl.advantages import remove_constant_reward_groups as remove_constant_reward_groups
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, Trajectory, TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker, torch
-
-__all__ = [
-    "AdvantageConfig",
-    "DatumMetadata",
-    "assemble_training_data",
-    "check_advantages",
-    "compute_advantages",
-    "remove_constant_reward_groups",
-    "replace_inputs",
-    "scale_advantages",
-    "trajectory_to_data",
-]
 
 
 class DatumMetadata(TypedDict):
@@ -48,27 +32,20 @@ class _Sequence:
     advantages: list[float] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
 
-    def add_context(self, tokens: Sequence[int]) -> None:
-        self.tokens.extend(tokens)
-        for values in (self.logprobs, self.advantages, self.mask):
-            values.extend([0.0] * len(tokens))
-
-    def add_action(self, tokens: Sequence[int], logprobs: Sequence[float], advantage: float, masked: bool) -> None:
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float], advantage: float, mask: float) -> None:
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
-        self.advantages.extend([0.0 if masked else advantage] * len(tokens))
-        self.mask.extend([0.0 if masked else 1.0] * len(tokens))
+        self.advantages.extend([advantage] * len(tokens))
+        self.mask.extend([mask] * len(tokens))
 
     def to_datum(self) -> tinker.Datum:
         # Position i predicts token i + 1: inputs lose their last token, everything else its first.
+        inputs: dict[str, np.ndarray] = {"target_tokens": np.array(self.tokens[1:], dtype=np.int64)}
+        for key in ("logprobs", "advantages", "mask"):
+            inputs[key] = np.array(getattr(self, key)[1:], dtype=np.float32)
         return tinker.Datum(
             model_input=tinker.ModelInput.from_ints(self.tokens[:-1]),
-            loss_fn_inputs={
-                "target_tokens": tinker.TensorData.from_numpy(np.array(self.tokens[1:], dtype=np.int64)),
-                "logprobs": tinker.TensorData.from_numpy(np.array(self.logprobs[1:], dtype=np.float32)),
-                "advantages": tinker.TensorData.from_numpy(np.array(self.advantages[1:], dtype=np.float32)),
-                "mask": tinker.TensorData.from_numpy(np.array(self.mask[1:], dtype=np.float32)),
-            },
+            loss_fn_inputs={key: tinker.TensorData.from_numpy(values) for key, values in inputs.items()},
         )
 
 
@@ -96,9 +73,10 @@ def trajectory_to_data(traj: Trajectory, traj_advantage: float) -> list[tinker.D
         if observation[: len(current.tokens)] != current.tokens:
             data.append(current)
             current = _Sequence()
-        current.add_context(observation[len(current.tokens) :])
+        context = observation[len(current.tokens) :]
+        current.add(context, [0.0] * len(context), 0.0, 0.0)
         masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
-        current.add_action(action.tokens, action.logprobs, traj_advantage, masked)
+        current.add(action.tokens, action.logprobs, 0.0 if masked else traj_advantage, 0.0 if masked else 1.0)
     return [sequence.to_datum() for sequence in (*data, current) if any(sequence.mask)]
 
 

@@ -5,58 +5,15 @@ before it, and a resumed run meets the groups that the uninterrupted one would h
 """
 
 import random
-from bisect import bisect_right
 from collections.abc import Sequence
-from math import inf
 
 import chz
 
-from tinker_cookbook.data.mixing import Mixer, check_weights, schedule
-from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.rl.item_dataset import evaluation_set
+from tinker_cookbook.data.mixing import Mixer, check_weights, source_order
+from tinker_cookbook.rl.item_dataset import GroupSource, evaluation_set
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed
-
-
-class GroupSource:
-    """The groups of a dataset, counted over its batches; after the last they begin again. The batch read last is kept.
-
-    Raises ConfigurationError for a dataset without batches, and when it is met, for one without groups.
-    """
-
-    def __init__(self, dataset: RLDataset, name: str):
-        if len(dataset) < 1:
-            raise ConfigurationError(f"{name} has no batches; leave it out")
-        self._dataset, self._name = dataset, name
-        self._number, self._batch = 0, dataset.get_batch(0)
-        self._ends = [0, len(self._batch)]
-        """groups before each batch, as far as batches had to be looked at"""
-
-    def draw(self, number: int) -> EnvGroupBuilder:
-        """Group `number`, from 0; with `count` groups in all, group number % count."""
-        self._look(number)
-        if number >= self._ends[-1]:
-            number %= self.count()
-        batch = bisect_right(self._ends, number) - 1
-        return self._read(batch)[number - self._ends[batch]]
-
-    def count(self) -> int:
-        """Groups in all; looks at every batch."""
-        self._look(inf)
-        if self._ends[-1] == 0:
-            raise ConfigurationError(f"{self._name} has no groups; leave it out")
-        return self._ends[-1]
-
-    def _look(self, number: float) -> None:
-        """At batches as far as that of group `number`, or at all."""
-        while self._ends[-1] <= number and len(self._ends) <= len(self._dataset):
-            self._ends.append(self._ends[-1] + len(self._read(len(self._ends) - 1)))
-
-    def _read(self, number: int) -> Sequence[EnvGroupBuilder]:
-        if number != self._number:
-            self._number, self._batch = number, self._dataset.get_batch(number)
-        return self._batch
 
 
 class InterleavedRLDataset(RLDataset):
@@ -72,7 +29,7 @@ class InterleavedRLDataset(RLDataset):
     ):
         groups = [GroupSource(source, f"sources[{i}]") for i, source in enumerate(sources)]
         self._groups_per_batch, self._total_batches, self._seed = groups_per_batch, total_batches, seed
-        self._mixer = Mixer(groups, schedule(weights, groups_per_batch * total_batches))
+        self._mixer = Mixer(groups, source_order(weights, groups_per_batch * total_batches))
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
         if not 0 <= index < self._total_batches:

@@ -1,9 +1,12 @@
-"""Items as groups: what to do with each, in batches that go through them epoch after epoch."""
+"""Datasets of groups: made of items, epoch after epoch; looked up by the number of a group; cut into other batches."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, Generic, TypeVar
 
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 
 T = TypeVar("T")
@@ -47,3 +50,80 @@ class ItemDataset(RLDataset, Generic[Group]):
 def evaluation_set(items: Sequence[T], make_group: Callable[[T, tuple[int, int]], Group]) -> ItemDataset[Group] | None:
     """All items once, in order, as one batch; None without items."""
     return ItemDataset(items, make_group, len(items)) if items else None
+
+
+class GroupSource:
+    """The groups of a dataset, counted over its batches; after the last they begin again. The batch read last is kept.
+
+    Raises ConfigurationError for a dataset without batches, and when it is met, for one without groups.
+    """
+
+    def __init__(self, dataset: RLDataset, name: str):
+        if len(dataset) < 1:
+            raise ConfigurationError(f"{name} has no batches; leave it out")
+        self._dataset, self._name = dataset, name
+        self._number, self._batch = 0, dataset.get_batch(0)
+        self._ends = [0, len(self._batch)]
+        """groups before each batch, as far as batches had to be looked at"""
+
+    def draw(self, number: int) -> EnvGroupBuilder:
+        """Group `number`, from 0; with `count` groups in all, group number % count."""
+        self._look(number)
+        if number >= self._ends[-1]:
+            number %= self.count()
+        batch = bisect_right(self._ends, number) - 1
+        return self._read(batch)[number - self._ends[batch]]
+
+    def count(self) -> int:
+        """Groups in all; looks at every batch."""
+        self._look(inf)
+        if self._ends[-1] == 0:
+            raise ConfigurationError(f"{self._name} has no groups; leave it out")
+        return self._ends[-1]
+
+    def _look(self, number: float) -> None:
+        """At batches as far as that of group `number`, or at all."""
+        while self._ends[-1] <= number and len(self._ends) <= len(self._dataset):
+            self._ends.append(self._ends[-1] + len(self._read(len(self._ends) - 1)))
+
+    def _read(self, number: int) -> Sequence[EnvGroupBuilder]:
+        if number != self._number:
+            self._number, self._batch = number, self._dataset.get_batch(number)
+        return self._batch
+
+
+class TrainingBatches:
+    """Which groups a training step takes. No group is left out and none comes twice.
+
+    Args:
+        groups_per_batch: cut the dataset's groups, in order, into batches of this size, the last of which holds what is
+            left; None keeps the dataset's own batches.
+        max_steps: None for all batches.
+    """
+
+    def __init__(self, dataset: RLDataset, groups_per_batch: int | None = None, max_steps: int | None = None):
+        if groups_per_batch is not None and groups_per_batch < 1:
+            raise ConfigurationError(f"groups_per_batch={groups_per_batch}: must be at least 1")
+        self._dataset, self._groups_per_batch = dataset, groups_per_batch
+        total = len(dataset)
+        if groups_per_batch is not None and total:
+            self._groups = GroupSource(dataset, "the dataset")
+            total = -(-self._groups.count() // groups_per_batch)
+        self._steps = total if max_steps is None else min(max_steps, total)
+        if self._steps < 1:
+            raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={max_steps}")
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def get_batch(self, step: int) -> Sequence[EnvGroupBuilder]:
+        """The groups of a step, at least one. Raises DataValidationError when the dataset gives an empty batch."""
+        if self._groups_per_batch is None:
+            builders = self._dataset.get_batch(step)
+        else:
+            first = step * self._groups_per_batch
+            end = min(first + self._groups_per_batch, self._groups.count())
+            builders = [self._groups.draw(number) for number in range(first, end)]
+        if not builders:
+            raise DataValidationError(f"batch {step} of the dataset ({type(self._dataset).__name__}) has no groups")
+        return builders

@@ -17,13 +17,13 @@ from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
-from tinker_cookbook.rl.batches import TrainingBatches
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import replace_inputs
+from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.metrics import compute_kl_sample_train, compute_post_kl, compute_sampling_client_metrics
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
-from tinker_cookbook.rl.off_policy import OffPolicyCorrection, correct_off_policy
+from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import group_records, training_step_record
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
@@ -31,7 +31,6 @@ from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_e
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.session import Session
-from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -77,7 +76,7 @@ class Loop:
         self.rounds, self.penalties = rounds, penalties
         self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
         self.start, self.end = session.start_step(), len(batches)
-        self.strategy = config.effective_rollout_strategy()
+        self.rollout = config.effective_rollout()
         self.errors = RolloutErrorCounter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.steps_done = self.start
@@ -89,13 +88,6 @@ class Loop:
             self.errors.counts.update(errors.get("counts", {}))
             self.errors.groups_skipped = errors.get("groups_skipped", 0)
         self._keep_state()
-
-    def new_metrics(self, step: int) -> LoopMetrics:
-        return {
-            "progress/batch": step,
-            "progress/done_frac": (step + 1) / self.end,
-            "optim/lr": self.config.learning_rate,
-        }
 
     async def evaluate(self, step: int) -> LoopMetrics:
         """What the evaluators that are due before this step say of the current snapshot."""
@@ -111,18 +103,11 @@ class Loop:
             return await run_evaluators(evaluators, self.session.training_client, self.sampling_client)
 
     async def sample_group(
-        self,
-        step: int,
-        index: int,
-        builder: EnvGroupBuilder,
-        slot: AbstractAsyncContextManager[None] | None = None,
+        self, step: int, index: int, builder: EnvGroupBuilder, slot: AbstractAsyncContextManager[None] | None = None
     ) -> WrappedTrajectoryGroup:
-        """Roll out one group with the snapshot that is current when it starts.
+        """Roll out one group with the snapshot that is current when it starts, holding `slot`, of which there may be few.
 
         Seeds depend on the run's seed, the step and the group's place in it, never on timing.
-
-        Args:
-            slot: held while the group runs; a semaphore bounds how many run at once.
         """
         config = self.config
         async with slot or nullcontext():
@@ -138,9 +123,7 @@ class Loop:
             group = await try_group_rollout(
                 builder,
                 policy.fork("group", index),
-                self.strategy,
-                config.effective_termination(),
-                config.rollout,
+                self.rollout,
                 name=f"{index} of step {step}, {describe_group(builder)}",
                 with_notes=index < config.num_groups_to_log,
             )
@@ -157,14 +140,8 @@ class Loop:
         )
 
     def new_update(self) -> Update:
-        config = self.config
-        return Update(
-            self.session.training_client,
-            config.learning_rate,
-            config.loss_fn,
-            config.loss_fn_config,
-            config.grad_clip_norm,
-        )
+        client, config = self.session.training_client, self.config
+        return Update(client, config.learning_rate, config.loss_fn, config.loss_fn_config, config.grad_clip_norm)
 
     async def train(
         self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, update: Update | None = None
@@ -177,8 +154,12 @@ class Loop:
         """
         metrics = self._account(sampled, batch) | self._write_sampled(step, sampled, batch)
         if batch.data_D:
-            metrics |= await self._update(batch, update)
-            metrics |= await self._after_update(step, batch, metrics)
+            metrics |= await self._update(step, batch, update)
+            if self.config.write_records:
+                record = training_step_record(
+                    step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.config.learning_rate
+                )
+                self.session.run.write_record(f"training_step_{step + 1:04d}", record)
         return StepOutcome(step, metrics, _why_untrained(step, batch))
 
     def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
@@ -209,78 +190,62 @@ class Loop:
     def _write_sampled(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
         """Records of all groups and transcripts of the first, before the update: an error there does not lose them."""
         times: LoopMetrics = {}
-        if self.config.write_records:
+        config, run = self.config, self.session.run
+        if config.write_records:
+            settings = {
+                "max_tokens_per_turn": config.max_tokens,
+                "temperature": config.temperature,
+                "learning_rate": config.learning_rate,
+            }
             with timed("write_records", times):
-                self._write_group_records(step, batch.groups)
-        if self.config.num_groups_to_log:
+                for name, content in group_records(batch.groups, step, config.model_name, settings):
+                    run.write_record(name, content)
+        if config.num_groups_to_log:
+            advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
+            shown = [
+                ShownGroup(group, None if isinstance(group, FailedGroup) else next(advantages_P).tolist(), version)
+                for group, version in (
+                    (item.trajectory_group, item.sampling_client_step) for item in sampled[: config.num_groups_to_log]
+                )
+            ]
+            page = iteration_folder(run.log_path, step) / "train.html"
             with timed("write_transcripts", times):
-                self._write_transcripts(step, batch, sampled)
+                write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
         return times
 
-    def _write_group_records(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        settings = {
-            "max_tokens_per_turn": self.config.max_tokens,
-            "temperature": self.config.temperature,
-            "learning_rate": self.config.learning_rate,
-        }
-        for name, content in group_records(groups, step, self.config.model_name, settings):
-            self.session.run.write_record(name, content)
-
-    def _write_transcripts(self, step: int, batch: Minibatch, sampled: Sequence[WrappedTrajectoryGroup]) -> None:
-        advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
-        shown: list[ShownGroup] = []
-        for wrapped in sampled[: self.config.num_groups_to_log]:
-            group = wrapped.trajectory_group
-            advantages_G = next(advantages_P).tolist() if isinstance(group, TrajectoryGroup) else None
-            shown.append(ShownGroup(group, advantages_G, wrapped.sampling_client_step))
-        page = iteration_folder(self.session.run.log_path, step) / "train.html"
-        write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
-
-    async def _update(self, batch: Minibatch, update: Update | None) -> LoopMetrics:
-        """Submit the batch, unless that has been done, and wait for the weights. What the engine says of it."""
+    async def _update(self, step: int, batch: Minibatch, update: Update | None) -> LoopMetrics:
+        """Submit the batch, unless that has been done, wait for the weights and take a snapshot. What the engine says of it."""
         metrics: LoopMetrics = {}
-        data_D = batch.data_D
-        if self.config.off_policy_correction is not None:
+        data_D, config = batch.data_D, self.config
+        if config.off_policy_correction is not None:
             with timed("off_policy_correction", metrics):
-                data_D, found = await self._correct(batch, self.config.off_policy_correction)
+                data_D, found = await correct_off_policy(
+                    batch.data_D,
+                    self.session.training_client,
+                    config.off_policy_correction,
+                    config.loss_fn,
+                    config.loss_fn_config,
+                )
             metrics |= found
+            # The batch's own datums get the advantages, but keep the logprobs of when they were sampled.
+            batch.data_D = [
+                replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
+                for corrected, datum in zip(data_D, batch.data_D, strict=True)
+            ]
         self.is_between_steps = False
         with timed("train", metrics):
             if update is None:
                 update = self.new_update()
-                update.submit(data_D, self.config.num_substeps)
+                update.submit(data_D, config.num_substeps)
             logprobs_D, found = await update.finish()
-        return metrics | found | compute_kl_sample_train(batch.data_D, logprobs_D)
-
-    async def _correct(
-        self, batch: Minibatch, correction: OffPolicyCorrection
-    ) -> tuple[list[tinker.Datum], dict[str, float]]:
-        """The datums to train on. Those of the batch get their advantages, but keep the logprobs of when they were sampled."""
-        config = self.config
-        data_D, metrics = await correct_off_policy(
-            batch.data_D, self.session.training_client, correction, config.loss_fn, config.loss_fn_config
-        )
-        batch.data_D = [
-            replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
-            for corrected, datum in zip(data_D, batch.data_D, strict=True)
-        ]
-        return data_D, metrics
-
-    async def _after_update(self, step: int, batch: Minibatch, step_metrics: LoopMetrics) -> LoopMetrics:
-        """A snapshot of the new weights, and the record and measurements that belong to the update."""
-        metrics: LoopMetrics = {}
+        metrics |= found | compute_kl_sample_train(batch.data_D, logprobs_D)
         with timed("snapshot", metrics):
             self.sampling_client = await self.session.training_client.save_weights_and_get_sampling_client()
         self.sampling_client_step = step + 1
-        if self.config.compute_post_kl:
+        if config.compute_post_kl:
             with timed("post_kl", metrics):
                 metrics |= await compute_post_kl(batch.data_D, self.sampling_client)
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
-        if self.config.write_records:
-            record = training_step_record(
-                step, batch.data_D, batch.metadata_D, batch.groups, step_metrics, self.config.learning_rate
-            )
-            self.session.run.write_record(f"training_step_{step + 1:04d}", record)
         return metrics
 
     async def end_step(self, outcome: StepOutcome) -> None:

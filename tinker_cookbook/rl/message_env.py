@@ -1,9 +1,8 @@
 """Environments that speak in messages, and the adapter that puts them before a policy of tokens.
 
-A MessageEnv sees and writes chat messages only. EnvFromMessageEnv parses what the policy sampled, renders what the env
-answers, and decides what happens to replies that are cut off, cannot be read, or fill the context. The ids that the policy
-sampled stay as they are in every later prompt (`continuation`), so that a whole episode is one datum where the renderer has
-the extension property. Limits on turns and time are `rollout_runner`'s matter.
+EnvFromMessageEnv parses what the policy sampled, renders what the env answers, and decides what happens to replies that are
+cut off, cannot be read, or fill the context. The ids that the policy sampled stay as they are in every later prompt
+(`continue_prompt`), so that a whole episode is one datum where the renderer has the extension property.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ParseFailure, Renderer, classify_parse_failure
-from tinker_cookbook.rl.continuation import continue_prompt
-from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
-from tinker_cookbook.rl.rollout_presets import ToolExecution
+from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
+from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.renderers.replies import strip_stop
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolExecution
+from tinker_cookbook.rl.rollout_runner import seam
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
     STOP_METRIC_PREFIX,
@@ -32,9 +32,6 @@ from tinker_cookbook.rl.types import (
     StopReason,
 )
 from tinker_cookbook.utils.lazy import tinker
-
-if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
 
 
 @dataclass
@@ -91,6 +88,7 @@ class _Turn:
     conversation: list[Message]
 
 
+@dataclass(eq=False)
 class EnvFromMessageEnv(Env):
     """A MessageEnv for a policy over tokens.
 
@@ -110,38 +108,29 @@ class EnvFromMessageEnv(Env):
         rollout_limits: offered to `run_rollout`, which enforces them unless it is given others.
     """
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        message_env: MessageEnv,
-        failed_parse_reward: float = -1.0,
-        terminate_on_parse_error: bool = True,
-        max_trajectory_tokens: int | None = None,
-        max_generation_tokens: int | None = None,
-        context_overflow_reward: float = -0.1,
-        terminate_on_length: bool = True,
-        parse_error_policy: ParseErrorPolicy | None = None,
-        rollout_limits: RolloutLimits | None = None,
-    ):
-        for name, value in (
-            ("max_trajectory_tokens", max_trajectory_tokens),
-            ("max_generation_tokens", max_generation_tokens),
-        ):
-            if value is not None and value < 1:
+    renderer: Renderer
+    message_env: MessageEnv
+    failed_parse_reward: float = -1.0
+    terminate_on_parse_error: bool = True
+    max_trajectory_tokens: int | None = None
+    max_generation_tokens: int | None = None
+    context_overflow_reward: float = -0.1
+    terminate_on_length: bool = True
+    parse_error_policy: ParseErrorPolicy | None = None
+    rollout_limits: RolloutLimits | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_trajectory_tokens", "max_generation_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: must be at least 1, or None for no limit")
-        if max_trajectory_tokens is not None and (max_generation_tokens or 0) >= max_trajectory_tokens:
+        if self.max_trajectory_tokens is not None and (self.max_generation_tokens or 0) >= self.max_trajectory_tokens:
             raise ConfigurationError(
-                f"max_generation_tokens={max_generation_tokens} leaves no room for a prompt in "
-                f"max_trajectory_tokens={max_trajectory_tokens}; lower it"
+                f"max_generation_tokens={self.max_generation_tokens} leaves no room for a prompt in "
+                f"max_trajectory_tokens={self.max_trajectory_tokens}; lower it"
             )
-        self.renderer, self.message_env = renderer, message_env
-        self.failed_parse_reward, self.terminate_on_parse_error = failed_parse_reward, terminate_on_parse_error
-        self.max_trajectory_tokens, self.max_generation_tokens = max_trajectory_tokens, max_generation_tokens
-        self.context_overflow_reward, self.terminate_on_length = context_overflow_reward, terminate_on_length
-        self.parse_error_policy, self.rollout_limits = parse_error_policy, rollout_limits
         self._conversation: list[Message] = []
         self._prompt = tinker.ModelInput.empty()
-        self._stop: StopCondition = renderer.get_stop_sequences()
+        self._stop: StopCondition = self.renderer.get_stop_sequences()
         self._last: _Turn | None = None
         self._errors_in_a_row = 0
 
@@ -155,29 +144,19 @@ class EnvFromMessageEnv(Env):
         self.parse_error_policy = policy
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        """For `run_rollout`: hands the limit to the message env. Raises ConfigurationError if it has no tools."""
-        self._tell_tools("set_max_tool_calls", max_tool_calls)
+        """For `run_rollout`, as set_tool_execution: told to the message env. Raises ConfigurationError if it has no tools."""
+        seam(self.message_env, "set_max_tool_calls", f"max_tool_calls={max_tool_calls}")(max_tool_calls)
 
     def set_tool_execution(self, tool_execution: ToolExecution) -> None:
-        """For `run_rollout`: hands the setting to the message env. Raises ConfigurationError if it has no tools."""
-        self._tell_tools("set_tool_execution", tool_execution)
+        seam(self.message_env, "set_tool_execution", f"tool_execution={tool_execution}")(tool_execution)
 
-    def _tell_tools(self, method: str, value: int | str) -> None:
-        setter = getattr(self.message_env, method, None)
-        if setter is None:
-            raise ConfigurationError(
-                f"{method.removeprefix('set_')}={value}: {type(self.message_env).__name__} has no tools; use "
-                f"ToolUseEnv, give it a method {method}, or leave the setting away"
-            )
-        setter(value)
-
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         self._show(await self.message_env.initial_observation())
         if self._overflows():
             return InitialObservationOverflow(self.context_overflow_reward, self._flags("context_overflow"))
         return self._prompt, self._stop
 
-    async def add_messages(self, messages: list[Message]) -> tuple[Observation, StopCondition]:
+    async def add_messages(self, messages: list[Message]) -> tuple[tinker.ModelInput, StopCondition]:
         """For the hooks of `run_rollout`: messages into the conversation before the next reply."""
         self._show(await self._added(messages))
         return self._prompt, self._stop
@@ -186,7 +165,11 @@ class EnvFromMessageEnv(Env):
         message, termination = self.renderer.parse_response(action)
         self._last = _Turn(self._prompt, list(action), [*self._conversation, copy.deepcopy(message)])
         if (extra or {}).get("stop_reason") == "length":
-            return await self._step_truncated(message)
+            flags = self._flags("max_tokens_reached")
+            cut = None if self.terminate_on_length else await self.message_env.observe_truncated_response(message)
+            if cut is None:
+                return self._end(self.context_overflow_reward, StopReason.MAX_TOKENS, flags)
+            return self._go_on(cut, 0.0, flags)
         failure = classify_parse_failure(message, termination)
         if failure is None:
             self._errors_in_a_row = 0
@@ -196,13 +179,6 @@ class EnvFromMessageEnv(Env):
         if self.terminate_on_parse_error:
             return self._end(self.failed_parse_reward, StopReason.PARSE_ERROR, self._flags("parse_error"))
         return await self._step_env(message, self.failed_parse_reward, self._flags("parse_error"))
-
-    async def _step_truncated(self, message: Message) -> StepResult:
-        flags = self._flags("max_tokens_reached")
-        messages = None if self.terminate_on_length else await self.message_env.observe_truncated_response(message)
-        if messages is None:
-            return self._end(self.context_overflow_reward, StopReason.MAX_TOKENS, flags)
-        return self._go_on(messages, 0.0, flags)
 
     async def _step_env(self, message: Message, extra_reward: float, flags: Metrics) -> StepResult:
         result = await self.message_env.step(message)
@@ -269,3 +245,51 @@ class EnvFromMessageEnv(Env):
 
     def _flags(self, raised: str | None = None) -> Metrics:
         return {name: float(name == raised) for name in ("parse_error", "max_tokens_reached", "context_overflow")}
+
+
+def continue_prompt(
+    renderer: Renderer, prompt: tinker.ModelInput, response: list[int], reply: Message, following: list[Message]
+) -> tinker.ModelInput | None:
+    """prompt + response verbatim + (end of turn, if the response lacks one) + `following` + the assistant's header.
+
+    Args:
+        prompt: what the response was sampled from.
+        response: sampled ids, with the stop that ended them if there was one.
+        reply: the response as parsed; only its tool calls matter, because a tool's result may name its call.
+        following: messages after the reply, none of which the model has seen.
+
+    Returns:
+        None when the format cannot go on like this: the renderer lacks the extension property, or the messages that follow
+        do not begin with what ended the response (role_colon, where only a user may follow). Render anew then.
+    """
+    if not renderer.has_extension_property:
+        return None
+    stand_in: Message = {"role": "assistant", "content": "."}
+    if calls := reply.get("tool_calls"):
+        stand_in["tool_calls"] = calls
+    before: list[Message] = [{"role": "user", "content": "."}, stand_in]
+    spoken = renderer.build_supervised_example(before)[0].to_ints()
+    first, *rest = renderer.build_generation_prompt([*before, *following]).chunks
+    if not isinstance(first, tinker.EncodedTextChunk) or list(first.tokens[: len(spoken)]) != spoken:
+        return None
+    stopped = len(strip_stop(renderer, response)) < len(response)
+    closing = [] if stopped else _stop_tokens(renderer, spoken)
+    delta = text_chunk([*response, *closing, *first.tokens[len(spoken) :]])
+    return tinker.ModelInput(chunks=merge_text_chunks([*prompt.chunks, *([delta] if delta else []), *rest]))
+
+
+def _stop_tokens(renderer: Renderer, spoken: list[int]) -> list[int]:
+    """The stop at the end of a rendered turn, in the tokens that the format writes it with."""
+    for stop in renderer.get_stop_sequences():
+        if isinstance(stop, int):
+            if spoken[-1] == stop:
+                return [stop]
+            continue
+        for length in range(1, len(spoken) + 1):
+            text = decode_tokens(renderer.tokenizer, spoken[-length:])
+            if text == stop:
+                return spoken[-length:]
+            if len(text) > len(stop):
+                # A token reaches from the text into the stop, so the turn's own tokens cannot be cut there.
+                return encode_text(renderer.tokenizer, stop)
+    raise ValueError(f"renderer {type(renderer).__name__} does not end a turn with one of its stop sequences")

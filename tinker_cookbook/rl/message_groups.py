@@ -1,7 +1,6 @@
 """Groups and datasets of message environments: say how one episode is drawn from a random generator, get the rest.
 
-Subclass MessageDatasetBuilder with the fields of the game and `make_env_maker`; training and test batches follow, each a function
-of the seed and its index alone, so that a run resumes without replaying anything.
+Subclass MessageDatasetBuilder with the fields of the game and `make_env_maker`. A group depends on the seed and its place alone.
 """
 
 import random
@@ -29,9 +28,6 @@ class MessageGroupBuilder(EnvGroupBuilder):
     """`num_envs` attempts at the episode that `env_thunk` makes, each with a MessageEnv of its own.
 
     Pickles when the thunk does (functools.partial of a class or function) and the renderer came from get_renderer.
-
-    Args:
-        options: further arguments of EnvFromMessageEnv.
     """
 
     env_thunk: Callable[[], MessageEnv]
@@ -39,23 +35,18 @@ class MessageGroupBuilder(EnvGroupBuilder):
     renderer: Renderer
     dataset_name: str = "episodes"
     options: dict[str, Any] = field(default_factory=dict)
+    """further arguments of EnvFromMessageEnv"""
 
     async def make_envs(self) -> Sequence[EnvFromMessageEnv]:
         return [EnvFromMessageEnv(self.renderer, self.env_thunk(), **self.options) for _ in range(self.num_envs)]
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        records = []
-        tokenizer = self.renderer.tokenizer
+        records, tokenizer = [], self.renderer.tokenizer
         for i, (trajectory, env) in enumerate(zip(group.trajectories_G, env_group, strict=True)):
             assert isinstance(env, EnvFromMessageEnv)
             turns = [
-                transition_record(
-                    turn,
-                    decode_tokens(tokenizer, turn.ac.tokens),
-                    reward=turn.reward,
-                    metrics=turn.metrics,
-                    logs=turn.logs,
-                )
+                transition_record(turn, decode_tokens(tokenizer, turn.ac.tokens))
+                | {"reward": turn.reward, "metrics": turn.metrics, "logs": turn.logs}
                 for turn in trajectory.transitions
             ]
             content = {
@@ -70,18 +61,6 @@ class MessageGroupBuilder(EnvGroupBuilder):
 
     def logging_tags(self) -> list[str]:
         return [self.dataset_name]
-
-
-class SeededRLDataset(ItemDataset[EnvGroupBuilder]):
-    """Group g of batch n comes from `make_group` with a generator that depends on the seed, n and g alone."""
-
-    def __init__(
-        self, make_group: Callable[[random.Random], EnvGroupBuilder], groups_per_batch: int, num_batches: int, seed: int
-    ):
-        def seeded(_: int, key: tuple[int, int]) -> EnvGroupBuilder:
-            return make_group(random.Random(derive_seed(seed, *key)))
-
-        super().__init__(range(groups_per_batch * num_batches), seeded, groups_per_batch)
 
 
 @chz.chz(typecheck=True)
@@ -118,11 +97,12 @@ class MessageDatasetBuilder(RLDatasetBuilder):
         renderer, make_env = self.renderer(), await self.make_env_maker()
         options = {"max_trajectory_tokens": self.max_prompt_tokens, **self.env_options()}
 
-        def group_of(num_envs: int) -> Callable[[random.Random], EnvGroupBuilder]:
-            def make_group(rng: random.Random) -> EnvGroupBuilder:
-                return MessageGroupBuilder(make_env(renderer, rng), num_envs, renderer, self.dataset_name, options)
+        def episodes(num_envs: int, groups_per_batch: int, num_batches: int, seed: int) -> ItemDataset[EnvGroupBuilder]:
+            def make_group(_: int, key: tuple[int, int]) -> EnvGroupBuilder:
+                env = make_env(renderer, random.Random(derive_seed(seed, *key)))
+                return MessageGroupBuilder(env, num_envs, renderer, self.dataset_name, options)
 
-            return make_group
+            return ItemDataset(range(groups_per_batch * num_batches), make_group, groups_per_batch)
 
-        training = SeededRLDataset(group_of(self.group_size), self.groups_per_batch, self.num_batches, self.seed)
-        return training, SeededRLDataset(group_of(1), self.num_test, 1, derive_seed(self.seed, "test"))
+        training = episodes(self.group_size, self.groups_per_batch, self.num_batches, self.seed)
+        return training, episodes(1, self.num_test, 1, derive_seed(self.seed, "test"))

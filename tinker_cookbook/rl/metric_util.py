@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
-from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout, finished_groups
@@ -70,23 +70,11 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 def _fractions_by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Share of groups whose trained members differ in reward (mixed: they give signal), or all do well or badly."""
-    mixed = good = bad = 0
-    for group in groups:
-        rewards = group.trained_rewards()
-        if not rewards:
-            continue
-        if len(set(rewards)) > 1:
-            mixed += 1
-        elif rewards[0] > 0.5:
-            good += 1
-        else:
-            bad += 1
-    total = len(groups)
-    return {
-        "by_group/frac_mixed": mixed / total,
-        "by_group/frac_all_good": good / total,
-        "by_group/frac_all_bad": bad / total,
-    }
+    kinds: Counter[str] = Counter()
+    for rewards in (group.trained_rewards() for group in groups):
+        if rewards:
+            kinds["mixed" if len(set(rewards)) > 1 else "all_good" if rewards[0] > 0.5 else "all_bad"] += 1
+    return {f"by_group/frac_{kind}": kinds[kind] / len(groups) for kind in ("mixed", "all_good", "all_bad")}
 
 
 def dataset_to_env_group_builders(dataset: RLDataset) -> list[EnvGroupBuilder]:
@@ -98,12 +86,10 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
     """Rolls the policy out once on every group of a dataset; metrics come as <name>/env/all/...
 
     Args:
-        temperature, top_k, top_p: those of training, unless others are asked for.
-        strategy: what a failing rollout means, as in training; groups that were given up are counted and left out.
-        termination: what a rollout that hit a limit is worth, as in training; None: what `config` says.
-        config: how each rollout is run, as in training.
-        seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
         num_groups_to_log: the first groups, whose transcripts are written where a training run says (`rl.transcripts`).
+        strategy: takes the place of what `config` says of failing rollouts; groups given up are counted and left out.
+        seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
+        config: how each rollout is run, as in training.
     """
 
     def __init__(
@@ -111,37 +97,31 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         dataset: RLDataset,
         max_tokens: int,
         name: str = "test",
-        temperature: float = 1.0,
-        seed: int | None = None,
-        strategy: RolloutStrategy | None = None,
-        termination: TerminationRewardPolicy | None = None,
         num_groups_to_log: int = 4,
-        config: RolloutConfig | None = None,
+        strategy: RolloutStrategy | None = None,
+        *,
+        temperature: float = 1.0,
         top_k: int = -1,
         top_p: float = 1.0,
+        seed: int | None = None,
+        config: RolloutConfig | None = None,
     ):
         self._builders = dataset_to_env_group_builders(dataset)
-        self._max_tokens = max_tokens
-        self._name = name
-        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
-        self._seed = seed
-        self._strategy, self._termination, self._config = strategy, termination, config
-        self._num_groups_to_log = num_groups_to_log
+        self._name, self._num_groups_to_log = name, num_groups_to_log
+        self._config = (config or RolloutConfig()).with_strategy(strategy)
+        self._make_policy = partial(
+            TinkerTokenCompleter,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            top_k=top_k,
+            top_p=top_p,
+        )
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
-        policy = TinkerTokenCompleter(
-            sampling_client,
-            self._max_tokens,
-            self._temperature,
-            seed=self._seed,
-            top_k=self._top_k,
-            top_p=self._top_p,
-        )
         page = eval_page(self._name)
         num_shown = self._num_groups_to_log if page is not None else 0
-        outcomes = await do_batch_rollout(
-            self._builders, policy, self._strategy, self._termination, self._config, num_shown
-        )
+        outcomes = await do_batch_rollout(self._builders, self._make_policy(sampling_client), self._config, num_shown)
         if page is not None and num_shown:
             shown = [ShownGroup(outcome) for outcome in outcomes[:num_shown]]
             write_page(page, f"{self._name}, {page.parent.name}", shown, sampling_client.get_tokenizer())

@@ -1,24 +1,35 @@
-"""Diagnostics of a policy update: how far the sampler's and the trainer's logprobs are apart, and the policy's entropy.
-
-The KL penalty is in `kl`, whose names can be imported from here too.
-"""
+"""How far policies are apart: sampler and trainer, before and after an update, and a penalty for leaving a reference policy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.kl import compute_target_logprobs, discounted_future_sum_vectorized, incorporate_kl_penalty
+from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
+from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker, torch
 
-__all__ = [
-    "compute_kl_sample_train",
-    "compute_post_kl",
-    "compute_sampling_client_metrics",
-    "discounted_future_sum_vectorized",
-    "incorporate_kl_penalty",
-]
+
+def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
+    """A datum's tokens with the last target: what `compute_logprobs` needs to score each of its targets."""
+    last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
+    return tinker.ModelInput(chunks=[*datum.model_input.chunks, tinker.EncodedTextChunk(tokens=[last])])
+
+
+async def compute_target_logprobs(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> list[np.ndarray]:
+    """Logprobs of each datum's targets under a snapshot, float32 (N,), at temperature 1. All are asked for at once."""
+    submitted = [sampling_client.compute_logprobs(full_sequence(datum)) for datum in data_D]
+    logprobs_D = []
+    for i, pending in enumerate(submitted):
+        # The first token of a sequence is predicted by nothing: entry 0 is None.
+        values = (await pending)[1:]
+        expected = data_D[i].loss_fn_inputs["target_tokens"].to_numpy().shape
+        if (len(values),) != expected or any(value is None for value in values):
+            raise DataValidationError(f"datum {i}: {len(values)} logprobs came back for targets of shape {expected}")
+        logprobs_D.append(np.array(values, dtype=np.float32))
+    return logprobs_D
 
 
 def compute_kl_sample_train(
@@ -29,21 +40,18 @@ def compute_kl_sample_train(
     q is the logprob when sampled, p the trainer's before the update; on-policy both are about 0 (v1 below 1e-3 in bf16).
     Entropy is -mean(q), in nats per token. See Schulman 2020, "Approximating KL divergence".
     """
-    differences: list[torch.Tensor] = []
-    sampled: list[torch.Tensor] = []
+    differences, sampled = [torch.zeros(0)], [torch.zeros(0)]
     for i, (datum, training) in enumerate(zip(data_D, training_logprobs_D, strict=True)):
-        inputs = datum.loss_fn_inputs
-        sampling = inputs["logprobs"].to_torch()
+        sampling, action = datum.loss_fn_inputs["logprobs"].to_torch(), datum.loss_fn_inputs["mask"].to_torch() > 0
         if sampling.shape != training.shape:
             raise DataValidationError(
                 f"datum {i}: {tuple(sampling.shape)} sampled logprobs, the trainer returned {tuple(training.shape)}"
             )
-        action = inputs["mask"].to_torch() > 0
         differences.append((sampling - training)[action])
         sampled.append(sampling[action])
-    if not any(len(difference) for difference in differences):
-        return {}
     diff, logprobs = torch.cat(differences), torch.cat(sampled)
+    if not len(diff):
+        return {}
     return {
         "optim/kl_sample_train_v1": float(diff.mean()),
         "optim/kl_sample_train_v2": float(0.5 * (diff**2).mean()),
@@ -70,11 +78,62 @@ async def compute_post_kl(data_D: Sequence[tinker.Datum], sampling_client: Sampl
 
 def compute_sampling_client_metrics(steps_P: Sequence[int], seconds_P: Sequence[float]) -> dict[str, float]:
     """Which snapshots a batch was sampled from (their training steps), and how long its groups took in seconds."""
-    return {
-        "sampling_client/step_max": max(steps_P),
-        "sampling_client/step_min": min(steps_P),
-        "sampling_client/step_mean": sum(steps_P) / len(steps_P),
-        "time/sampling_time_max": max(seconds_P),
-        "time/sampling_time_min": min(seconds_P),
-        "time/sampling_time_mean": sum(seconds_P) / len(seconds_P),
-    }
+    metrics: dict[str, float] = {}
+    for key, values in (("sampling_client/step", steps_P), ("time/sampling_time", seconds_P)):
+        metrics |= {f"{key}_max": max(values), f"{key}_min": min(values), f"{key}_mean": sum(values) / len(values)}
+    return metrics
+
+
+def discounted_future_sum_vectorized(x: np.ndarray, gamma: float) -> np.ndarray:
+    """y[t] = sum over k >= 0 of gamma^k x[t + k], float64, same shape (N,)."""
+    result = np.zeros(len(x), dtype=np.float64)
+    running = 0.0
+    for t in range(len(x) - 1, -1, -1):
+        running = float(x[t]) + gamma * running
+        result[t] = running
+    return result
+
+
+async def incorporate_kl_penalty(
+    data_D: Sequence[tinker.Datum],
+    base_sampling_client: SamplingClient,
+    kl_penalty_coef: float,
+    kl_discount_factor: float = 0.0,
+) -> tuple[list[tinker.Datum], dict[str, float]]:
+    """New datums whose advantages hold a penalty for leaving a reference policy, and `optim/kl_policy_base`, the KL to it.
+
+    adv += coef * mask * (mean(diff) - diff), diff = logp_sample - logp_reference, the mean over all action tokens given; with
+    a discount factor the penalty of a token is the discounted sum of its own and those after it.
+    """
+    reference_D = await compute_target_logprobs(data_D, base_sampling_client)
+    masks_D = [datum.loss_fn_inputs["mask"].to_numpy().astype(np.float64) for datum in data_D]
+    diffs_D = [
+        (datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - reference) * mask
+        for datum, reference, mask in zip(data_D, reference_D, masks_D, strict=True)
+    ]
+    tokens = sum(float(mask.sum()) for mask in masks_D)
+    if tokens == 0:
+        return list(data_D), {}
+    mean = sum(float(diff.sum()) for diff in diffs_D) / tokens
+    penalized = []
+    for datum, diff, mask in zip(data_D, diffs_D, masks_D, strict=True):
+        change = kl_penalty_coef * mask * (mean - diff)
+        if kl_discount_factor > 0:
+            change = mask * discounted_future_sum_vectorized(change, kl_discount_factor)
+        advantages = datum.loss_fn_inputs["advantages"].to_numpy() + change
+        penalized.append(replace_inputs(datum, advantages=advantages.astype(np.float32)))
+    return penalized, {"optim/kl_policy_base": mean}
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """`incorporate_kl_penalty` as a penalty of the training loop (`minibatch.Penalty`)."""
+
+    reference: SamplingClient
+    coef: float
+    discount: float = 0.0
+
+    async def __call__(
+        self, data_D: list[tinker.Datum], groups: Sequence[TrajectoryGroup], metadata_D: Sequence[DatumMetadata]
+    ) -> tuple[list[tinker.Datum], dict[str, float]]:
+        return await incorporate_kl_penalty(data_D, self.reference, self.coef, self.discount)

@@ -6,13 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tinker_cookbook.rl.advantages import (
-    AdvantageConfig,
-    RoleBaselines,
-    compute_advantages,
-    is_constant,
-    token_scales,
-)
+from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines, compute_advantages, is_constant, token_scales
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -26,10 +20,7 @@ class Penalty(Protocol):
     """
 
     async def __call__(
-        self,
-        data_D: list[tinker.Datum],
-        groups: Sequence[TrajectoryGroup],
-        metadata_D: Sequence[DatumMetadata],
+        self, data_D: list[tinker.Datum], groups: Sequence[TrajectoryGroup], metadata_D: Sequence[DatumMetadata]
     ) -> tuple[list[tinker.Datum], dict[str, float]]: ...
 
 
@@ -46,6 +37,16 @@ class Minibatch:
     @property
     def num_trained_groups(self) -> int:
         return len({meta["group_idx"] for meta in self.metadata_D})
+
+    def append(self, other: Minibatch) -> None:
+        """Add the groups and datums of another one, whose metrics are left out."""
+        offset = len(self.groups)
+        self.groups += other.groups
+        self.advantages_P += other.advantages_P
+        self.data_D += other.data_D
+        self.metadata_D += [
+            DatumMetadata(group_idx=meta["group_idx"] + offset, traj_idx=meta["traj_idx"]) for meta in other.metadata_D
+        ]
 
 
 async def prepare_minibatch(

@@ -45,11 +45,10 @@ async def correct_off_policy(
     loss_fn: str,
     loss_fn_config: dict[str, float] | None = None,
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """Datums with weighted advantages and with the trainer's logprobs in place of the sampler's; one forward pass.
+    """New datums with weighted advantages and the trainer's logprobs in place of the sampler's, at the cost of a forward pass.
 
-    Returns:
-        New datums in the same order, and metrics of the ratios before truncation: `off_policy/ratio_{min,mean,max}` over
-        tokens (level=token) or datums, and `off_policy/frac_cut`, the share that truncation or masking changed.
+    Metrics are of the ratios before truncation: `off_policy/ratio_{min,mean,max}` over tokens (level=token) or datums, and
+    `off_policy/frac_cut`, the share that truncation or masking changed.
     """
     output = await training_client.forward([loss_datum(d, loss_fn) for d in data_D], loss_fn, loss_fn_config)
     log_cap = np.log(config.cap)
@@ -62,22 +61,18 @@ async def correct_off_policy(
         if current.shape != sampled.shape:
             raise DataValidationError(f"datum {i}: {sampled.shape} sampled logprobs, the trainer gave {current.shape}")
         # In log space: a ratio that overflows would turn 0 * inf into NaN.
-        token_log_ratio = np.where(mask, current - sampled, 0.0)
+        log_ratio = np.where(mask, current - sampled, 0.0)
         if config.level == "sequence":
-            total = token_log_ratio.sum()
-            log_ratio = np.where(mask, total, 0.0)
-            all_log_ratios.append(np.array([total]))
+            all_log_ratios.append(log_ratio.sum(keepdims=True))
+            log_ratio = np.where(mask, all_log_ratios[-1], 0.0)
         else:
-            log_ratio = token_log_ratio
-            all_log_ratios.append(token_log_ratio[mask])
+            all_log_ratios.append(log_ratio[mask])
         weight = np.exp(np.minimum(log_ratio, log_cap))
         if config.mode == "mask":
             weight = np.where(np.abs(log_ratio) <= log_cap, weight, 0.0)
-        advantages = inputs["advantages"].to_numpy() * weight
-        logprobs = np.where(mask, current, sampled)
-        corrected.append(
-            replace_inputs(datum, advantages=advantages.astype(np.float32), logprobs=logprobs.astype(np.float32))
-        )
+        advantages = (inputs["advantages"].to_numpy() * weight).astype(np.float32)
+        logprobs = np.where(mask, current, sampled).astype(np.float32)
+        corrected.append(replace_inputs(datum, advantages=advantages, logprobs=logprobs))
     log_ratios = np.concatenate(all_log_ratios)
     cut = log_ratios > log_cap if config.mode == "truncate" else np.abs(log_ratios) > log_cap
     ratios = np.exp(np.clip(log_ratios, -80, 80))

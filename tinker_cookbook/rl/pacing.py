@@ -1,54 +1,39 @@
 """Three ways of pacing a run: sample then train, train while sampling, and sample ahead.
 
-They differ in when groups start and when passes are submitted, never in which groups a step trains on: step i trains on
-batch i of the run, whatever finished first. So every group is trained, filtered or failed exactly once, a run resumes by
-its step alone, and sampling ahead by 0 batches is the synchronous loop, bit for bit.
+Step i trains on batch i of the run, whatever finished first. So every group is trained, filtered or failed exactly once, a
+run resumes by its step alone, and sampling ahead by 0 batches is the synchronous loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
 from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
-from tinker_cookbook.rl.data_processing import DatumMetadata
 from tinker_cookbook.rl.loop import Loop, StepOutcome, WrappedTrajectoryGroup
 from tinker_cookbook.rl.minibatch import Minibatch
 from tinker_cookbook.rl.update import LoopMetrics
-from tinker_cookbook.utils.misc_utils import dict_mean, gather_all, split_list, timed, with_tasks
+from tinker_cookbook.utils.misc_utils import dict_mean, split_list, timed, with_tasks
 
 
 async def _take_steps(loop: Loop, take_step: Callable[[int], Awaitable[StepOutcome]]) -> None:
     for step in range(loop.start, loop.end):
-        metrics = loop.new_metrics(step)
+        metrics: LoopMetrics = {
+            "progress/batch": step,
+            "progress/done_frac": (step + 1) / loop.end,
+            "optim/lr": loop.config.learning_rate,
+        }
         with timed("total", metrics):
             metrics |= await loop.evaluate(step)
             outcome = await take_step(step)
         await loop.end_step(replace(outcome, metrics=metrics | outcome.metrics))
 
 
-async def _sample_then_train(
-    loop: Loop, sample: Callable[[int], Awaitable[list[WrappedTrajectoryGroup]]], step: int
-) -> StepOutcome:
-    times: LoopMetrics = {}
-    with timed("sampling", times):
-        sampled = await sample(step)
-    with timed("prepare_minibatch", times):
-        batch = await loop.prepare(sampled)
-    outcome = await loop.train(step, sampled, batch)
-    return replace(outcome, metrics=times | outcome.metrics)
-
-
 async def do_sync_training(loop: Loop) -> None:
     """Sample all groups of a batch, train on them, take a new snapshot."""
-
-    async def sample(step: int) -> list[WrappedTrajectoryGroup]:
-        builders = loop.batches.get_batch(step)
-        return await gather_all(loop.sample_group(step, i, builder) for i, builder in enumerate(builders))
-
-    await _take_steps(loop, partial(_sample_then_train, loop, sample))
+    await do_async_training(loop, AsyncConfig(max_steps_off_policy=0))
 
 
 async def do_async_training(loop: Loop, config: AsyncConfig) -> None:
@@ -58,25 +43,29 @@ async def do_async_training(loop: Loop, config: AsyncConfig) -> None:
     b - K is next. So no group is ever more than K updates old, and none is thrown away for it.
     """
     if loop.start < loop.end:
-        await with_tasks(partial(_train_ahead, loop, config))
+        await with_tasks(partial(_train_ahead, loop, config.max_steps_off_policy))
 
 
-async def _train_ahead(loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup) -> None:
-    slots: asyncio.Semaphore | None = None
-    if config.max_steps_off_policy > 0:
-        slots = asyncio.Semaphore(len(loop.batches.get_batch(loop.start)))
+async def _train_ahead(loop: Loop, max_ahead: int, tasks: asyncio.TaskGroup) -> None:
+    slots = asyncio.Semaphore(len(loop.batches.get_batch(loop.start))) if max_ahead > 0 else None
     running: dict[int, list[asyncio.Task[WrappedTrajectoryGroup]]] = {}
 
-    async def sample(step: int) -> list[WrappedTrajectoryGroup]:
-        for ahead in range(step, min(step + config.max_steps_off_policy + 1, loop.end)):
-            if ahead not in running:
-                running[ahead] = [
-                    tasks.create_task(loop.sample_group(ahead, i, builder, slots))
-                    for i, builder in enumerate(loop.batches.get_batch(ahead))
-                ]
-        return [await task for task in running.pop(step)]
+    async def take_step(step: int) -> StepOutcome:
+        times: LoopMetrics = {}
+        with timed("sampling", times):
+            for ahead in range(step, min(step + max_ahead + 1, loop.end)):
+                if ahead not in running:
+                    running[ahead] = [
+                        tasks.create_task(loop.sample_group(ahead, i, builder, slots))
+                        for i, builder in enumerate(loop.batches.get_batch(ahead))
+                    ]
+            sampled = [await task for task in running.pop(step)]
+        with timed("prepare_minibatch", times):
+            batch = await loop.prepare(sampled)
+        outcome = await loop.train(step, sampled, batch)
+        return replace(outcome, metrics=times | outcome.metrics)
 
-    await _take_steps(loop, partial(_sample_then_train, loop, sample))
+    await _take_steps(loop, take_step)
 
 
 async def do_sync_training_with_stream_minibatch(loop: Loop, config: StreamMinibatchConfig) -> None:
@@ -110,20 +99,8 @@ async def _stream_batch(loop: Loop, config: StreamMinibatchConfig, step: int, ta
                 loop.is_between_steps = False
             update.forward_backward(part.data_D)
         update.optim_step()
-    outcome = await loop.train(step, sampled, _joined(parts), update)
-    return replace(outcome, metrics=times | outcome.metrics)
-
-
-def _joined(parts: Sequence[Minibatch]) -> Minibatch:
-    """The minibatches of a step as one, in order."""
     whole = Minibatch([], [], [], [], dict_mean([part.metrics for part in parts]))
     for part in parts:
-        offset = len(whole.groups)
-        moved: list[DatumMetadata] = [
-            {"group_idx": meta["group_idx"] + offset, "traj_idx": meta["traj_idx"]} for meta in part.metadata_D
-        ]
-        whole.groups += part.groups
-        whole.advantages_P += part.advantages_P
-        whole.data_D += part.data_D
-        whole.metadata_D += moved
-    return whole
+        whole.append(part)
+    outcome = await loop.train(step, sampled, whole, update)
+    return replace(outcome, metrics=times | outcome.metrics)

@@ -1,9 +1,6 @@
 """Playing an environment oneself: what the policy would read is printed, and what is typed is the policy's reply.
 
-    env = EnvFromMessageEnv(renderer, GuessNumberEnv(...))
-    await play_env(env, renderer.tokenizer)
-
-It shows what a task is really like: what the prompt says, which replies are read, and what they are worth.
+await play_env(EnvFromMessageEnv(renderer, GuessNumberEnv(...)), renderer.tokenizer)
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Env, RLDatasetBuilder, Trajectory
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker
-
-EMPTY_LINE_HINT = "(end with an empty line)"
 
 
 class ManualPolicy(TokenCompleter):
@@ -44,26 +39,19 @@ class ManualPolicy(TokenCompleter):
         prompt = model_input.to_ints()
         new = prompt[len(self._shown) :] if prompt[: len(self._shown)] == self._shown else prompt
         self._console.print(decode_tokens(self._tokenizer, new))
-        text = await asyncio.to_thread(self._read)
-        tokens = encode_text(self._tokenizer, text)
+        tokens, reason = encode_text(self._tokenizer, await asyncio.to_thread(self._read)), "stop"
         if max_tokens is not None and len(tokens) >= max_tokens:
             tokens, reason = tokens[:max_tokens], "length"
-        else:
-            tokens, reason = tokens + self._stop_tokens(stop), "stop"
+        elif stop:
+            tokens += [stop[0]] if isinstance(stop[0], int) else encode_text(self._tokenizer, stop[0])
         self._shown = prompt + tokens
         return TokensWithLogprobs(tokens, None, reason)
 
     def _read(self) -> str:
-        lines = [self._read_line(f"your reply {EMPTY_LINE_HINT}: ")]
+        lines = [self._read_line("your reply (end with an empty line): ")]
         while line := self._read_line(""):
             lines.append(line)
         return "\n".join(lines)
-
-    def _stop_tokens(self, stop: StopCondition) -> list[int]:
-        first = next(iter(stop), None)
-        if first is None:
-            return []
-        return [first] if isinstance(first, int) else encode_text(self._tokenizer, first)
 
 
 async def play_env(

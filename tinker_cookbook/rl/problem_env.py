@@ -1,20 +1,144 @@
-"""Problems with a checkable answer as environments: give question and checks, get a one-turn env and its group."""
+"""One prompt, one reply: environments of a single turn and the group of replies to a prompt; problems with a checkable answer."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-from tinker_cookbook.renderers import Message, Renderer
+from tinker_cookbook.completers import StopCondition
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.renderers.replies import decode_reply
+from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    EnvGroupBuilder,
+    InitialObservationOverflow,
+    Logs,
     Metrics,
+    Record,
+    StepResult,
+    Trajectory,
+    TrajectoryGroup,
 )
+from tinker_cookbook.utils.lazy import tinker
 
-if TYPE_CHECKING:
-    pass
 
-from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said, as the renderer reads it."""
+
+    message: Message
+    is_clean: bool
+    """it has its end, as the renderer's format wants it"""
+    stopped: bool
+    """sampling ended at a stop, and not at a limit of tokens"""
+
+    @property
+    def text(self) -> str:
+        """Without reasoning that the renderer sets apart."""
+        return get_text_content(self.message)
+
+
+class OneTurnEnv(Env):
+    """Shows a conversation and scores the one reply to it.
+
+    Attributes:
+        max_prompt_tokens: a longer prompt is not asked; it counts with reward 0 and metric context_overflow. None: no limit.
+        instance_id: what records call the question.
+        reply: what was said, once it was.
+    """
+
+    max_prompt_tokens: int | None = None
+    instance_id: str | None = None
+    reply: Reply | None = None
+
+    def __init__(self, renderer: Renderer):
+        self.renderer = renderer
+
+    @abstractmethod
+    def get_messages(self) -> list[Message]:
+        """The conversation to reply to."""
+
+    @abstractmethod
+    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
+        """Reward and metrics."""
+
+    def get_reference_answer(self) -> str | None:
+        """What records and transcripts show beside the reply."""
+        return None
+
+    @property
+    def stop_condition(self) -> StopCondition:
+        return self.renderer.get_stop_sequences()
+
+    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
+        prompt = self.renderer.build_generation_prompt(self.get_messages())
+        if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
+            return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
+        return prompt, self.stop_condition
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        message, termination = self.renderer.parse_response(action)
+        self.reply = Reply(message, termination.is_clean, (extra or {}).get("stop_reason") == "stop")
+        reward, metrics = self.score_reply(self.reply)
+        reference = self.get_reference_answer()
+        logs: Logs = {} if reference is None else {"reference": reference}
+        return StepResult(reward, True, tinker.ModelInput.empty(), self.stop_condition, metrics, logs)
+
+
+@dataclass(frozen=True)
+class OneTurnGroupBuilder(EnvGroupBuilder):
+    """`num_envs` replies to the prompt of the env that `env_thunk` makes. Pickles when the thunk does (functools.partial).
+
+    With `accept_min_reward` or `accept_require_parse` (a metric `parsed` of the env) only replies that pass survive into
+    training (rejection sampling).
+    """
+
+    env_thunk: Callable[[], OneTurnEnv]
+    num_envs: int
+    dataset_name: str = "problems"
+    record_kind: str = "baseline"
+    accept_min_reward: float | None = None
+    accept_require_parse: bool = False
+
+    async def make_envs(self) -> Sequence[OneTurnEnv]:
+        return [self.env_thunk() for _ in range(self.num_envs)]
+
+    def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
+        if self.accept_min_reward is None and not self.accept_require_parse:
+            return None
+        return [
+            (not self.accept_require_parse or bool(reply.metrics.get("parsed")))
+            and (self.accept_min_reward is None or reply.reward >= self.accept_min_reward)
+            for reply in (trajectory.transitions[-1] for trajectory in trajectory_group)
+        ]
+
+    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        records = []
+        for i, ((env, question), trajectory) in enumerate(zip(_one_turn(env_group), group.trajectories_G, strict=True)):
+            transition = trajectory.transitions[-1]
+            content = {
+                "instance_id": env.instance_id,
+                "member": i,
+                "question": question,
+                "ground_truth": env.get_reference_answer(),
+                **transition_record(transition, decode_reply(env.renderer, transition.ac.tokens)),
+                "reward": group.get_total_rewards()[i],
+                "accepted": group.is_trained()[i],
+                "metrics": {**transition.metrics, **group.metrics_G[i]},
+            }
+            records.append(Record(self.record_kind, content))
+        return records
+
+    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
+        return [{"question": text[:100], "instance_id": env.instance_id} for env, text in _one_turn(env_group)]
+
+    def logging_tags(self) -> list[str]:
+        return [self.dataset_name]
 
 
 class ProblemEnv(OneTurnEnv):
@@ -33,8 +157,7 @@ class ProblemEnv(OneTurnEnv):
         require_stop_sequence_for_format: bool = True,
     ):
         super().__init__(renderer)
-        self.convo_prefix = convo_prefix or []
-        self.format_coef = format_coef
+        self.convo_prefix, self.format_coef = convo_prefix or [], format_coef
         self.require_stop_sequence_for_format = require_stop_sequence_for_format
 
     @abstractmethod
@@ -63,3 +186,8 @@ class ProblemEnv(OneTurnEnv):
 @dataclass(frozen=True)
 class ProblemGroupBuilder(OneTurnGroupBuilder):
     """`num_envs` attempts at the ProblemEnv that `env_thunk` makes."""
+
+
+def _one_turn(env_group: Sequence[Env]) -> list[tuple[OneTurnEnv, str]]:
+    """The envs with their questions."""
+    return [(env, get_text_content(env.get_messages()[-1])) for env in env_group if isinstance(env, OneTurnEnv)]

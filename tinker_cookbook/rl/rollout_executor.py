@@ -2,13 +2,10 @@
 
     set_rollout_executor(ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")))
 
-From then on every group runs in the executor, in an event loop of its own, and comes back as a TrajectoryGroup. The builder
-travels there. So does a policy that pickles (hosted sampling clients do). A policy that does not, such as one over the local
-engine, stays where it is and is asked over a socket of this machine. In a thread the policy always stays on the caller's
-event loop. Seeds are those of a run without executor; with the local engine the last bit of a logprob may differ, since
-what is sampled together depends on timing.
-
-A group that is cancelled here runs on over there until it is done, or asks a policy in another process that has left.
+Every group then runs there, in an event loop of its own. The builder travels, and so does a policy that pickles (hosted
+sampling clients do); another one stays where it is and is asked over a socket of this machine, or, from a thread, on its
+event loop. Seeds are those of a run without executor; with the local engine the last bit of a logprob may differ, since what
+is sampled together depends on timing. A group that is cancelled here runs on over there until it asks its policy, or is done.
 """
 
 from __future__ import annotations
@@ -20,21 +17,24 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.rl.rollout_runner import call_policy
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.utils.lazy import tinker
 
 T = TypeVar("T")
+Play: TypeAlias = Callable[[EnvGroupBuilder, TokenCompleter], Coroutine[Any, Any, T]]
 
 _executor: Executor | None = None
 
 
 def set_rollout_executor(executor: Executor | None) -> None:
-    """Run groups in `executor` from now on; None: in the caller's event loop, as at first. The caller shuts it down.
+    """Run groups in `executor`, which the caller shuts down; None: in the caller's event loop.
 
     Raises:
         ConfigurationError: a process pool that forks; a fork of a process with threads, which every engine has, may hang.
@@ -54,14 +54,8 @@ def get_rollout_executor() -> Executor | None:
     return _executor
 
 
-async def run_in_executor(
-    executor: Executor,
-    play: Callable[..., Coroutine[Any, Any, T]],
-    builder: EnvGroupBuilder,
-    policy: TokenCompleter,
-    *settings: Any,
-) -> T:
-    """`await play(builder, policy, *settings)`, run in the executor. For anything but a thread pool, everything pickles.
+async def run_in_executor(executor: Executor, play: Play[T], builder: EnvGroupBuilder, policy: TokenCompleter) -> T:
+    """`await play(builder, policy)`, run in the executor. For anything but a thread pool, everything pickles.
 
     Raises:
         ConfigurationError: the builder cannot be pickled.
@@ -69,29 +63,27 @@ async def run_in_executor(
     """
     loop = asyncio.get_running_loop()
     if isinstance(executor, ThreadPoolExecutor):
-        at_home = _PolicyOnLoop(policy, loop)
-        return await loop.run_in_executor(executor, _run, play, builder, at_home, *settings)
+        return await loop.run_in_executor(executor, _run, play, builder, _PolicyOnLoop(policy, loop))
     if error := _pickle_error(builder):
         raise ConfigurationError(
             f"rollout executor: {type(builder).__name__} cannot be pickled ({error}), so it cannot go to another process; "
             "keep in it only what pickles, and open the rest in make_envs, or use a ThreadPoolExecutor"
         )
     if _pickle_error(policy) is None:
-        return await loop.run_in_executor(executor, _run_away, play, builder, policy, *settings)
+        return await loop.run_in_executor(executor, _run_away, play, builder, policy)
     async with _serve(policy) as address:
-        return await loop.run_in_executor(executor, _run_away, play, builder, _RemotePolicy(address), *settings)
+        return await loop.run_in_executor(executor, _run_away, play, builder, _RemotePolicy(address))
 
 
-def _run(play: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
-    return asyncio.run(play(*arguments))
+def _run(play: Play[T], builder: EnvGroupBuilder, policy: TokenCompleter) -> T:
+    return asyncio.run(play(builder, policy))
 
 
-def _run_away(play: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+def _run_away(play: Play[T], builder: EnvGroupBuilder, policy: TokenCompleter) -> T:
     try:
-        return _run(play, *arguments)
+        return _run(play, builder, policy)
     except Exception as error:
-        portable = _portable(error)
-        if portable is error:
+        if (portable := _portable(error)) is error:
             raise
         raise portable from error
 
@@ -100,42 +92,37 @@ def _portable(error: Exception) -> Exception:
     """The error, or what says the same where it cannot be pickled: one that cannot be read back breaks a process pool."""
     try:
         pickle.loads(pickle.dumps(error))
+        return error
     except Exception:
         portable = TrainingError(f"{type(error).__name__}: {error}")
         for note in getattr(error, "__notes__", []):
             portable.add_note(note)
         return portable
-    return error
 
 
 def _pickle_error(thing: object) -> str | None:
     try:
         pickle.dumps(thing)
+        return None
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return None
 
 
+@dataclass(frozen=True)
 class _PolicyOnLoop(TokenCompleter):
     """A policy that is called from another thread and runs on the event loop it belongs to."""
 
-    def __init__(self, policy: TokenCompleter, loop: asyncio.AbstractEventLoop):
-        self._policy, self._loop = policy, loop
+    _policy: TokenCompleter
+    _loop: asyncio.AbstractEventLoop
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        call = _call(self._policy, model_input, stop, max_tokens)
+        call = call_policy(self._policy, model_input, stop, max_tokens)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     def fork(self, *key: int | str) -> _PolicyOnLoop:
         return _PolicyOnLoop(self._policy.fork(*key), self._loop)
-
-
-async def _call(
-    policy: TokenCompleter, model_input: tinker.ModelInput, stop: StopCondition, max_tokens: int | None
-) -> TokensWithLogprobs:
-    return await policy(model_input, stop, **({} if max_tokens is None else {"max_tokens": max_tokens}))
 
 
 class _RemotePolicy(TokenCompleter):
@@ -181,7 +168,7 @@ async def _serve(policy: TokenCompleter) -> AsyncIterator[str]:
                     forked[identity] = policy
                     for key in forks:
                         forked[identity] = forked[identity].fork(*key)
-                await _send(writer, await _call(forked[identity], *call))
+                await _send(writer, await call_policy(forked[identity], *call))
             except (ConnectionError, asyncio.IncompleteReadError):
                 raise
             except Exception as error:

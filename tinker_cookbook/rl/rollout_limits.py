@@ -3,12 +3,15 @@
 Only settings: `rollout_runner` and the envs enforce limits and parse errors, `rollouts` applies the rewards.
 """
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.types import StopReason
+
+ToolExecution: TypeAlias = Literal["parallel", "sequential"]
+"""How the tool calls of one reply run."""
 
 
 def _positive_or_none(owner: Any, attribute: str) -> None:
@@ -16,6 +19,13 @@ def _positive_or_none(owner: Any, attribute: str) -> None:
     if value is not None and value <= 0:
         field = attribute.removeprefix("X_")
         raise ConfigurationError(f"{field}={value}: must be positive, or None for no limit")
+
+
+def not_negative(owner: Any, attribute: str) -> None:
+    """A validator of fields that may be None."""
+    value = getattr(owner, attribute)
+    if value is not None and value < 0:
+        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be at least 0")
 
 
 def _limit(doc: str) -> Any:
@@ -49,17 +59,18 @@ class ParseErrorPolicy:
     calls cannot be read is answered with a message that says so, up to `max_consecutive` times in a row.
     """
 
-    max_consecutive: int = chz.field(default=0, doc="how many such replies in a row are answered; 0: none")
+    max_consecutive: int = chz.field(
+        default=0, doc="how many such replies in a row are answered; 0: none", validator=not_negative
+    )
     retry_message_template: str = chz.field(default=RETRY_MESSAGE, doc="the answer; {error} is what is wrong")
-    penalty_per_error: float = chz.field(default=0.0, doc="taken from the reward of each such turn; at least 0")
+    penalty_per_error: float = chz.field(
+        default=0.0, doc="taken from the reward of each such turn; at least 0", validator=not_negative
+    )
     terminal_reward: float = chz.field(default=0.0, doc="reward of the turn that ends the episode for this reason")
     mask_error_turns: bool = chz.field(default=False, doc="do not train on the tokens of such replies")
 
     @chz.validate
     def _check(self) -> None:
-        for name in ("max_consecutive", "penalty_per_error"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: must be at least 0")
         try:
             self.retry_message(error="...")
         except (KeyError, IndexError, ValueError) as error:

@@ -1,19 +1,24 @@
 """Rollout settings as one value, and two sets of them that most runs start from."""
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
 
 import chz
 
-from tinker_cookbook.rl.rollout_hooks import RolloutHooks
-from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, TerminationRewardPolicy
-
-ToolExecution: TypeAlias = Literal["parallel", "sequential"]
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.rollout_limits import (
+    ParseErrorPolicy,
+    RolloutLimits,
+    TerminationRewardPolicy,
+    ToolExecution,
+    not_negative,
+)
+from tinker_cookbook.rl.rollout_runner import RolloutHooks
+from tinker_cookbook.rl.rollout_strategy import FailFast, RetryOnFailure, RolloutStrategy
 
 
 @chz.chz(typecheck=True)
 class RolloutConfig:
-    """How rollouts are run: those of a training run and its test set (`rl.train.Config.rollout`), or of one group."""
+    """How rollouts are run: those of a training run and its evaluations (`rl.train.Config.rollout`), or of one group."""
 
     limits: RolloutLimits | None = chz.field(default=None, doc="bounds of a rollout; None: those of the env, if any")
     parse_errors: ParseErrorPolicy | None = chz.field(
@@ -29,6 +34,31 @@ class RolloutConfig:
     hooks: Callable[[], RolloutHooks] | None = chz.field(
         default=None, doc="makes the callbacks of a rollout, anew for each: a subclass of RolloutHooks; None: none"
     )
+    retries: int | None = chz.field(
+        default=None,
+        doc="run a failed rollout again up to so many times, then leave its group out; None: a failure ends the run",
+        validator=not_negative,
+    )
+    strategy: RolloutStrategy | None = chz.field(
+        default=None, doc="what a failing rollout means, where `retries` does not say enough"
+    )
+
+    @chz.validate
+    def _one_way(self) -> None:
+        if self.retries is not None and self.strategy is not None:
+            raise ConfigurationError(f"retries={self.retries} and strategy={self.strategy}: give one of the two")
+
+    def with_strategy(self, strategy: RolloutStrategy | None) -> "RolloutConfig":
+        """These settings with another strategy; None: as they are."""
+        if strategy is None:
+            return self
+        return chz.replace(self, strategy=strategy, retries=None)  # pyright: ignore[reportUnknownMemberType]
+
+    def effective_strategy(self) -> RolloutStrategy:
+        """What `retries` or `strategy` says; FailFast where neither is given."""
+        if self.strategy is not None:
+            return self.strategy
+        return FailFast() if self.retries is None else RetryOnFailure(max_retries=self.retries)
 
 
 def simple() -> RolloutConfig:

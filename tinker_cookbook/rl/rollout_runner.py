@@ -1,28 +1,26 @@
 """One rollout: a policy acts in an env until the env, a limit or a hook ends it.
 
-Every turn goes like this:
+Before each turn come, in this order: the rollout's time and `max_turns`; `hooks.on_turn_begin`, whose messages the env puts
+into the prompt; the budgets of tokens, of which one that leaves at most 1 token ends the rollout (`max_trajectory_tokens` is
+looked at first). The policy may then sample what the tightest budget leaves, at most `max_turn_tokens`.
 
- 1. the rollout's time and `max_turns`;
- 2. `hooks.on_turn_begin`, whose messages the env puts into the next prompt;
- 3. the budgets of tokens: one that leaves at most 1 token ends the rollout (`max_trajectory_tokens` is looked at first),
-    and the policy may sample what the tightest of them leaves, at most `max_turn_tokens`;
- 4. the policy samples; 5. the env steps; 6. the turn is recorded.
-
-A rollout that a limit ends is kept as it is, ungraded by its env, and no error. Only a sampling call beyond its time is
-one: it leaves no turn to keep, and a strategy (`rollout_strategy`) may try again. How a rollout ended stands in
-`Trajectory.stop_reason` and in one metric stop/<reason> of its last transition.
+A rollout that a limit ends is kept as it is, ungraded by its env. Only a sampling call beyond its time is an error: it leaves
+no turn to keep, and a strategy (`rollout_strategy`) may try again. How a rollout ended stands in `Trajectory.stop_reason` and
+in one metric stop/<reason> of its last transition.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, RolloutTimeoutError
-from tinker_cookbook.rl.rollout_hooks import RolloutHooks, RolloutState
+from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
-from tinker_cookbook.rl.rollout_presets import RolloutConfig, simple
 from tinker_cookbook.rl.types import (
     STOP_METRIC_PREFIX,
     ActionExtra,
@@ -38,7 +36,8 @@ from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
+    from tinker_cookbook.rl.message_env import MessageEnv
+    from tinker_cookbook.rl.rollout_presets import RolloutConfig
 
 TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
 """On the last transition: how many replies were cut off and the rollout went on. Absent when none was."""
@@ -48,14 +47,54 @@ class SamplingTurnTimeoutError(RolloutTimeoutError):
     """One sampling call took longer than `sampling_turn_timeout_seconds`."""
 
 
+@dataclass(frozen=True)
+class RolloutState:
+    """How far a rollout has come. `transitions` is the live list: look, do not touch."""
+
+    turn_index: int
+    """turns recorded so far"""
+    observation_tokens: int
+    """length of the prompt that would be next"""
+    sampled_tokens: int
+    num_length_truncations: int
+    """replies that were cut off, after which the rollout went on"""
+    elapsed_seconds: float
+    transitions: list[Transition]
+
+
+class RolloutHooks:
+    """Callbacks into a rollout, each of which does nothing unless overridden. For all of a run: `RolloutConfig.hooks`."""
+
+    async def on_turn_begin(self, state: RolloutState) -> list[Message] | None:
+        """Messages to put into the conversation before this turn.
+
+        The env must have `async add_messages(messages)`, which returns the prompt with them and what stops a reply.
+        """
+        return None
+
+    async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
+        """The reason to record, or None to go on.
+
+        Asked when the env ends the episode and when `max_turns` or a budget of tokens does; going on then means one turn
+        without that limit. Not asked about a timeout or a first prompt that is too long: these cannot be undone.
+        """
+        return reason
+
+    async def on_grade(self, state: RolloutState) -> None:
+        """After the env ended the episode, and so graded it. Not called when a limit ended the rollout."""
+
+    async def on_artifacts(self, state: RolloutState) -> None:
+        """Last thing before the trajectory is returned, however the rollout ended. Not called when it fails."""
+
+
 class SupportsToolCallLimit(Protocol):
-    """The type of an env that counts tool calls; it is told once, before the first observation, when there is a limit."""
+    """An env that counts tool calls; it is told of a limit once, before the first observation."""
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None: ...
 
 
 class SupportsParseErrorPolicy(Protocol):
-    """The type of an env that parses replies; it is told once, before the first observation, when there is a policy."""
+    """An env that parses replies; it is told of a policy once, before the first observation."""
 
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None: ...
 
@@ -64,6 +103,26 @@ def stop_reason_from_metrics(metrics: Metrics) -> str | None:
     """The <reason> of the first metric stop/<reason>, None without one."""
     reasons = (key.removeprefix(STOP_METRIC_PREFIX) for key in metrics if key.startswith(STOP_METRIC_PREFIX))
     return next(reasons, None)
+
+
+@asynccontextmanager
+async def time_limit(seconds: float | None, late: Callable[[], Exception]) -> AsyncIterator[None]:
+    """Raise `late()` when the body takes longer; None: it may take any time. A TimeoutError of the body's own is passed on."""
+    timer = asyncio.timeout(seconds)
+    try:
+        async with timer:
+            yield
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        raise late() from error
+
+
+async def call_policy(
+    policy: TokenCompleter, prompt: tinker.ModelInput, stop: StopCondition, max_tokens: int | None
+) -> TokensWithLogprobs:
+    """One completion. A completer need not know `max_tokens` as long as nothing bounds the tokens."""
+    return await policy(prompt, stop, **({} if max_tokens is None else {"max_tokens": max_tokens}))
 
 
 async def run_rollout(
@@ -78,10 +137,8 @@ async def run_rollout(
     """One episode of `env`, which must be fresh.
 
     Args:
-        limits: None takes those of `config`, and without these what the env offers as `env.rollout_limits`.
-        hooks: None takes those of `config`.
-        parse_errors: None takes that of `config`, and without one leaves the env as it is.
-        config: settings of a run's rollouts. Its `termination` is the group's matter (`rollouts.do_group_rollout`).
+        limits, hooks, parse_errors: None takes those of `config`, and without these what the env itself has.
+        config: settings of a run's rollouts. Those of groups are the matter of `rollouts.do_group_rollout`.
 
     Returns:
         A trajectory of at least one transition. One that ended before its first turn (prompt too long, no budget, no time)
@@ -92,29 +149,29 @@ async def run_rollout(
             cannot take them.
         SamplingTurnTimeoutError: a sampling call took longer than its limit.
     """
-    config = config or simple()
-    limits = limits if limits is not None else config.limits
-    parse_errors = parse_errors if parse_errors is not None else config.parse_errors
-    if hooks is None:
-        hooks = config.hooks() if config.hooks is not None else RolloutHooks()
+    if config is not None:
+        limits = limits if limits is not None else config.limits
+        parse_errors = parse_errors if parse_errors is not None else config.parse_errors
+        hooks = hooks if hooks is not None or config.hooks is None else config.hooks()
     if limits is None:
         offered: RolloutLimits | None = getattr(env, "rollout_limits", None)
-        limits = offered if offered is not None else RolloutLimits()
+        limits = offered or RolloutLimits()
     if limits.max_tool_calls is not None:
-        _seam(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
+        seam(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
     if parse_errors is not None:
-        _seam(env, "set_parse_error_policy", "parse_errors")(parse_errors)
-    if config.tool_execution == "sequential":
-        _seam(env, "set_tool_execution", "tool_execution=sequential")("sequential")
-    return await _Rollout(policy, env, limits, hooks).run()
+        seam(env, "set_parse_error_policy", "parse_errors")(parse_errors)
+    if config is not None and config.tool_execution == "sequential":
+        seam(env, "set_tool_execution", "tool_execution=sequential")("sequential")
+    return await _Rollout(policy, env, limits, hooks or RolloutHooks()).run()
 
 
-def _seam(env: Env, method: str, wanted_by: str) -> Any:
+def seam(env: Env | MessageEnv, method: str, wanted_by: str) -> Any:
+    """A method that not every env has. Raises ConfigurationError when a setting wants it and this one lacks it."""
     found = getattr(env, method, None)
     if found is None:
         raise ConfigurationError(
-            f"{wanted_by}: {type(env).__name__} has no method {method} and so cannot do this; use EnvFromMessageEnv over "
-            "an env that supports it, add the method, or leave the setting away"
+            f"{wanted_by}: {type(env).__name__} has no method {method} and so cannot do this; use EnvFromMessageEnv (and "
+            "ToolUseEnv for tools), add the method, or leave the setting out"
         )
     return found
 
@@ -125,7 +182,7 @@ class _Rollout:
     def __init__(self, policy: TokenCompleter, env: Env, limits: RolloutLimits, hooks: RolloutHooks):
         self.policy, self.env, self.limits, self.hooks = policy, env, limits, hooks
         self.transitions: list[Transition] = []
-        self.observation: Observation = tinker.ModelInput.empty()
+        self.observation = tinker.ModelInput.empty()
         self.stop: StopCondition = []
         self.sampled_tokens = 0
         self.truncations = 0
@@ -135,25 +192,22 @@ class _Rollout:
         self.started = self.clock()
 
     async def run(self) -> Trajectory:
-        with logtree.write_into(self.notes):
-            return await self._run()
-
-    async def _run(self) -> Trajectory:
         timer = asyncio.timeout(self.limits.rollout_timeout_seconds)
-        try:
-            async with timer:
-                await self._play()
-        except TimeoutError:
-            if not timer.expired():
-                raise
-            self.reason = StopReason.ROLLOUT_TIMEOUT.value
-        if not self.transitions:
-            self._record_nothing(0.0, {}, {})
-        last = self.transitions[-1].metrics
-        if self.truncations:
-            last[TRUNCATION_METRIC_KEY] = self.truncations
-        last[STOP_METRIC_PREFIX + self.reason] = 1
-        await self.hooks.on_artifacts(self._state())
+        with logtree.write_into(self.notes):
+            try:
+                async with timer:
+                    await self._play()
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+                self.reason = StopReason.ROLLOUT_TIMEOUT.value
+            if not self.transitions:
+                self._record_nothing(0.0, {}, {})
+            last = self.transitions[-1].metrics
+            if self.truncations:
+                last[TRUNCATION_METRIC_KEY] = self.truncations
+            last[STOP_METRIC_PREFIX + self.reason] = 1
+            await self.hooks.on_artifacts(self._state())
         self.transitions[-1].notes += self.notes.take()
         return Trajectory(self.transitions, self.observation, stop_reason=self.reason)
 
@@ -170,14 +224,14 @@ class _Rollout:
 
     async def _turn(self) -> None:
         limits = self.limits
-        if limits.rollout_timeout_seconds is not None and self._elapsed() >= limits.rollout_timeout_seconds:
+        if limits.rollout_timeout_seconds is not None and self.clock() - self.started >= limits.rollout_timeout_seconds:
             self.reason = StopReason.ROLLOUT_TIMEOUT.value  # the env held up the loop, so that no timer could fire
             return
         spent = limits.max_turns is not None and len(self.transitions) >= limits.max_turns
         if spent and await self._ends(StopReason.MAX_TURNS.value):
             return
         if messages := await self.hooks.on_turn_begin(self._state()):
-            add_messages = _seam(self.env, "add_messages", "messages of on_turn_begin")
+            add_messages = seam(self.env, "add_messages", "messages of on_turn_begin")
             self.observation, self.stop = await add_messages(messages)
         room = self._room()
         exhausted = [reason for reason, tokens in room.items() if tokens <= 1]  # one token is no useful turn
@@ -198,20 +252,16 @@ class _Rollout:
         return room
 
     async def _sample(self, max_tokens: int | None) -> TokensWithLogprobs:
-        # A completer need not know max_tokens as long as nothing bounds the tokens.
-        budget = {} if max_tokens is None else {"max_tokens": max_tokens}
         seconds = self.limits.sampling_turn_timeout_seconds
-        timer = asyncio.timeout(seconds)
-        try:
-            async with timer:
-                return await self.policy(self.observation, self.stop, **budget)
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise SamplingTurnTimeoutError(
+
+        def late() -> SamplingTurnTimeoutError:
+            return SamplingTurnTimeoutError(
                 f"turn {len(self.transitions)} of {type(self.env).__name__}: the policy had not answered a prompt of "
                 f"{self.observation.length} tokens after sampling_turn_timeout_seconds={seconds}"
-            ) from error
+            )
+
+        async with time_limit(seconds, late):
+            return await call_policy(self.policy, self.observation, self.stop, max_tokens)
 
     async def _step(self, action: TokensWithLogprobs) -> None:
         extra: ActionExtra = {"stop_reason": action.stop_reason}
@@ -240,15 +290,12 @@ class _Rollout:
         nothing = TokensWithLogprobs([], [], "length")
         self.transitions.append(Transition(tinker.ModelInput.empty(), nothing, reward, True, dict(metrics), dict(logs)))
 
-    def _elapsed(self) -> float:
-        return self.clock() - self.started
-
     def _state(self) -> RolloutState:
         return RolloutState(
             turn_index=len(self.transitions),
             observation_tokens=self.observation.length,
             sampled_tokens=self.sampled_tokens,
             num_length_truncations=self.truncations,
-            elapsed_seconds=self._elapsed(),
+            elapsed_seconds=self.clock() - self.started,
             transitions=self.transitions,
         )

@@ -1,33 +1,30 @@
 """What becomes of a group when a rollout of it fails: raise, try again, or go on with those that came through.
 
 Whatever the strategy, members keep their order, and a coordinated group (`EnvGroupBuilder.coordinated`) is played again as
-a whole or not at all. Each call of make_envs is followed by one cleanup, after the group has been graded. A
-ConfigurationError ends the run under every strategy: another try mends no setting.
+a whole or not at all. Each call of make_envs is followed by one cleanup, at the latest after the group has been graded. A
+ConfigurationError ends the run under every strategy: another try cannot fix a setting.
 """
 
-import asyncio
 import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import chz
 
 from tinker_cookbook.completers import TokenCompleter
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, GroupFailedError, RolloutTimeoutError
-from tinker_cookbook.rl.rollout_presets import RolloutConfig
-from tinker_cookbook.rl.rollout_runner import run_rollout
+from tinker_cookbook.rl.rollout_limits import not_negative
+from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
 from tinker_cookbook.utils.misc_utils import gather_all
 
-
-def _not_negative(owner: Any, attribute: str) -> None:
-    value = getattr(owner, attribute)
-    if value is not None and value < 0:
-        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be at least 0")
+if TYPE_CHECKING:
+    from tinker_cookbook.rl.rollout_presets import RolloutConfig
 
 
 @dataclass
@@ -49,12 +46,12 @@ class RolloutStrategy(ABC):
     A strategy of one's own calls make_envs and returns trajectories with their envs. If it raises, it has cleaned up.
     """
 
-    tolerant: bool = True
+    catches_group_errors: bool = True
     """whether a group that failed is counted and left out (GroupFailedError); otherwise its error ends the run"""
 
     @abstractmethod
     async def execute(
-        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
+        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: "RolloutConfig | None" = None
     ) -> RolloutResult:
         """The group's rollouts. `config` is for `run_rollout`; it is only passed when there is one."""
 
@@ -63,58 +60,50 @@ class RolloutStrategy(ABC):
 class FailFast(RolloutStrategy):
     """The first failure cancels the group and is raised itself, with a note that says whose it was."""
 
-    tolerant = False
+    catches_group_errors = False
 
     async def execute(
-        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
+        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: "RolloutConfig | None" = None
     ) -> RolloutResult:
-        async with AsyncExitStack() as cleanups:
-            cleanups.push_async_callback(env_group_builder.cleanup)
-            envs = await env_group_builder.make_envs()
-            trajectories = await gather_all(_play(env, i, policy, config, None, 0) for i, env in enumerate(envs))
-            return RolloutResult(trajectories, envs, cleanups=cleanups.pop_all())
+        return await _Rounds(env_group_builder, policy, config, fail_fast=True).run()
 
 
 @chz.chz(typecheck=True)
 class RetryOnFailure(RolloutStrategy):
     """Failed members are run again in fresh envs, in up to `max_retries` further rounds; then the group has failed."""
 
-    max_retries: int = chz.field(default=3, doc="further rounds for members that failed", validator=_not_negative)
+    max_retries: int = chz.field(default=3, doc="further rounds for members that failed", validator=not_negative)
     per_rollout_timeout: float | None = chz.field(
-        default=0, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=_not_negative
+        default=0, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=not_negative
     )
 
+    def needed(self, group_size: int) -> int:
+        """Members that must come through."""
+        return group_size
+
     async def execute(
-        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
+        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: "RolloutConfig | None" = None
     ) -> RolloutResult:
-        return await _Rounds(env_group_builder, policy, config, self.per_rollout_timeout).run(self.max_retries)
+        timeout = self.per_rollout_timeout or None
+        return await _Rounds(env_group_builder, policy, config, self.max_retries, timeout, self.needed).run()
 
 
 @chz.chz(typecheck=True)
-class MinViableGroup(RolloutStrategy):
+class MinViableGroup(RetryOnFailure):
     """A group goes on without the members that failed if `min_successful` are left. While there are fewer, the failed ones
     are run again, in up to `max_retries` further rounds. A coordinated group needs all of its members."""
 
     min_successful: int | None = chz.field(
         default=None, doc="members that must come through; None: three quarters of the group, rounded up"
     )
-    max_retries: int = chz.field(default=3, doc="further rounds for members that failed", validator=_not_negative)
-    per_rollout_timeout: float | None = chz.field(
-        default=None, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=_not_negative
-    )
+    per_rollout_timeout: float | None = with_default(RetryOnFailure, "per_rollout_timeout", None)
 
     @chz.validate
     def _check(self) -> None:
         if self.min_successful is not None and self.min_successful < 1:
             raise ConfigurationError(f"min_successful={self.min_successful}: must be at least 1, or None")
 
-    async def execute(
-        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig | None = None
-    ) -> RolloutResult:
-        rounds = _Rounds(env_group_builder, policy, config, self.per_rollout_timeout)
-        return await rounds.run(self.max_retries, self._needed)
-
-    def _needed(self, group_size: int) -> int:
+    def needed(self, group_size: int) -> int:
         if self.min_successful is None:
             return math.ceil(0.75 * group_size)
         if self.min_successful > group_size:
@@ -140,120 +129,100 @@ def rollout_error(error: Exception) -> RolloutError:
     return RolloutError(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", [])]))
 
 
-async def _play(
-    env: Env, member: int, policy: TokenCompleter, config: RolloutConfig | None, timeout: float | None, attempt: int
-) -> Trajectory:
-    """One member's rollout. An error gets a note that names member and env.
-
-    A first attempt draws what it would draw without any retry, whatever happens to others; later ones draw anew.
-    """
-    key = ("member", member) if attempt == 0 else ("attempt", attempt, "member", member)
-    who = f"member {member} ({type(env).__name__})"
-    timer = asyncio.timeout(timeout or None)
-    try:
-        try:
-            async with timer:
-                return await run_rollout(policy.fork(*key), env, config=config)
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise RolloutTimeoutError(f"{who} was not done after per_rollout_timeout={timeout} seconds") from error
-    except Exception as error:
-        error.add_note(f"in the rollout of {who}, attempt {attempt + 1}")
-        raise
-
-
 @dataclass
 class _Rounds:
     """The rollouts of one group, in rounds: each runs what is still missing, in envs of its own."""
 
     builder: EnvGroupBuilder
     policy: TokenCompleter
-    config: RolloutConfig | None
-    timeout: float | None
+    config: "RolloutConfig | None"
+    max_retries: int = 0
+    timeout: float | None = None
+    needed: Callable[[int], int] = int
+    """of a group of this size, how many must come through"""
+    fail_fast: bool = False
     done: dict[int, tuple[Trajectory, Env]] = field(default_factory=dict)
     size: int | None = None
-    errors: list[RolloutError] = field(default_factory=list)
-    last_error: Exception | None = None
+    errors: list[Exception] = field(default_factory=list)
 
-    async def run(self, max_retries: int, needed: Callable[[int], int] | None = None) -> RolloutResult:
-        """Until `needed(group size)` members are done; None means all."""
-        builders = [self.builder, *(copy.copy(self.builder) for _ in range(max_retries))]
+    async def run(self) -> RolloutResult:
+        builders = [self.builder, *(copy.copy(self.builder) for _ in range(self.max_retries))]
         async with AsyncExitStack() as cleanups:
             for attempt, builder in enumerate(builders):
-                if self.builder.coordinated:
-                    finished = await self._together(builder, attempt, cleanups)
-                else:
-                    await self._apart(builder, attempt, cleanups)
-                    finished = self.size is not None and len(self.done) >= (needed(self.size) if needed else self.size)
-                if finished:
+                await self._round(builder, attempt, cleanups)
+                needed = self.needed if not self.builder.coordinated else int
+                if self.size is not None and len(self.done) >= needed(self.size):
                     members = [self.done[i] for i in sorted(self.done)]
                     trajectories, envs = [t for t, _ in members], [env for _, env in members]
-                    return RolloutResult(trajectories, envs, self.errors, cleanups.pop_all())
+                    return RolloutResult(trajectories, envs, self._counted(), cleanups.pop_all())
             tries = f"{len(builders)} round{'s' if len(builders) > 1 else ''}"
             came = f"{len(self.done)} of {self.size} members" if self.size is not None else "no env"
+            errors = self._counted()
             raise GroupFailedError(
                 f"group of {describe_group(self.builder)} given up after {tries}: {came} came through. "
-                f"Last error: {self.errors[-1].error_type}: {self.errors[-1].error_message}",
-                self.errors,
-            ) from self.last_error
+                f"Last error: {errors[-1].error_type}: {errors[-1].error_message}",
+                errors,
+            ) from self.errors[-1]
 
-    async def _together(self, builder: EnvGroupBuilder, attempt: int, cleanups: AsyncExitStack) -> bool:
-        """All members, the first failure ending all."""
+    def _counted(self) -> list[RolloutError]:
+        return [rollout_error(error) for error in self.errors]
+
+    async def _round(self, builder: EnvGroupBuilder, attempt: int, cleanups: AsyncExitStack) -> None:
+        """Play the missing members. In a coordinated group, and under FailFast, the first failure ends all of them."""
+        as_a_whole = self.builder.coordinated or self.fail_fast
         async with AsyncExitStack() as own:
-            envs = await self._make(builder, own)
-            if envs is None:
-                return False
+            own.push_async_callback(builder.cleanup)
             try:
-                trajectories = await gather_all(self._member(env, i, attempt) for i, env in enumerate(envs))
+                envs = await builder.make_envs()
+            except Exception as error:
+                error.add_note("in make_envs")
+                self._count(error)
+                return
+            if self.size not in (None, len(envs)):
+                raise DataValidationError(
+                    f"make_envs of {describe_group(builder)} made {self.size} envs, and on a retry {len(envs)}; it must "
+                    "make the same members each time, or be `coordinated`"
+                )
+            self.size = len(envs)
+            missing = [i for i in range(len(envs)) if i not in self.done]
+            play = self._play if as_a_whole else self._outcome
+            try:
+                outcomes = await gather_all(play(envs[i], i, attempt) for i in missing)
             except Exception as error:
                 self._count(error)
-                return False
-            self.done = dict(enumerate(zip(trajectories, envs, strict=True)))
+                return
+            for i, outcome in zip(missing, outcomes, strict=True):
+                if isinstance(outcome, Trajectory):
+                    self.done[i] = outcome, envs[i]
+                else:
+                    self._count(outcome)
             cleanups.push_async_callback(own.pop_all().aclose)
-            return True
 
-    async def _apart(self, builder: EnvGroupBuilder, attempt: int, cleanups: AsyncExitStack) -> None:
-        """The missing members, each failing for itself."""
-        envs = await self._make(builder, cleanups)
-        if envs is None:
-            return
-        missing = [i for i in range(len(envs)) if i not in self.done]
-        outcomes = await gather_all(self._outcome(envs[i], i, attempt) for i in missing)
-        for i, outcome in zip(missing, outcomes, strict=True):
-            if isinstance(outcome, Trajectory):
-                self.done[i] = outcome, envs[i]
-            else:
-                self._count(outcome)
+    async def _play(self, env: Env, member: int, attempt: int) -> Trajectory:
+        """One member's rollout. An error gets a note that names member and env.
 
-    async def _make(self, builder: EnvGroupBuilder, cleanups: AsyncExitStack) -> Sequence[Env] | None:
-        """The envs of one round; None when they cannot be made, which uses up the round."""
-        cleanups.push_async_callback(builder.cleanup)
+        A first attempt draws what it would draw without any retry, whatever happens to others; later ones draw anew.
+        """
+        key = ("member", member) if attempt == 0 else ("attempt", attempt, "member", member)
+        who, seconds = f"member {member} ({type(env).__name__})", self.timeout
+
+        def late() -> RolloutTimeoutError:
+            return RolloutTimeoutError(f"{who} was not done after per_rollout_timeout={seconds} seconds")
+
         try:
-            envs = await builder.make_envs()
+            async with time_limit(seconds, late):
+                return await run_rollout(self.policy.fork(*key), env, config=self.config)
         except Exception as error:
-            error.add_note("in make_envs")
-            self._count(error)
-            return None
-        if self.size not in (None, len(envs)):
-            raise DataValidationError(
-                f"make_envs of {describe_group(builder)} made {self.size} envs, and on a retry {len(envs)}; it must make "
-                "the same members each time, or be `coordinated`"
-            )
-        self.size = len(envs)
-        return envs
-
-    async def _member(self, env: Env, member: int, attempt: int) -> Trajectory:
-        return await _play(env, member, self.policy, self.config, self.timeout, attempt)
+            error.add_note(f"in the rollout of {who}, attempt {attempt + 1}")
+            raise
 
     async def _outcome(self, env: Env, member: int, attempt: int) -> Trajectory | Exception:
         try:
-            return await self._member(env, member, attempt)
+            return await self._play(env, member, attempt)
         except Exception as error:
             return error
 
     def _count(self, error: Exception) -> None:
-        if isinstance(error, ConfigurationError):
+        if isinstance(error, ConfigurationError) or self.fail_fast:
             raise error
-        self.last_error = error
-        self.errors.append(rollout_error(error))
+        self.errors.append(error)

@@ -6,21 +6,26 @@ How one episode runs is in `rollout_runner`, what becomes of failures in `rollou
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+
+import chz
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, RolloutTimeoutError
-from tinker_cookbook.rl.rollout_executor import get_rollout_executor, run_in_executor, set_rollout_executor
+from tinker_cookbook.rl.advantages import is_constant
+from tinker_cookbook.rl.rollout_executor import get_rollout_executor as get_rollout_executor
+from tinker_cookbook.rl.rollout_executor import run_in_executor
+from tinker_cookbook.rl.rollout_executor import set_rollout_executor as set_rollout_executor
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
-from tinker_cookbook.rl.rollout_runner import run_rollout
-from tinker_cookbook.rl.rollout_strategy import FailFast, RolloutResult, RolloutStrategy, describe_group, rollout_error
+from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
+from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy, describe_group, rollout_error
 from tinker_cookbook.rl.types import (
     Env,
     EnvGroupBuilder,
@@ -32,20 +37,6 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.misc_utils import gather_all
-
-__all__ = [
-    "ZERO_REWARD_METRIC_KEY",
-    "FailedGroup",
-    "RolloutErrorCounter",
-    "do_batch_rollout",
-    "do_group_rollout",
-    "do_group_rollout_and_filter_constant_reward",
-    "do_single_rollout",
-    "finished_groups",
-    "get_rollout_executor",
-    "set_rollout_executor",
-    "try_group_rollout",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +62,9 @@ class RolloutErrorCounter:
 
     def add(self, group: TrajectoryGroup | FailedGroup | GroupFailedError) -> None:
         """Count what went wrong in a group."""
-        if isinstance(group, TrajectoryGroup):
-            errors = group.rollout_errors
-        else:
-            errors = group.errors
-            self.groups_skipped += 1
+        failed = not isinstance(group, TrajectoryGroup)
+        errors = group.errors if failed else group.rollout_errors
+        self.groups_skipped += failed
         self.counts.update(error.error_type for error in errors)
 
     def metrics(self) -> dict[str, int]:
@@ -105,9 +94,8 @@ async def do_group_rollout(
     """All episodes of one group at once, then its rewards, selection and records.
 
     Args:
-        strategy: what to do when a rollout fails; None: FailFast, as opponents may be waiting for each other.
-        termination: what a rollout that hit a limit is worth; None: what `config` says, else what it was graded.
-        config: how each rollout is run; None: as its env says.
+        strategy, termination: take the place of what `config` says.
+        config: how the rollouts are run, what a failing one means (None: it ends the group), and what a limit is worth.
         name: what errors call the group; None: its builder's class and tags.
         with_notes: keep what envs and rewards write with `logtree`, in the `notes` of the group and of its turns.
 
@@ -115,52 +103,58 @@ async def do_group_rollout(
         GroupFailedError: a tolerant strategy gave the group up, or its rewards failed under one. Count it and go on.
         Exception: under FailFast, whatever a rollout or the rewards raised, with notes that say where.
     """
-    if termination is None and config is not None:
-        termination = config.termination
-    settings = (strategy or FailFast(), termination, config, name or describe_group(env_group_builder), with_notes)
+    config = (config or RolloutConfig()).with_strategy(strategy)
+    if termination is not None:
+        config = chz.replace(config, termination=termination)
+    play = partial(_play_group, config=config, name=name or describe_group(env_group_builder), with_notes=with_notes)
     executor = get_rollout_executor()
     if executor is None:
-        return await _group_rollout(env_group_builder, policy, *settings)
-    return await run_in_executor(executor, _group_rollout, env_group_builder, policy, *settings)
+        return await play(env_group_builder, policy)
+    return await run_in_executor(executor, play, env_group_builder, policy)
 
 
-async def _group_rollout(
-    builder: EnvGroupBuilder,
-    policy: TokenCompleter,
-    strategy: RolloutStrategy,
-    termination: TerminationRewardPolicy | None,
-    config: RolloutConfig | None,
-    name: str,
-    with_notes: bool,
+async def _play_group(
+    builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig, name: str, with_notes: bool
 ) -> TrajectoryGroup:
+    strategy = config.effective_strategy()
+    # A strategy of one's own need not know of settings as long as there are none for single rollouts.
+    single = chz.replace(config, strategy=None, retries=None, termination=None)
+    settings = {} if single == RolloutConfig() else {"config": single}
     result: RolloutResult | None = None
     try:
         with logtree.init_trace(name) if with_notes else nullcontext() as trace:
-            # A strategy need not know the config as long as there is none.
-            result = await strategy.execute(builder, policy, **({} if config is None else {"config": config}))
-            async with result.cleanups or _cleanup_of(builder):
-                group = await _grade(builder, result, termination)
+            result = await strategy.execute(builder, policy, **settings)
+            cleanups = result.cleanups or AsyncExitStack()
+            if result.cleanups is None:
+                cleanups.push_async_callback(builder.cleanup)
+            async with cleanups:
+                group = await _grade(builder, result, config.termination or TerminationRewardPolicy())
         group.notes = trace.take() if trace is not None else []
         return group
     except Exception as error:
         error.add_note(f"in group {name}")
-        if not strategy.tolerant or isinstance(error, GroupFailedError | ConfigurationError):
+        if not strategy.catches_group_errors or isinstance(error, GroupFailedError | ConfigurationError):
             raise
         errors = [*(result.errors if result else []), rollout_error(error)]
         raise GroupFailedError(f"group {name} failed: {type(error).__name__}: {error}", errors) from error
 
 
-def _cleanup_of(builder: EnvGroupBuilder) -> AsyncExitStack:
-    cleanups = AsyncExitStack()
-    cleanups.push_async_callback(builder.cleanup)
-    return cleanups
-
-
 async def _grade(
-    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy | None
+    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy
 ) -> TrajectoryGroup:
     trajectories, envs = result.trajectories, result.envs
-    rewards = await _group_rewards(builder, result, termination)
+    timed_out = all(trajectory.stop_reason == StopReason.ROLLOUT_TIMEOUT for trajectory in trajectories)
+    if timed_out and termination.skip_grading_on_timeout and termination.clamps(StopReason.ROLLOUT_TIMEOUT):
+        rewards: list[tuple[float, Metrics]] = [(0.0, {}) for _ in trajectories]
+    else:
+        seconds = termination.grader_timeout_seconds
+
+        def late() -> RolloutTimeoutError:
+            where = f"compute_group_rewards of {describe_group(builder)}"
+            return RolloutTimeoutError(f"{where} was not done after grader_timeout_seconds={seconds}")
+
+        async with time_limit(seconds, late):
+            rewards = await builder.compute_group_rewards(trajectories, envs)
     group = TrajectoryGroup(
         trajectories_G=trajectories,
         final_rewards_G=[reward for reward, _ in rewards],
@@ -169,8 +163,11 @@ async def _grade(
         tags=builder.all_tags(),
         dataset_index=builder.dataset_index,
     )
-    if termination is not None:
-        _clamp(group, termination)
+    for i, (trajectory, total) in enumerate(zip(trajectories, group.get_total_rewards(), strict=True)):
+        if termination.clamps(trajectory.stop_reason):
+            group.metrics_G[i] = {**group.metrics_G[i], ZERO_REWARD_METRIC_KEY: 1}
+            if total > 0:  # lowered to 0 by way of the final reward
+                group.final_rewards_G[i] = -sum(transition.reward for transition in trajectory.transitions)
     group.trained_G = builder.select_trained(trajectories, envs)
     group.member_info_G = builder.describe_members(envs)
     group.roles_G = builder.member_roles(envs)
@@ -178,54 +175,19 @@ async def _grade(
     return group
 
 
-async def _group_rewards(
-    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy | None
-) -> list[tuple[float, Metrics]]:
-    trajectories, envs = result.trajectories, result.envs
-    if termination is None:
-        return await builder.compute_group_rewards(trajectories, envs)
-    timed_out = all(trajectory.stop_reason == StopReason.ROLLOUT_TIMEOUT for trajectory in trajectories)
-    if timed_out and termination.skip_grading_on_timeout and termination.clamps(StopReason.ROLLOUT_TIMEOUT):
-        return [(0.0, {}) for _ in trajectories]
-    seconds = termination.grader_timeout_seconds
-    timer = asyncio.timeout(seconds)
-    try:
-        async with timer:
-            return await builder.compute_group_rewards(trajectories, envs)
-    except TimeoutError as error:
-        if not timer.expired():
-            raise
-        raise RolloutTimeoutError(
-            f"compute_group_rewards of {describe_group(builder)} was not done after grader_timeout_seconds={seconds}"
-        ) from error
-
-
-def _clamp(group: TrajectoryGroup, termination: TerminationRewardPolicy) -> None:
-    """Lower the total reward of members that hit a limit to at most 0, by way of their final reward."""
-    for i, (trajectory, total) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
-        if termination.clamps(trajectory.stop_reason):
-            group.metrics_G[i] = {**group.metrics_G[i], ZERO_REWARD_METRIC_KEY: 1}
-            if total > 0:
-                group.final_rewards_G[i] = -sum(transition.reward for transition in trajectory.transitions)
-
-
 async def try_group_rollout(
     builder: EnvGroupBuilder,
     policy: TokenCompleter,
-    strategy: RolloutStrategy | None = None,
-    termination: TerminationRewardPolicy | None = None,
-    config: RolloutConfig | None = None,
+    config: RolloutConfig | None,
     *,
     name: str,
     with_notes: bool = False,
 ) -> TrajectoryGroup | FailedGroup:
     """`do_group_rollout`, with a FailedGroup, and a warning, for a group that a tolerant strategy gave up."""
     try:
-        return await do_group_rollout(
-            builder, policy, strategy, termination, config=config, name=name, with_notes=with_notes
-        )
+        return await do_group_rollout(builder, policy, config=config, name=name, with_notes=with_notes)
     except GroupFailedError as error:
-        if strategy is None or not strategy.tolerant:
+        if config is None or not config.effective_strategy().catches_group_errors:
             raise
         logger.warning("group %s is left out: %s", name, error)
         return FailedGroup(error.errors, builder.all_tags())
@@ -234,26 +196,18 @@ async def try_group_rollout(
 async def do_batch_rollout(
     builders: Sequence[EnvGroupBuilder],
     policy: TokenCompleter,
-    strategy: RolloutStrategy | None = None,
-    termination: TerminationRewardPolicy | None = None,
     config: RolloutConfig | None = None,
     num_groups_with_notes: int = 0,
 ) -> list[TrajectoryGroup | FailedGroup]:
-    """All groups of a batch at once, in order. The policy is forked per group, so seeds do not depend on timing.
+    """All groups of a batch at once, one entry per builder. The policy is forked per group: seeds do not depend on timing.
 
     Args:
         num_groups_with_notes: the first groups of the batch, which keep what is written with `logtree`.
-
-    Returns:
-        One entry per builder. Under a tolerant strategy a group that was given up is a FailedGroup; under FailFast there
-        is none, as the first failure ends the batch.
     """
     return await gather_all(
         try_group_rollout(
             builder,
             policy.fork("group", index),
-            strategy,
-            termination,
             config,
             name=f"{index}, {describe_group(builder)}",
             with_notes=index < num_groups_with_notes,
@@ -277,20 +231,14 @@ async def do_group_rollout_and_filter_constant_reward(
     strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
 ) -> TrajectoryGroup | None:
-    """`do_group_rollout` with an unseeded policy over a sampling client.
-
-    Args:
-        enable_logging: log a line when the group is removed.
+    """`do_group_rollout` with an unseeded policy over a sampling client; raises as that does.
 
     Returns:
-        The group, or None if it is to be removed since its trained members all have the same reward.
-
-    Raises:
-        GroupFailedError: a tolerant strategy gave the group up. It failed, and was not filtered.
+        The group, or None, and a line in the log, if it is to be removed since its trained members all have the same reward.
     """
     policy = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
     group = await do_group_rollout(env_group_builder, policy, strategy, termination)
-    if not do_remove_constant_reward_groups or len(set(group.trained_rewards())) > 1:
+    if not do_remove_constant_reward_groups or not is_constant(group):
         return group
     if enable_logging:
         logger.info("group %s removed: all of its rewards are the same", describe_group(env_group_builder))

@@ -13,28 +13,23 @@ machine gives the same metrics (when sampling ahead of training, on the local en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS
-from tinker_cookbook.rl.batches import TrainingBatches
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
-from tinker_cookbook.rl.data_processing import AdvantageConfig
-from tinker_cookbook.rl.kl import KLPenalty
+from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
+from tinker_cookbook.rl.metrics import KLPenalty
 from tinker_cookbook.rl.minibatch import Penalty, prepare_minibatch
-from tinker_cookbook.rl.pacing import (
-    do_async_training,
-    do_sync_training,
-    do_sync_training_with_stream_minibatch,
-)
+from tinker_cookbook.rl.pacing import do_async_training, do_sync_training, do_sync_training_with_stream_minibatch
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
-from tinker_cookbook.rl.types import RLDataset
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
-from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.utils.seeds import derive_seed
 
 __all__ = [
@@ -65,9 +60,7 @@ async def main(config: Config, rollout_executor: Executor | None = None) -> None
 async def run(config: Config, *, penalties: Sequence[Penalty] = (), rollout_executor: Executor | None = None) -> None:
     """`main`, with penalties on single tokens besides the config's own, as distillation needs them.
 
-    Args:
-        rollout_executor: where groups run during this run (`rollout_executor.set_rollout_executor`); the caller shuts it
-            down. None leaves what was set before.
+    Groups run in `rollout_executor`, which the caller shuts down; None: in the one that was set before.
     """
     check_config(config)
     before = get_rollout_executor()
@@ -82,16 +75,29 @@ async def run(config: Config, *, penalties: Sequence[Penalty] = (), rollout_exec
 async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     dataset, test_dataset = await config.dataset_builder()
     pacing = config.async_config or config.stream_minibatch_config
-    rounds = config.evaluation_rounds(
-        *([partial(_test_evaluator, config, test_dataset)] if test_dataset is not None else [])
-    )
+    own: list[Callable[[], RLTestSetEvaluator]] = []
+    if test_dataset is not None:
+        make_test = partial(
+            RLTestSetEvaluator,
+            test_dataset,
+            config.max_tokens,
+            num_groups_to_log=config.num_groups_to_log,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            seed=derive_seed(config.seed, "test"),
+            config=config.effective_rollout(),
+        )
+        own.append(make_test)
+    rounds = config.evaluation_rounds(*own)
     batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
     async with open_session(config, {"kl_reference_config": config.kl_reference_config}) as session:
-        start, end = session.start_step(), len(batches)
-        session.rewind(start, end)
-        all_penalties = [*await _kl_penalty(config, session), *penalties]
+        session.rewind(session.start_step(), len(batches))
+        if config.kl_penalty_coef != 0:
+            reference = await open_reference(session, config.kl_reference_config)
+            penalties = [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor), *penalties]
         sampling_client = await session.training_client.save_weights_and_get_sampling_client()
-        loop = Loop(config, session, batches, rounds, all_penalties, sampling_client)
+        loop = Loop(config, session, batches, rounds, penalties, sampling_client)
         try:
             if config.async_config is not None:
                 await do_async_training(loop, config.async_config)
@@ -103,26 +109,3 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         except Exception:
             await loop.save_stopped()
             raise
-
-
-def _test_evaluator(config: Config, test_dataset: RLDataset) -> RLTestSetEvaluator:
-    return RLTestSetEvaluator(
-        test_dataset,
-        config.max_tokens,
-        "test",
-        config.temperature,
-        derive_seed(config.seed, "test"),
-        config.effective_rollout_strategy(),
-        config.effective_termination(),
-        config.num_groups_to_log,
-        config.rollout,
-        config.top_k,
-        config.top_p,
-    )
-
-
-async def _kl_penalty(config: Config, session: Session) -> list[Penalty]:
-    if config.kl_penalty_coef == 0:
-        return []
-    reference = await open_reference(session, config.kl_reference_config)
-    return [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor)]

@@ -13,17 +13,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
-
-if TYPE_CHECKING:
-    from tinker_cookbook.rl.types import Observation
 
 _Position: TypeAlias = "int | tinker.ModelInputChunk"
 """A token id, or a whole image or other media."""
@@ -121,7 +118,7 @@ def _add_trajectory(section: logtree.Node, trajectory: Trajectory, tokenizer: To
         section.text(
             decode_tokens(tokenizer, action.tokens), f"reply ({len(action.tokens)} tokens, {action.stop_reason})"
         )
-        section.table(_about_turn(transition), f"turn {turn}")
+        section.table({"reward": transition.reward, **transition.metrics, **transition.logs}, f"turn {turn}")
         section.children += transition.notes
         before = [*_positions(transition.ob), *action.tokens]
     shown, delta = _delta(before, trajectory.final_ob)
@@ -129,18 +126,14 @@ def _add_trajectory(section: logtree.Node, trajectory: Trajectory, tokenizer: To
         section.text(_decode(shown, tokenizer), "observation after the last turn")
 
 
-def _about_turn(transition: Transition) -> dict[str, Any]:
-    return {"reward": transition.reward, **transition.metrics, **transition.logs}
-
-
-def _delta(before: list[_Position], observation: Observation) -> tuple[list[_Position], bool]:
+def _delta(before: list[_Position], observation: tinker.ModelInput) -> tuple[list[_Position], bool]:
     """What an observation adds to the positions before it, and True; all of it, and False, where it does not extend them."""
     now = _positions(observation)
     extends = now[: len(before)] == before
     return (now[len(before) :] if extends else now), extends
 
 
-def _positions(observation: Observation) -> list[_Position]:
+def _positions(observation: tinker.ModelInput) -> list[_Position]:
     positions: list[_Position] = []
     for chunk in observation.chunks:
         positions += chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [chunk]

@@ -30,16 +30,9 @@ class Update:
         grad_clip_norm: float = 0.0,
     ):
         self._client, self._loss_fn, self._loss_fn_config = training_client, loss_fn, loss_fn_config
-        self._adam = tinker.AdamParams(
-            learning_rate=learning_rate,
-            beta1=ADAM_BETA1,
-            beta2=ADAM_BETA2,
-            eps=ADAM_EPS,
-            grad_clip_norm=grad_clip_norm,
-        )
+        betas = {"beta1": ADAM_BETA1, "beta2": ADAM_BETA2, "eps": ADAM_EPS}
+        self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **betas)
         self._submitted: list[tuple[Literal["pass", "step"], Awaitable[Any]]] = []
-        self._has_gradient = False
-        self.num_steps = 0
 
     def forward_backward(self, data_D: Sequence[tinker.Datum]) -> None:
         """Submit a pass over some of the datums; without any, nothing."""
@@ -47,14 +40,11 @@ class Update:
             data = [loss_datum(datum, self._loss_fn) for datum in data_D]
             passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
             self._submitted.append(("pass", passes))
-            self._has_gradient = True
 
     def optim_step(self) -> None:
         """Submit an optimizer step on what was accumulated since the last one; on nothing, nothing."""
-        if self._has_gradient:
+        if self._submitted and self._submitted[-1][0] == "pass":
             self._submitted.append(("step", self._client.optim_step(self._adam)))
-            self._has_gradient = False
-            self.num_steps += 1
 
     def submit(self, data_D: Sequence[tinker.Datum], num_substeps: int) -> None:
         """One optimizer step per substep, each on its share of the datums; fewer when there are fewer datums."""
@@ -63,14 +53,10 @@ class Update:
             self.optim_step()
 
     async def finish(self) -> tuple[list[torch.Tensor], LoopMetrics]:
-        """Wait for everything.
-
-        Returns:
-            Logprobs of all datums in order of submission, float32 (N,) each, and the engine's metrics: sums are added up,
-            of the others the last pass and step count.
-        """
+        """Logprobs of all datums in order of submission, float32 (N,) each, and the engine's metrics: sums are added up, of the
+        others the last pass and step count."""
         logprobs_D: list[torch.Tensor] = []
-        found: LoopMetrics = {"train/num_substeps": self.num_steps}
+        found: LoopMetrics = {"train/num_substeps": sum(kind == "step" for kind, _ in self._submitted)}
         for kind, pending in self._submitted:
             output = await pending
             if kind == "step":
@@ -94,14 +80,11 @@ async def train_step(
     metrics: LoopMetrics | None = None,
     grad_clip_norm: float = 0.0,
 ) -> list[torch.Tensor]:
-    """One optimizer step per substep, each on its share of the datums; everything is submitted before anything is awaited.
-
-    How many datums a batch gives varies (rejection sampling, equal rewards): a thin one has fewer substeps, and says so in
-    `train/num_substeps`.
+    """`Update` in one call: one optimizer step per substep, each on its share of the datums, and fewer for fewer datums.
 
     Returns:
-        The trainer's logprobs of each datum's target tokens, float32 (N,), in the order of `data_D`; with several
-        substeps those of the later ones have seen the earlier ones' updates.
+        The trainer's logprobs of each datum's targets, float32 (N,), in the order of `data_D`; with several substeps those of
+        the later ones have seen the earlier ones' updates.
     """
     update = Update(training_client, learning_rate, loss_fn, loss_fn_config, grad_clip_norm)
     update.submit(data_D, num_substeps)

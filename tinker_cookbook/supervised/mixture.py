@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 import chz
 
 from tinker_cookbook.data.epochs import Epochs
-from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights, plan_quotas, schedule
+from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights, plan_quotas, source_order
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
@@ -55,7 +55,7 @@ class InterleavedSupervisedDataset(RowDataset):
         check_weights(weights, len(sources))
         quotas = plan_quotas([source.num_rows for source in self._sources], weights)
         super().__init__(sum(quotas), batch_size)
-        self._pattern = schedule(quotas, self.num_rows)
+        self._pattern = source_order(quotas, self.num_rows)
         self.set_epoch(0)
 
     def set_epoch(self, seed: int = 0) -> None:

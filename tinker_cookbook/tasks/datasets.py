@@ -18,9 +18,7 @@ HUB_TASKS = ("cnn_dailymail", "gsm8k")
 def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tuple[list[TaskItem], list[TaskItem]]:
     """Training and test items. Of a JSONL file all lines train; a file `test_dataset` gives the test items.
 
-    Raises:
-        ConfigurationError: no such dataset.
-        DataFormatError: a line or row lacks what the task needs; the message names file and line.
+    Raises ConfigurationError for an unknown dataset; DataFormatError, with file and line, for a row that lacks something.
     """
     if dataset in task.shipped:
         train, test = (_read_file(task, EXAMPLE_DATA / file) for file in task.shipped[dataset])

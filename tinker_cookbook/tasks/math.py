@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
-from tinker_cookbook.tasks.qa import QATask
+from tinker_cookbook.tasks.qa import QA_SYSTEM, QATask
 from tinker_cookbook.tasks.rewards import RewardSpec
 from tinker_cookbook.tasks.types import Score, TaskItem, parse_solution
 from tinker_cookbook.utils.arithmetic import evaluate, format_number
@@ -57,7 +56,7 @@ def read_number(text: str) -> Fraction | None:
 def same_mathematics(answer: str, reference: str) -> bool:
     """Equal as mathematics written in LaTeX or plain text, as the package math-verify judges (extra: math)."""
     parse, verify = _math_verify()
-    return bool(verify(parse(_as_latex(reference)), parse(_as_latex(answer))))
+    return bool(verify(parse(f"${reference}$"), parse(f"${answer}$")))
 
 
 def last_boxed(text: str) -> str | None:
@@ -124,24 +123,18 @@ def generate_sums(
     if not operators or set(operators) - set("+-*"):
         raise ConfigurationError(f"operators={operators!r}: must be one or more of + - *")
     items: dict[str, TaskItem] = {}
-    for _ in range(200 * count):
+    for _ in range(200 * count + 1):
         if len(items) == count:
-            break
+            return list(items.values())
         expression = str(rng.randint(0, largest))
         for _ in range(operations):
             expression += f" {rng.choice(operators)} {rng.randint(0, largest)}"
         answer = format_number(evaluate(expression))
         if not answer.startswith("-"):
             items.setdefault(expression, TaskItem(f"sum-{len(items)}", f"What is {expression}?", answer))
-    if len(items) < count:
-        raise ConfigurationError(
-            f"largest={largest} with operations={operations} gives fewer than {count} different sums; raise one of the two"
-        )
-    return list(items.values())
-
-
-def _as_latex(answer: str) -> str:
-    return f"${answer}$"
+    raise ConfigurationError(
+        f"largest={largest} with operations={operations} gives fewer than {count} different sums; raise one of the two"
+    )
 
 
 def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:

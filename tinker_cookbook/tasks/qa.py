@@ -2,9 +2,10 @@
 
 from typing import ClassVar
 
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.rewards import exact_match
 from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_solution
+
+QA_SYSTEM = "Answer the question. Put only the final answer between <SOLUTION> and </SOLUTION>."
 
 
 class QATask(Task):

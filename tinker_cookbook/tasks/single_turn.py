@@ -1,8 +1,9 @@
 """Any task as plain single-turn RL: one question, one reply, one reward; group_size replies per question."""
 
 import random
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import chz
 
@@ -10,8 +11,9 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.one_turn import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.types import Metrics, RLDatasetBuilder
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDatasetBuilder
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Task, TaskItem
@@ -60,58 +62,76 @@ def single_turn_group(
     return OneTurnGroupBuilder(env, group_size, task.name, task.record_kind, accept_min_reward, accept_require_parse)
 
 
-def load_task_items(
-    task_name: str, reward_fn: str | None, dataset: str | None, test_dataset: str | None, num_groups: int
-) -> tuple[Task, list[TaskItem], list[TaskItem]]:
-    """A task with its items, enough of them for a batch of `num_groups` different questions."""
-    task = get_task(task_name, reward_fn)
-    train, test = load_items(task, dataset or task.default_dataset, test_dataset)
-    if len(train) < num_groups:
-        raise ConfigurationError(
-            f"num_groups={num_groups} questions per batch, but the dataset has {len(train)}; lower num_groups"
-        )
-    return task, train, test
+MakeGroup: TypeAlias = Callable[[TaskItem, tuple[int, int]], EnvGroupBuilder]
+"""The group of an item, given the item and (batch, place in the batch)."""
 
 
 @chz.chz(typecheck=True)
-class SingleTurnDatasetBuilder(RLDatasetBuilder):
-    """A task's items as single-turn groups."""
+class TaskItemsConfig:
+    """Which items of which task, in whose tokens."""
 
     task: str = chz.field(doc="qa, summary, or a registered task")
     dataset: str | None = chz.field(default=None, doc="shipped name, .jsonl file or hub id; None: the task's own")
-    test_dataset: str | None = chz.field(
-        default=None, doc="where test items come from, if not the dataset's test split"
-    )
     reward_fn: str | None = chz.field(
         default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; None: the task's own"
     )
     model_name: str = chz.field(doc="whose tokenizer to use")
     renderer_name: str = chz.field(doc="how messages become tokens")
+    seed: int = chz.field(default=0, doc="seed of the order or choice of items, and of an evaluator's sampling")
+
+    def renderer(self) -> Renderer:
+        return get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+
+    def load(self, test_dataset: str | None = None) -> tuple[Task, list[TaskItem], list[TaskItem]]:
+        """Task, training and test items. Raises ConfigurationError or DataFormatError."""
+        task = get_task(self.task, self.reward_fn)
+        return task, *load_items(task, self.dataset or task.default_dataset, test_dataset)
+
+
+@chz.chz(typecheck=True)
+class TaskDatasetBuilder(TaskItemsConfig, RLDatasetBuilder):
+    """A task's items as groups; define how one is played. The test set asks each item once."""
+
+    test_dataset: str | None = chz.field(
+        default=None, doc="where test items come from, if not the dataset's test split"
+    )
     num_groups: int = chz.field(doc="questions per batch", validator=chz.validators.gt(0))
-    group_size: int = chz.field(doc="replies per question", validator=chz.validators.gt(0))
+    group_size: int = chz.field(doc="rollouts per question", validator=chz.validators.gt(0))
     num_batches: int = chz.field(doc="training batches", validator=chz.validators.gt(0))
-    seed: int = chz.field(default=0, doc="order of the items")
+    max_test_items: int | None = chz.field(default=None, doc="evaluate on this many test items")
+
+    def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
+        """As `load`, with enough items for a batch of different questions."""
+        task, train, test = self.load(self.test_dataset)
+        if len(train) < self.num_groups:
+            raise ConfigurationError(
+                f"num_groups={self.num_groups} questions per batch, but the dataset has {len(train)}; lower num_groups"
+            )
+        return task, train, test
+
+    async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
+        """What makes the groups of training, and those of the test set."""
+        raise NotImplementedError(f"{type(self).__name__} must define group_makers")
+
+    async def __call__(self) -> tuple[ItemDataset[EnvGroupBuilder], ItemDataset[EnvGroupBuilder] | None]:
+        task, train, test = self.check()
+        training, evaluation = await self.group_makers(task, self.renderer())
+        train_set = ItemDataset(train, training, self.num_groups, self.num_groups * self.num_batches, self.seed)
+        return train_set, evaluation_set(test[: self.max_test_items], evaluation)
+
+
+@chz.chz(typecheck=True)
+class SingleTurnDatasetBuilder(TaskDatasetBuilder):
+    """A task's items as single-turn groups."""
+
     extra_request: str = chz.field(default="", doc="appended to the system prompt")
     accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
     accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
-    max_test_items: int | None = chz.field(default=None, doc="evaluate on this many test items")
     max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
 
-    def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
-        """Task, training and test items, read and checked. Raises ConfigurationError or DataFormatError."""
-        return load_task_items(self.task, self.reward_fn, self.dataset, self.test_dataset, self.num_groups)
-
-    async def __call__(self) -> tuple[ItemDataset[OneTurnGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
-        task, train, test = self.check()
-        groups = self._builder(task, self.group_size)
-        train_set = ItemDataset(train, groups, self.num_groups, self.num_groups * self.num_batches, self.seed)
-        return train_set, evaluation_set(test[: self.max_test_items], self._builder(task, 1))
-
-    def _builder(self, task: Task, group_size: int):
-        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
-
-        def build(item: TaskItem, key: tuple[int, int]) -> OneTurnGroupBuilder:
-            return single_turn_group(
+    async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
+        def of_size(group_size: int) -> MakeGroup:
+            return lambda item, key: single_turn_group(
                 task,
                 item,
                 renderer,
@@ -122,20 +142,15 @@ class SingleTurnDatasetBuilder(RLDatasetBuilder):
                 self.accept_require_parse,
             )
 
-        return build
+        return of_size(self.group_size), of_size(1)
 
 
 @chz.chz(typecheck=True)
-class TaskEvaluatorBuilder:
+class TaskEvaluatorBuilder(TaskItemsConfig):
     """Evaluates single-turn replies on a fixed, seeded choice of a task's training or test items."""
 
     name: str = chz.field(doc="prefix of the metrics")
-    task: str = chz.field(doc="qa, summary, or a registered task")
-    dataset: str | None = chz.field(default=None, doc="shipped name, .jsonl file or hub id; None: the task's own")
-    reward_fn: str | None = chz.field(default=None, doc="reward spec; None: the task's own")
     split: Literal["train", "test"] = chz.field(default="train", doc="which items")
-    model_name: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
     extra_request: str = chz.field(default="", doc="appended to the system prompt")
     max_items: int = chz.field(default=100, doc="how many items at most", validator=chz.validators.gt(0))
     max_tokens: int = chz.field(doc="longest reply", validator=chz.validators.gt(0))
@@ -143,23 +158,27 @@ class TaskEvaluatorBuilder:
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
     top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens of this probability; 1: from all")
     max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
-    seed: int = chz.field(default=0, doc="seed of the choice and of sampling")
+    rollout: RolloutConfig | None = chz.field(default=None, doc="how rollouts are run; None: without limits")
 
     def __call__(self) -> RLTestSetEvaluator:
-        task = get_task(self.task, self.reward_fn)
-        train, test = load_items(task, self.dataset or task.default_dataset)
+        task, train, test = self.load()
         items = train if self.split == "train" else test
         if len(items) > self.max_items:
             items = random.Random(derive_seed(self.seed, self.name)).sample(items, self.max_items)
-        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
-
-        def build(item: TaskItem, key: tuple[int, int]) -> OneTurnGroupBuilder:
-            return single_turn_group(task, item, renderer, 1, self.extra_request, self.max_prompt_tokens)
-
-        dataset = evaluation_set(items, build)
+        renderer = self.renderer()
+        dataset = evaluation_set(
+            items,
+            lambda item, key: single_turn_group(task, item, renderer, 1, self.extra_request, self.max_prompt_tokens),
+        )
         if dataset is None:
             raise ConfigurationError(f"evaluator {self.name!r}: the dataset has no {self.split} items")
-        seed = derive_seed(self.seed, self.name, "sampling")
         return RLTestSetEvaluator(
-            dataset, self.max_tokens, self.name, self.temperature, seed, top_k=self.top_k, top_p=self.top_p
+            dataset,
+            self.max_tokens,
+            self.name,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=derive_seed(self.seed, self.name, "sampling"),
+            config=self.rollout,
         )

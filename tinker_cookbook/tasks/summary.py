@@ -2,9 +2,11 @@
 
 from typing import ClassVar
 
-from tinker_cookbook.tasks.prompts import SUMMARY_SYSTEM
 from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_solution
 
+SUMMARY_SYSTEM = (
+    "Summarise the article in one or two sentences. Put only the summary between <SOLUTION> and </SOLUTION>."
+)
 JUDGE_CONTEXT_CHARACTERS = 2000
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
-from tinker_cookbook.rl.rollout_presets import ToolExecution
+from tinker_cookbook.rl.rollout_limits import ToolExecution
 from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, Metrics, StopReason
 from tinker_cookbook.tool_use.tools import ToolRegistry
 
@@ -47,19 +47,17 @@ class ToolUseEnv(MessageEnv):
         tool_execution: ToolExecution = "parallel",
     ):
         self.messages, self.tools, self.grade = list(messages), tools, grade
-        self.max_tool_calls: int | None = None
-        self.tool_execution: ToolExecution = tool_execution
         self.tool_calls = self.tool_errors = 0
-        if max_tool_calls is not None:
-            self.set_max_tool_calls(max_tool_calls)
+        self.set_max_tool_calls(max_tool_calls)
+        self.set_tool_execution(tool_execution)
 
-    def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        if max_tool_calls < 1:
+    def set_max_tool_calls(self, max_tool_calls: int | None) -> None:
+        if max_tool_calls is not None and max_tool_calls < 1:
             raise ConfigurationError(f"max_tool_calls={max_tool_calls}: must be at least 1, or None for no limit")
         self.max_tool_calls = max_tool_calls
 
     def set_tool_execution(self, tool_execution: ToolExecution) -> None:
-        self.tool_execution = tool_execution
+        self.tool_execution: ToolExecution = tool_execution
 
     async def initial_observation(self) -> list[Message]:
         return list(self.messages)

@@ -5,13 +5,12 @@
         \"""Add two numbers.\"""
         return str(a + b)
 
-A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with a message to the model that
-says what is wrong. Any other exception of a tool is a bug in the tool, and is raised.
+A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with what is wrong. Any other
+exception of a tool is a bug in the tool, and is raised.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -21,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ToolCall, ToolSpec
-from tinker_cookbook.rl.rollout_presets import ToolExecution
+from tinker_cookbook.rl.rollout_limits import ToolExecution
+from tinker_cookbook.utils.misc_utils import gather_all
 
 ERROR_PREFIX = "Error: "
 
@@ -33,32 +33,33 @@ class ToolError(Exception):
 class Tool(Protocol):
     """Anything with a declaration and a call."""
 
-    @property
-    def spec(self) -> ToolSpec:
-        """Name, description and JSON schema of the parameters, as shown to the model."""
-        ...
+    spec: ToolSpec
+    """name, description and JSON schema of the parameters, as shown to the model"""
 
     async def __call__(self, arguments: dict[str, Any]) -> str:
-        """The result as text. Raises ToolError for what the model can mend."""
+        """The result as text. Raises ToolError for what the model can do better."""
         ...
 
 
 class FunctionTool:
-    """A tool made of a function, plain or async, that returns a string. See `function_tool`."""
+    """A tool of a function, plain or async, that returns a string: its docstring describes it, its annotations are the schema.
+
+    `Annotated[int, "what it means"]` describes a parameter. Arguments are checked strictly: "3" is no int, an int may stand
+    for a float, and unknown arguments are refused.
+
+    Raises:
+        ConfigurationError: no docstring, a parameter without an annotation, or *args or **kwargs.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None):
         self.function = function
         self.name = name or getattr(function, "__name__", "")
         self._parameters = _parameters_model(function, self.name)
-        self._spec = ToolSpec(
+        self.spec = ToolSpec(
             name=self.name,
             description=inspect.cleandoc(function.__doc__ or ""),
             parameters=_without_titles(self._parameters.model_json_schema()),
         )
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
 
     async def __call__(self, arguments: dict[str, Any]) -> str:
         try:
@@ -73,16 +74,8 @@ class FunctionTool:
         return result
 
 
-def function_tool(function: Callable[..., Any]) -> FunctionTool:
-    """A tool of this function: its docstring is the description, its annotations are the schema.
-
-    `Annotated[int, "what it means"]` describes a parameter. Arguments are checked strictly: "3" is no int, an int may stand
-    for a float, and unknown arguments are refused.
-
-    Raises:
-        ConfigurationError: no docstring, a parameter without an annotation, or *args or **kwargs.
-    """
-    return FunctionTool(function)
+function_tool = FunctionTool
+"""The decorator."""
 
 
 class ToolRegistry:
@@ -108,15 +101,15 @@ class ToolRegistry:
 
     async def call(self, call: ToolCall) -> tuple[Message, bool]:
         """The `tool` message that answers a call, and whether the call was good."""
-        name = call.function.name
+        name, good = call.function.name, True
         try:
-            content, good = await self._result(name, call.function.arguments), True
+            if name not in self._tools:
+                raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self._tools))}")
+            content = await self._tools[name](_parse_arguments(name, call.function.arguments))
         except ToolError as error:
             content, good = f"{ERROR_PREFIX}{error}", False
         message: Message = {"role": "tool", "content": content, "name": name}
-        if call.id is not None:
-            message["tool_call_id"] = call.id
-        return message, good
+        return (message if call.id is None else {**message, "tool_call_id": call.id}), good
 
     async def call_all(
         self, calls: Sequence[ToolCall], execution: ToolExecution = "parallel"
@@ -124,20 +117,17 @@ class ToolRegistry:
         """Answers in the order of the calls, whether these run at once or one after the other."""
         if execution == "sequential":
             return [await self.call(call) for call in calls]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.call(call)) for call in calls]
-        return [task.result() for task in tasks]
+        return await gather_all(self.call(call) for call in calls)
 
-    async def _result(self, name: str, arguments: str) -> str:
-        if name not in self._tools:
-            raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self._tools))}")
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise ToolError(f"the arguments of {name} are not valid JSON: {error}") from None
-        if not isinstance(parsed, dict):
-            raise ToolError(f"the arguments of {name} must be a JSON object, such as {{}}")
-        return await self._tools[name](parsed)
+
+def _parse_arguments(name: str, arguments: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the arguments of {name} are not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ToolError(f"the arguments of {name} must be a JSON object, such as {{}}")
+    return parsed
 
 
 def _parameters_model(function: Callable[..., Any], name: str) -> type[BaseModel]:

@@ -28,7 +28,7 @@ from tinker_local_backend.storage.paths import (
     KINDS,
     CheckpointKind,
     CheckpointPath,
-    check_name,
+    check_run_id,
     names_in,
     runs_folder,
 )
@@ -105,7 +105,7 @@ def _paths(home: Path, run_id: str) -> list[CheckpointPath]:
 
 def _kind_folders(home: Path, run_id: str) -> list[tuple[CheckpointKind, Path]]:
     """Those that exist. One that is reached through a symbolic link is not ours to list or clean."""
-    run = runs_folder(home) / check_name(run_id, "run id")
+    run = runs_folder(home) / check_run_id(run_id)
     real = [] if run.is_symlink() else names_in(run)
     return [(kind, run / kind) for kind in KINDS if kind in real]
 

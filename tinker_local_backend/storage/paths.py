@@ -14,7 +14,9 @@ from tinker_local_backend.errors import RequestError
 
 CheckpointKind = Literal["weights", "sampler_weights"]
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+# File systems take 255 bytes, and a folder that is being written has some more in its name.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,199}")
 
 
 def local_home() -> Path:
@@ -24,10 +26,22 @@ def local_home() -> Path:
 
 
 def check_name(name: str, what: str) -> str:
-    """A name that is one path component: letters, digits, `_`, `-`, `.`, not starting with a dot."""
+    """A name that is one path component: letters, digits, `_`, `-`, `.`, not starting with a dot, at most 200 of them."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(f"{what} {name!r} must be letters, digits, '_', '-' or '.', and not start with '.' or '-'")
+        raise RequestError(
+            f"{what} {name!r} must be at most 200 letters, digits, '_', '-' or '.', and not start with '.' or '-'"
+        )
     return name
+
+
+def check_run_id(run_id: str) -> str:
+    """A run id: a name in which the SDK's own ids, `<session>:train:<number>`, may have colons."""
+    if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
+        raise RequestError(
+            f"training run id {run_id!r} must be at most 200 letters, digits, '_', '-', '.' or ':', and not start with "
+            "'.', '-' or ':'"
+        )
+    return run_id
 
 
 def runs_folder(home: Path) -> Path:
@@ -35,10 +49,19 @@ def runs_folder(home: Path) -> Path:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of the real folders in a folder that a run or checkpoint may have, sorted; none when it does not exist."""
+    """Names of the real folders in a folder that a checkpoint may have, sorted; none when it does not exist."""
+    return _folders_in(folder, _NAME)
+
+
+def run_ids_in(folder: Path) -> list[str]:
+    """As names_in, for the folders of runs."""
+    return _folders_in(folder, _RUN_ID)
+
+
+def _folders_in(folder: Path, pattern: re.Pattern[str]) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            return sorted(e.name for e in entries if _NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+            return sorted(e.name for e in entries if pattern.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -62,7 +85,7 @@ class CheckpointPath:
                 "or tinker://<run_id>/sampler_weights/<name>"
             )
         kind: CheckpointKind = "weights" if parts[1] == "weights" else "sampler_weights"
-        return cls(check_name(parts[0], "run id"), kind, check_name(parts[2], "checkpoint name"))
+        return cls(check_run_id(parts[0]), kind, check_name(parts[2], "checkpoint name"))
 
     def __str__(self) -> str:
         return f"tinker://{self.run_id}/{self.checkpoint_id}"

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.storage.catalog import list_run
-from tinker_local_backend.storage.paths import names_in, runs_folder
+from tinker_local_backend.storage.paths import run_ids_in, runs_folder
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Registry:
     def runs(self) -> list[Run]:
         """All runs of the home, newest first, as the folders and the file together say."""
         known = {run.run_id: run for run in self._read("SELECT * FROM runs", _run)}
-        folders = set(names_in(runs_folder(self.home)))
+        folders = set(run_ids_in(runs_folder(self.home)))
         gone = [run.run_id for run in known.values() if run.has_saved and run.run_id not in folders]
         adopted = [run for run_id in sorted(folders - known.keys()) if (run := _adopt(self.home, run_id)) is not None]
         if gone or adopted:

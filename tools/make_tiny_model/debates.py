@@ -15,7 +15,7 @@ from tinker_cookbook.debate.prompts import (
     REBUTTAL,
     judge_user_prompt,
 )
-from tinker_cookbook.tasks.prompts import SUMMARY_SYSTEM
+from tinker_cookbook.tasks.summary import SUMMARY_SYSTEM
 from tools.make_tiny_model import arithmetic
 from tools.make_tiny_model.news import Article, Summary, write_article, write_summary
 

@@ -17,7 +17,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.tasks.prompts import QA_SYSTEM, SUMMARY_SYSTEM
+from tinker_cookbook.tasks.qa import QA_SYSTEM
+from tinker_cookbook.tasks.summary import SUMMARY_SYSTEM
 from tinker_cookbook.utils.files import read_jsonl
 from tools.make_tiny_model import chat
 from tools.make_tiny_model.arithmetic import QA_CONFIDENCE_SYSTEM

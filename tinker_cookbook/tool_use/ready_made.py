@@ -1,4 +1,4 @@
-"""Search for policies: the best articles of a small local collection for a query, by BM25 (extra: search)."""
+"""Tools that are ready to use: exact arithmetic, and a search over a small local collection (extra: search)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from typing import Annotated, Any
 from tinker_cookbook.data.rows import read_file
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tool_use.tools import FunctionTool, ToolError
+from tinker_cookbook.utils.arithmetic import ExpressionError, evaluate, format_number
 from tinker_cookbook.utils.misc_utils import concat_lists
 
 MAX_QUERY = 200
 
 
+def calculate(expression: Annotated[str, "numbers, + - * / // % ** and parentheses"]) -> str:
+    """Compute an arithmetic expression."""
+    try:
+        return format_number(evaluate(expression))
+    except ExpressionError as error:
+        raise ToolError(str(error)) from None
+
+
 class ArticleSearch:
-    """Articles in memory and an index of their words. `tool()` is what a policy calls.
+    """Articles in memory and an index of their words (BM25). `tool()` is what a policy calls.
 
     Args:
         articles: the texts.
@@ -55,13 +64,12 @@ class ArticleSearch:
             if len(query) > MAX_QUERY:
                 raise ToolError(f"the query has {len(query)} characters; at most {MAX_QUERY} are allowed")
             found = self.find(query)
-            return self._shown(found[0]) if found else "No article has any of these words."
+            if not found:
+                return "No article has any of these words."
+            limit = self.max_characters
+            return found[0] if limit is None or len(found[0]) <= limit else found[0][:limit] + "..."
 
         return FunctionTool(search)
-
-    def _shown(self, article: str) -> str:
-        limit = self.max_characters
-        return article if limit is None or len(article) <= limit else article[:limit] + "..."
 
     def _words(self, texts: Sequence[str], **options: Any) -> Any:
         return self._bm25s.tokenize(list(texts), stopwords="en", show_progress=False, **options)

@@ -1,0 +1,226 @@
+"""Keys, tenants and names: nobody reaches what is another's, or out of the home."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.serving import TINY_CHAT, Serving, Wire
+from tinker_local_backend.errors import LocalBackendError, RequestError
+from tinker_local_backend.server.access import KEYS_VARIABLE, Access, read_keys
+from tinker_local_backend.server.config import ServerConfig, check_config, is_loopback
+
+KEYS = {"alice": "tml-alice-secret", "bob": "tml-bob-secret"}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+    folder = tmp_path_factory.mktemp("guarded")
+    file = folder / "keys.txt"
+    file.write_text("# who may ask\n" + "".join(f"{name}={key}\n" for name, key in KEYS.items()))
+    with Serving(folder / "home", api_keys_file=file) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def alice(guarded: Serving) -> Wire:
+    return Wire(guarded.url, KEYS["alice"])
+
+
+@pytest.fixture(scope="module")
+def bob(guarded: Serving) -> Wire:
+    return Wire(guarded.url, KEYS["bob"])
+
+
+@pytest.mark.parametrize("key", ["", "tml-alice", "tml-alice-secretx", "ключ"])
+def test_no_key_no_answer(guarded: Serving, key: str) -> None:
+    wire = Wire(guarded.url)
+    expected = 401
+    for header in ({"X-API-Key": key.encode()}, {"X-API-Key": b"", "Authorization": b"Bearer " + key.encode()}):
+        if header["X-API-Key"]:
+            assert wire.ask("GET", "/get_server_capabilities", headers=header)[0] == expected
+    assert wire.ask("POST", "/create_session", json={}, headers={"X-API-Key": key.encode()})[0] == expected
+    assert wire.ask("GET", "/healthz", headers={"X-API-Key": ""})[0] == 200
+
+
+def test_a_bearer_token_is_a_key_too(guarded: Serving) -> None:
+    import httpx
+
+    for key, status in ((KEYS["bob"], 200), ("tml-nobody", 401)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.get(f"{guarded.url}/metrics", headers=headers).status_code == status
+
+
+def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, bob: Wire, guarded: Serving) -> None:
+    """Every route that names something of alice's answers bob as it does for something that never was."""
+    session = alice.session()
+    model, sampler = alice.model(session), alice.sampler(session)
+    saved = alice.result(alice.post("/save_weights", model_id=model, seq_id=1, path="mine")[1])["path"]
+    for_sampler = alice.result(alice.post("/save_weights_for_sampler", model_id=model, seq_id=2, path="mine")[1])[
+        "path"
+    ]
+    alice.ask("POST", f"/training_runs/{model}/checkpoints/weights/mine/publish")
+    _, accepted = alice.sample(sampler)
+    alice.result(accepted)
+    bobs = bob.session()
+    checkpoint = f"/training_runs/{model}/checkpoints/weights/mine"
+
+    def ask(who: Wire, real: bool) -> list[tuple[int, str]]:
+        def name(value: str) -> str:
+            return value if real else value.replace(session, "0" * len(session))
+
+        requests = [
+            ("POST", "/session_heartbeat", {"session_id": name(session)}),
+            ("POST", f"/sessions/{name(session)}/finish", {}),
+            ("GET", f"/sessions/{name(session)}", None),
+            ("POST", "/get_info", {"model_id": name(model)}),
+            ("POST", "/optim_step", {"model_id": name(model), "seq_id": 3, "adam_params": {}}),
+            ("POST", "/save_weights", {"model_id": name(model), "seq_id": 3, "path": "x"}),
+            ("POST", "/save_weights_for_sampler", {"model_id": name(model), "seq_id": 3, "path": "x"}),
+            ("POST", "/load_weights", {"model_id": name(model), "seq_id": 3, "path": name(saved), "optimizer": True}),
+            ("POST", "/create_model", {"session_id": name(session), "model_seq_id": 9, "base_model": TINY_CHAT}),
+            ("GET", f"/samplers/{name(sampler)}", None),
+            ("POST", "/join_sampling_session", {"sampling_session_id": name(sampler)}),
+            ("POST", "/weights_info", {"tinker_path": name(saved)}),
+            ("POST", "/copy_weights", {"source_path": name(saved)}),
+            ("GET", f"/training_runs/{name(model)}", None),
+            ("GET", f"/training_runs/{name(model)}/checkpoints", None),
+            ("POST", f"{name(checkpoint)}/publish", None),
+            ("DELETE", f"{name(checkpoint)}/publish", None),
+            ("PUT", f"{name(checkpoint)}/ttl", {"ttl_seconds": 1}),
+            ("DELETE", name(checkpoint), None),
+            (
+                "POST",
+                "/create_sampling_session",
+                {"session_id": bobs, "sampling_session_seq_id": 5, "model_path": name(for_sampler)},
+            ),
+        ]
+        answers = [who.ask(method, path, json=body) for method, path, body in requests]
+        status, reply = who.post(
+            "/load_weights", session_id=bobs, model_seq_id=7 if real else 8, path=name(saved), optimizer=True
+        )
+        answers.append((status, who.result(reply)["error"]))
+        forward = who.forward_backward(name(model), 3)
+        sample = who.sample(name(sampler), 3)
+        request_id = accepted["request_id"] if real else "0" * 32
+        fetched = who.post("/retrieve_future", request_id=request_id)
+        answers += [forward, sample, (fetched[0], str(fetched[1]).replace(request_id, "ID"))]
+        return [(status, str(reply).replace(name(session), "SESSION")) for status, reply in answers]
+
+    real, imagined = ask(bob, real=True), ask(bob, real=False)
+    assert real == imagined
+    assert all(status in (400, 404, 410) for status, _ in real[:20]), real
+    assert bob.post("/cancel_future", request_id=accepted["request_id"])[0] == 204
+    for path, key in (("/training_runs", "training_runs"), ("/checkpoints", "checkpoints"), ("/sessions", "sessions")):
+        assert session not in str(bob.ask("GET", f"{path}?limit=1000")[1][key])
+        assert session in str(alice.ask("GET", f"{path}?limit=1000")[1][key])
+    listed = alice.ask("GET", f"/training_runs/{model}/checkpoints")[1]["checkpoints"]
+    assert [(c["tinker_path"], c["public"]) for c in listed] == [(saved, True), (for_sampler, False)]
+    assert isinstance(alice.result(accepted), bytes)
+    home = Path(guarded.lines[0].split("checkpoints under ")[1].strip().rstrip(":"))
+    assert {entry.name for entry in home.iterdir()} == {"tenants"}
+    assert {entry.name for entry in (home / "tenants").iterdir()} == {"alice", "bob"}
+
+
+BAD_NAMES = [
+    "..",
+    ".",
+    "../x",
+    "a/b",
+    "/etc/passwd",
+    "a\\b",
+    "a\x00b",
+    ".hidden",
+    "-flag",
+    "",
+    "x" * 300,
+    "a:b",
+    "ü",
+    "a b",
+    "%2e%2e",
+]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_no_name_leads_out_of_the_home(alice: Wire, guarded: Serving, tmp_path: Path, name: str) -> None:
+    session = alice.session()
+    model = alice.model(session)
+    for seq_id, route in enumerate(("/save_weights", "/save_weights_for_sampler"), start=1):
+        status, reply = alice.post(route, model_id=model, seq_id=seq_id, path=name)
+        assert status == 200
+        assert alice.result(reply)["category"] in ("user", "server")
+    for path in (f"tinker://{name}/weights/x", f"tinker://{model}/weights/{name}", f"tinker://{model}/{name}/x"):
+        assert alice.post("/weights_info", tinker_path=path)[0] in (400, 404)
+        status, _ = alice.post(
+            "/create_sampling_session", session_id=session, sampling_session_seq_id=1, model_path=path
+        )
+        assert status in (400, 404)
+    assert alice.post(f"/sessions/{session}/finish")[0] == 204
+
+
+def test_keys_are_read_and_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice=tml-abcdefgh  # her key\n\ntml-ijklmnop\n")
+    keys = read_keys(str(file), {})
+    assert keys["alice"] == "tml-abcdefgh" and len(keys) == 2
+    assert read_keys(None, {KEYS_VARIABLE: "a=tml-12345678, b=tml-23456789"}) == {
+        "a": "tml-12345678",
+        "b": "tml-23456789",
+    }
+    assert read_keys(None, {}) == {}
+    for text in ("alice=secret-key", "alice=tml-1", "../x=tml-12345678", "a=tml-12345678,a=tml-23456789", ","):
+        with pytest.raises(RequestError) as caught:
+            read_keys(None, {KEYS_VARIABLE: text})
+        assert "secret" not in str(caught.value) and "12345678" not in str(caught.value)
+    with pytest.raises(RequestError, match="cannot be read"):
+        read_keys(str(tmp_path / "none"), {})
+
+
+def test_whose_key_it_is(tmp_path: Path) -> None:
+    access = Access({"a": "tml-12345678", "b": "tml-23456789"}, tmp_path)
+    tenants = [access.tenant(key) for key in ("tml-12345678", "tml-23456789", "tml-1234567", None)]
+    assert [tenant and tenant.home for tenant in tenants] == [
+        tmp_path / "tenants/a",
+        tmp_path / "tenants/b",
+        None,
+        None,
+    ]
+    everybody = Access({}, tmp_path).tenant(None)
+    assert everybody is not None and everybody.home == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_keys", "message"),
+    [
+        ({}, False, "give model=NAME or models=A,B"),
+        ({"model": TINY_CHAT, "models": TINY_CHAT}, False, "give model=NAME or models=A,B"),
+        ({"models": " , "}, False, "names no model"),
+        ({"models": f"{TINY_CHAT},{TINY_CHAT}"}, False, "names a model twice"),
+        ({"model": "/no/such"}, False, "no config.json there"),
+        ({"model": TINY_CHAT, "host": "0.0.0.0"}, False, "there are no API keys"),
+        ({"model": TINY_CHAT, "tls_certfile": "x"}, False, "tls_certfile and tls_keyfile go together"),
+        ({"model": TINY_CHAT, "tls_certfile": "x", "tls_keyfile": "y"}, False, "tls_certfile='x' is not a file"),
+        ({"model": TINY_CHAT, "port": 70000}, False, "port=70000"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(keys: dict, has_keys: bool, message: str) -> None:
+    with pytest.raises(LocalBackendError, match=message):
+        check_config(ServerConfig(**keys), has_keys)
+
+
+def test_other_machines_are_let_in_with_keys_alone() -> None:
+    check_config(ServerConfig(model=TINY_CHAT, host="0.0.0.0"), has_keys=True)
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org", "127.1.2.3")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_path_that_the_sdk_would_cut_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LocalBackendError):
+        check_config(ServerConfig(model="/models/tiny"), has_keys=False)

@@ -1,0 +1,81 @@
+"""The engine's side of the server, without a process around it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.serving import TINY_CHAT, forward_backward_body
+from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.server.frames import Frame
+from tinker_local_backend.server.operations import Operations
+
+LORA = {"rank": 2, "seed": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def operations(engine: Engine) -> Operations:
+    return Operations(engine)
+
+
+def run(operations: Operations, body: bytes = b"", **fields: Any) -> Frame:
+    future, encode = operations.run(Frame(fields, body))
+    return encode(future.result(60))
+
+
+def make_model(operations: Operations, home: Path, model_id: str = "s:train:0") -> Frame:
+    place = {"model_id": model_id, "home": str(home), "session": {"session_id": "s"}}
+    return run(operations, op="create_model", base_model=TINY_CHAT, user_metadata={}, **LORA, **place)
+
+
+def request(max_tokens: int = 4) -> dict[str, Any]:
+    return {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "num_samples": 2,
+        "sampling_params": {"max_tokens": max_tokens, "seed": 1, "stop": []},
+        "prompt_logprobs": False,
+        "topk_prompt_logprobs": 0,
+        "topk_sample_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
+    }
+
+
+def test_the_engine_waits_for_no_event_loop(operations: Operations, engine: Engine, tmp_path: Path) -> None:
+    """Lockstep needs an event loop to be in step with; nothing here runs on one."""
+    assert make_model(operations, tmp_path).fields == {"base_model": TINY_CHAT, "rank": 2, "arch": "qwen3"}
+    body = forward_backward_body("s:train:0", 1)
+    assert run(operations, body, op="forward_backward", model_id="s:train:0").fields == {"tokens": 5.0}
+    assert run(operations, op="snapshot", model_id="s:train:0", sampler_id="s:sample:0").fields["json"]["path"] is None
+    assert run(operations, op="sample", sampler_id="s:sample:0", request=request()).fields == {"tokens": 8}
+    assert engine._gates == {}
+
+
+def test_a_sample_may_follow_its_sampler_at_once(operations: Operations) -> None:
+    """It is submitted when the sampler is there, or fails as the sampler did."""
+    opening, _ = operations.run(Frame({"op": "open_sampler", "sampler_id": "a", "base_model": TINY_CHAT, "path": None}))
+    sampling, encode = operations.run(Frame({"op": "sample", "sampler_id": "a", "request": request()}))
+    opening.result(60)
+    assert encode(sampling.result(60)).fields == {"tokens": 8}
+    operations.run(Frame({"op": "open_sampler", "sampler_id": "b", "base_model": TINY_CHAT + "x", "path": None}))
+    failing, _ = operations.run(Frame({"op": "sample", "sampler_id": "b", "request": request()}))
+    with pytest.raises(ValueError, match="tiny_chatx"):
+        failing.result(60)
+
+
+def test_what_is_dropped_is_gone(operations: Operations, tmp_path: Path) -> None:
+    make_model(operations, tmp_path, "s:train:5")
+    run(operations, op="snapshot", model_id="s:train:5", sampler_id="s:sample:5")
+    run(operations, op="drop", model_ids=["s:train:5"], sampler_ids=["s:sample:5", "never"])
+    with pytest.raises(RequestError, match="its session has ended"):
+        run(operations, op="snapshot", model_id="s:train:5", sampler_id="s:sample:6")
+    with pytest.raises(RequestError, match="its session has ended"):
+        run(operations, op="sample", sampler_id="s:sample:5", request=request())

@@ -1,0 +1,277 @@
+"""Requests as they come over a bad network: twice, out of order, too late, about what has ended."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinker.proto import tinker_public_pb2 as pb
+
+from tests.server.serving import Serving, Wire
+
+
+@pytest.fixture(scope="module")
+def wire(server: Serving) -> Wire:
+    return Wire(server.url)
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server that gives up after seconds and takes little."""
+    pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+    limits = {
+        "session_timeout_seconds": 2.5,
+        "request_gap_seconds": 0.5,
+        "poll_seconds": 0.5,
+        "result_seconds": 0.5,
+        "max_sampling_requests": 2,
+        "max_training_requests": 3,
+        "max_sessions": 4,
+        "max_models": 2,
+        "max_snapshots": 2,
+        "max_rank": 8,
+        "max_body_mib": 1,
+        "max_decompressed_mib": 2,
+        "body_seconds": 1.0,
+    }
+    with Serving(tmp_path_factory.mktemp("impatient-home"), **limits) as serving:
+        yield serving
+
+
+def loss_of(result: Any) -> float:
+    assert isinstance(result, bytes), result
+    message = pb.ForwardBackwardOutput()
+    message.ParseFromString(result)
+    return message.metrics["loss:sum"]
+
+
+def test_requests_run_in_the_order_of_their_numbers(wire: Wire) -> None:
+    """Sent last to first: a forward pass sees the step before it and not the one after it."""
+    session = wire.session()
+    ordered, shuffled = wire.model(session, 0), wire.model(session, 1)
+    calls = {1: "forward_backward", 2: "optim_step", 3: "forward_backward", 4: "optim_step", 5: "forward_backward"}
+
+    def losses(model: str, numbers: list[int]) -> list[float]:
+        accepted = {}
+        for number in numbers:
+            more = {"learning_rate": 1e-2} if calls[number] == "optim_step" else {}
+            status, accepted[number] = getattr(wire, calls[number])(model, number, **more)
+            assert status == 200
+        return [loss_of(wire.result(accepted[number])) for number in (1, 3, 5)]
+
+    expected = losses(ordered, [1, 2, 3, 4, 5])
+    assert len(set(expected)) == 3
+    assert losses(shuffled, [5, 3, 4, 2, 1]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_request_that_is_sent_again_is_the_same_request(wire: Wire) -> None:
+    session = wire.session()
+    model = wire.model(session)
+    first, again = wire.forward_backward(model, 1), wire.forward_backward(model, 1)
+    assert first == again and first[0] == 200
+    steps = [wire.optim_step(model, 2) for _ in range(2)]
+    assert steps[0] == steps[1]
+    assert wire.result(steps[0][1]) == wire.result(steps[0][1])  # a lost reply can be fetched again
+    status, reply = wire.optim_step(model, 2, learning_rate=0.5)
+    assert status == 400 and "seq_id 2 was used by another request" in reply["detail"]
+    status, reply = wire.post("/save_weights", model_id=model, seq_id=2, path="x")
+    assert status == 400
+    assert wire.model(session) == model
+    status, reply = wire.post(
+        "/create_model", session_id=session, model_seq_id=0, base_model=_base(wire), lora_config={"rank": 3}
+    )
+    assert status == 400 and "model_seq_id 0 was used" in reply["detail"]
+
+
+def _base(wire: Wire) -> str:
+    return wire.ask("GET", "/get_server_capabilities")[1]["supported_models"][0]["model_name"]
+
+
+def test_a_snapshot_that_is_asked_for_again_is_the_same(wire: Wire) -> None:
+    """The SDK counts the number of the sampling session up with every attempt."""
+    session = wire.session()
+    model = wire.model(session)
+    attempts = [
+        wire.post("/save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=n, kind="snapshot")
+        for n in (0, 1)
+    ]
+    assert attempts[0] == attempts[1]
+    sampler = wire.result(attempts[0][1])["sampling_session_id"]
+    assert sampler == f"{session}:sample:0"
+    assert wire.sample(sampler)[0] == 200
+
+
+def test_samples_are_known_by_their_number_and_sessions_by_their_key(wire: Wire) -> None:
+    sampler = wire.sampler(wire.session())
+    first, again, other = (
+        wire.sample(sampler, 0, seed=1),
+        wire.sample(sampler, 0, seed=1),
+        wire.sample(sampler, 1, seed=1),
+    )
+    assert first == again and first[1]["request_id"] != other[1]["request_id"]
+    assert wire.result(first[1]) == wire.result(other[1])
+    sessions = {
+        wire.ask("POST", "/create_session", json={}, headers={"X-Idempotency-Key": key})[1]["session_id"]
+        for key in ("a", "a", "b")
+    }
+    assert len(sessions) == 2
+
+
+def test_a_request_may_be_cancelled(wire: Wire) -> None:
+    sampler = wire.sampler(wire.session())
+    _, accepted = wire.sample(sampler, max_tokens=900)
+    status, _ = wire.post("/cancel_future", request_id=accepted["request_id"])
+    assert status == 204
+    assert wire.result(accepted) == {"error": "the request was cancelled", "category": "user"}
+
+
+def test_an_unknown_or_ended_thing_is_told_at_once(wire: Wire) -> None:
+    session = wire.session()
+    model, sampler = wire.model(session), wire.sampler(session)
+    assert wire.ask("POST", f"/sessions/{session}/finish", json={"reason": {"type": "success"}})[0] == 204
+    assert wire.post("/session_heartbeat", session_id=session)[0] == 410
+    for status, reply in (
+        wire.optim_step(model, 1),
+        wire.forward_backward(model, 1),
+        wire.sample(sampler),
+        wire.post("/get_info", model_id=model),
+        wire.post("/create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=_base(wire)),
+    ):
+        assert status == 404 and "go on from a saved checkpoint" in reply["detail"]
+    assert wire.result({"request_id": "never"})["category"] == "user"
+
+
+def test_a_gap_ends_in_an_error_and_the_model_goes_on(impatient: Serving) -> None:
+    wire = Wire(impatient.url)
+    session = wire.session()
+    model = wire.model(session)
+    held = [wire.forward_backward(model, 2)[1], wire.optim_step(model, 3)[1]]
+    for accepted in held:
+        assert "request 1 of model" in wire.result(accepted)["error"]
+    assert loss_of(wire.result(wire.forward_backward(model, 4)[1])) > 0
+    wire.post(f"/sessions/{session}/finish")
+
+
+def test_a_session_without_heartbeat_dies_and_its_requests_with_it(impatient: Serving) -> None:
+    wire = Wire(impatient.url)
+    session = wire.session()
+    sampler = wire.sampler(session)
+    while wire.ask("GET", f"/sessions/{session}")[1]["sampler_ids"]:
+        pass  # asking for a session is no sign of its client's life
+    assert wire.sample(sampler)[0] == 404
+    assert wire.post("/session_heartbeat", session_id=session)[0] == 410
+
+
+def test_limits_of_a_tenant(impatient: Serving) -> None:
+    wire = Wire(impatient.url)
+    sessions = [wire.session() for _ in range(4)]
+    status, reply = wire.post("/create_session")
+    assert status == 403 and "max_sessions" in reply["detail"]
+    for number in range(2):
+        wire.model(sessions[0], number)
+    status, reply = wire.post(
+        "/create_model", session_id=sessions[1], model_seq_id=0, base_model=_base(wire), lora_config={"rank": 2}
+    )
+    assert status == 403 and "max_models" in reply["detail"]
+    status, reply = wire.post(
+        "/create_model", session_id=sessions[1], model_seq_id=0, base_model=_base(wire), lora_config={"rank": 9}
+    )
+    assert status == 400 and "at most 8" in reply["detail"]
+    model = f"{sessions[0]}:train:0"
+    for seq_id in (2, 3, 4):
+        assert wire.optim_step(model, seq_id)[0] == 200
+    status, reply = wire.optim_step(model, 5)
+    assert status == 400 and "max_training_requests" in reply["detail"]
+    for session in sessions:
+        wire.post(f"/sessions/{session}/finish")
+
+
+def test_sampling_beyond_the_queue_is_429_and_nothing_is_lost(impatient: Serving) -> None:
+    wire = Wire(impatient.url)
+    session = wire.session()
+    sampler = wire.sampler(session)
+    running = [wire.sample(sampler, number, max_tokens=300)[1] for number in range(2)]
+    status, reply = wire.sample(sampler, 2)
+    assert status == 429 and "max_sampling_requests" in reply["detail"]
+    for accepted in running:
+        assert isinstance(wire.result(accepted), bytes)
+    assert wire.sample(sampler, 2)[0] == 200
+    wire.post(f"/sessions/{session}/finish")
+
+
+def test_the_snapshot_used_least_recently_goes_first(impatient: Serving) -> None:
+    wire = Wire(impatient.url)
+    session = wire.session()
+    model = wire.model(session)
+    for number in range(2):
+        _, accepted = wire.post(
+            "/save_weights_for_sampler", model_id=model, seq_id=1 + number, sampling_session_seq_id=number
+        )
+        wire.result(accepted)
+    samplers = [f"{session}:sample:{number}" for number in range(3)]
+    assert isinstance(wire.result(wire.sample(samplers[0])[1]), bytes)
+    _, accepted = wire.post("/save_weights_for_sampler", model_id=model, seq_id=3, sampling_session_seq_id=2)
+    wire.result(accepted)
+    status, reply = wire.sample(samplers[1])
+    assert status == 404 and "max_snapshots" in reply["detail"]
+    for kept in (samplers[0], samplers[2]):
+        assert isinstance(wire.result(wire.sample(kept, 1)[1]), bytes)
+    wire.post(f"/sessions/{session}/finish")
+
+
+def test_a_fetched_result_is_forgotten_after_a_while(impatient: Serving) -> None:
+    wire = Wire(impatient.url)
+    session = wire.session()
+    _, accepted = wire.sample(wire.sampler(session))
+    assert isinstance(wire.result(accepted), bytes)
+    while isinstance(reply := wire.result(accepted), bytes):
+        wire.post("/session_heartbeat", session_id=session)
+    assert "fetched some time ago" in reply["error"]
+    wire.post(f"/sessions/{session}/finish")
+
+
+def test_a_pending_result_is_408_after_the_poll_time(impatient: Serving) -> None:
+    wire = Wire(impatient.url)
+    session = wire.session()
+    model = wire.model(session)
+    _, held = wire.optim_step(model, 7)
+    status, reply = wire.post("/retrieve_future", request_id=held["request_id"])
+    assert status == 408 or "never arrived" in reply["error"]
+    assert status == 408 and reply["type"] == "try_again"
+    wire.post(f"/sessions/{session}/finish")
+
+
+def test_bodies_that_are_too_large_too_slow_or_bombs(impatient: Serving, tmp_path: Path) -> None:
+    import socket
+
+    import zstandard
+
+    wire = Wire(impatient.url)
+    proto = {"Content-Type": "application/x-protobuf"}
+    status, reply = wire.ask("POST", "/forward_backward", content=b"x" * (2 << 20), headers=proto)
+    assert status == 413 and "max_body_mib" in reply["detail"]
+    status, reply = wire.ask("POST", "/forward_backward", content=iter([b"x" * (1 << 20)] * 3), headers=proto)
+    assert status == 413
+    bomb = zstandard.ZstdCompressor().compress(bytes(300 << 20))
+    assert len(bomb) < 1 << 20
+    packed = {**proto, "Content-Encoding": "zstd"}
+    status, reply = wire.ask("POST", "/forward_backward", content=bomb, headers=packed)
+    assert status == 413 and "max_decompressed_mib" in reply["detail"]
+    assert wire.ask("POST", "/forward_backward", content=b"no zstd", headers=packed)[0] == 400
+    assert wire.ask("POST", "/forward_backward", content=b"", headers={"Content-Encoding": "br"})[0] == 415
+    host, port = impatient.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as slow:
+        slow.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: k\r\nContent-Length: 100\r\n\r\n{")
+        assert b"400" in slow.recv(100)
+
+
+def test_compressed_bodies_are_read(wire: Wire) -> None:
+    import zstandard
+
+    from tests.server.serving import forward_backward_body
+
+    model = wire.model(wire.session())
+    body = zstandard.ZstdCompressor().compress(forward_backward_body(model, 1))
+    headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
+    status, accepted = wire.ask("POST", "/forward_backward", content=body, headers=headers)
+    assert status == 200 and loss_of(wire.result(accepted)) > 0

@@ -1,0 +1,27 @@
+"""Serve base models to the Tinker SDK.
+
+python -m tinker_local_backend.server model=Qwen/Qwen3-4B-Instruct-2507
+python -m tinker_local_backend.server models=A,B host=0.0.0.0 port=8000 api_keys_file=keys.txt
+"""
+
+import sys
+
+import chz
+
+from tinker_local_backend.errors import LocalBackendError
+from tinker_local_backend.server.config import ServerConfig
+
+
+def main(config: ServerConfig) -> None:
+    try:
+        from tinker_local_backend.server.run import serve
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}; the server needs its extra: pip install 'tinker-cookbook-local[server]'")
+    try:
+        serve(config)
+    except LocalBackendError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    chz.nested_entrypoint(main)

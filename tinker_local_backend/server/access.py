@@ -1,0 +1,94 @@
+"""Who may ask: API keys, and the tenants that they stand for.
+
+A tenant has a home of its own, below which all of its runs and checkpoints lie. A `tinker://` path is looked up in the home of
+whoever asks, so another tenant's checkpoint is not refused but absent, like one that never was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.storage.paths import check_name
+
+KEYS_VARIABLE = "TINKER_LOCAL_API_KEYS"
+KEY_PREFIX = "tml-"
+"""The SDK refuses other keys before it sends them."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Someone whose sessions, runs, checkpoints and results nobody else sees."""
+
+    name: str
+    home: Path
+
+
+class Access:
+    """The tenants of a server, by the digests of their keys. Without keys everybody is one tenant.
+
+    Args:
+        keys: tenant name -> API key.
+        home: of the server; a tenant with a key lives in `tenants/<name>` below it.
+    """
+
+    def __init__(self, keys: Mapping[str, str], home: Path):
+        self._digests = [(_digest(key), Tenant(name, home / "tenants" / name)) for name, key in sorted(keys.items())]
+        self._everybody = None if keys else Tenant("local", home)
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._digests)
+
+    def tenant(self, key: str | None) -> Tenant | None:
+        """Whose key this is; None for nobody's. The time that it takes does not depend on the key."""
+        if self._everybody is not None:
+            return self._everybody
+        digest = _digest(key or "")
+        found = None
+        for expected, tenant in self._digests:
+            if hmac.compare_digest(digest, expected):
+                found = tenant
+        return found
+
+
+def read_keys(file: str | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """Tenant -> key, from a file (a line each, `#` begins a comment) or from TINKER_LOCAL_API_KEYS (separated by commas).
+
+    An entry is `tenant=tml-...` or only a key, whose tenant is then named after its digest.
+    Raises RequestError, which never shows a key.
+    """
+    if file is not None:
+        try:
+            text = Path(file).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"api_keys_file={file!r} cannot be read: {error}") from None
+        lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+        return _parse([line for line in lines if line], f"api_keys_file={file!r}")
+    value = environment.get(KEYS_VARIABLE, "")
+    return _parse([part.strip() for part in value.split(",") if part.strip()], KEYS_VARIABLE) if value else {}
+
+
+def _parse(entries: Iterable[str], source: str) -> dict[str, str]:
+    keys: dict[str, str] = {}
+    for number, entry in enumerate(entries, start=1):
+        name, separator, key = entry.rpartition("=")
+        if not key.startswith(KEY_PREFIX) or len(key) < len(KEY_PREFIX) + 8 or not key.isascii() or " " in key:
+            raise RequestError(
+                f"{source}: the key of entry {number} must be {KEY_PREFIX} and at least 8 characters more, as the SDK asks"
+            )
+        name = check_name(name, f"{source}: tenant") if separator else f"tenant-{_digest(key).hex()[:12]}"
+        if name in keys or key in keys.values():
+            raise RequestError(f"{source}: entry {number} repeats a tenant or a key")
+        keys[name] = key
+    if not keys:
+        raise RequestError(f"{source} holds no key; write a line such as alice={KEY_PREFIX}...")
+    return keys
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

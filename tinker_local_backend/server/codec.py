@@ -1,0 +1,230 @@
+"""The SDK's protobuf messages and JSON objects, from and to what the engine's clients take and return.
+
+Every array comes as bytes whose length, shape and indices are checked here against each other: a damaged message is a
+RequestError, and none makes the process allocate more than it carries, times the padding of a sparse tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tinker
+from google.protobuf.message import DecodeError
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.types.topk_logprobs import TopkLogprobs
+
+from tinker_local_backend.errors import RequestError
+
+MAX_ELEMENTS = 1 << 26
+"""Of one dense tensor, also after a sparse one is filled up."""
+
+_DTYPES: dict[int, tuple[np.dtype, Literal["float32", "int64"]]] = {
+    pb.DTYPE_FLOAT32: (np.dtype("<f4"), "float32"),
+    pb.DTYPE_INT64: (np.dtype("<i8"), "int64"),
+    pb.DTYPE_INT32: (np.dtype("<i4"), "int64"),
+    pb.DTYPE_BFLOAT16: (np.dtype("<u2"), "float32"),
+}
+"""The SDK's tensors know two dtypes; the narrow ones of the wire are widened."""
+
+_WIRE_DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
+_STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+
+
+def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
+    """Raises RequestError when the bytes are no such message."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        raise RequestError("the body is not a ForwardBackwardRequest in protobuf") from None
+    return message
+
+
+def loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str] | None:
+    """Configuration of the loss: the map that may hold text, else the older one of numbers; None when both are empty."""
+    config: dict[str, float | str] = {
+        key: value.text if value.WhichOneof("value") == "text" else value.number
+        for key, value in message.loss_fn_config_v2.items()
+    }
+    return config or dict(message.loss_fn_config) or None
+
+
+def datums(message: pb.ForwardBackwardRequest) -> list[tinker.Datum]:
+    """Raises RequestError naming data[i] and the field."""
+    return [
+        tinker.Datum(
+            model_input=tinker.ModelInput(
+                chunks=[_chunk(chunk, f"data[{i}].model_input[{j}]") for j, chunk in enumerate(datum.model_input)]
+            ),
+            loss_fn_inputs={
+                name: _tensor(tensor, f"data[{i}].loss_fn_inputs[{name!r}]")
+                for name, tensor in datum.loss_fn_inputs.items()
+            },
+        )
+        for i, datum in enumerate(message.data)
+    ]
+
+
+def _chunk(chunk: pb.Chunk, where: str) -> tinker.EncodedTextChunk:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise RequestError(f"{where} is {kind or 'empty'}; this server takes text only")
+    return tinker.EncodedTextChunk(tokens=_array(chunk.encoded_text.tokens, np.dtype("<i4"), where).tolist())
+
+
+def _array(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise RequestError(f"{where} has {len(data)} bytes, no whole number of {dtype.itemsize}-byte values")
+    return np.frombuffer(data, dtype)
+
+
+def _tensor(message: pb.Tensor, where: str) -> tinker.TensorData:
+    if message.dtype not in _DTYPES:
+        raise RequestError(f"{where} has the unknown dtype {message.dtype}")
+    stored, dtype = _DTYPES[message.dtype]
+    shape = list(message.shape)
+    elements = math.prod(shape) if all(0 <= size <= MAX_ELEMENTS for size in shape) else -1
+    if not shape or len(shape) > 2 or not 0 <= elements <= MAX_ELEMENTS:
+        raise RequestError(f"{where} has shape {shape[:8]}; give (N,) or (N, K) with at most {MAX_ELEMENTS} elements")
+    sparse = message.sparse_csr if message.WhichOneof("encoding") == "sparse_csr" else None
+    values = _array(message.dense if sparse is None else sparse.values, stored, where)
+    if message.dtype == pb.DTYPE_BFLOAT16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    if sparse is None:
+        if values.size != elements:
+            raise RequestError(f"{where} has {values.size} values, but its shape is {shape}")
+        return tinker.TensorData(data=values.reshape(shape), dtype=dtype, shape=shape)
+    rows = _array(sparse.crow_indices, np.dtype("<i8"), where)
+    columns = _array(sparse.col_indices, np.dtype("<i8"), where)
+    _check_sparse(shape, rows, columns, values.size, where)
+    return tinker.TensorData(
+        data=values, dtype=dtype, shape=shape, sparse_crow_indices=rows.tolist(), sparse_col_indices=columns.tolist()
+    )
+
+
+def _check_sparse(shape: Sequence[int], rows: np.ndarray, columns: np.ndarray, count: int, where: str) -> None:
+    fits = (
+        len(shape) == 2
+        and rows.size == shape[0] + 1
+        and columns.size == count
+        and rows[0] == 0
+        and rows[-1] == count
+        and bool((np.diff(rows) >= 0).all())
+        and (count == 0 or bool(columns.min() >= 0 and columns.max() < shape[1]))
+    )
+    if not fits:
+        raise RequestError(f"{where} is sparse, and its indices do not fit its shape {list(shape)} and {count} values")
+
+
+def encode_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
+    """One record per run of datums whose arrays have the same trailing shape."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
+    record, layout = None, None
+    parts: dict[str, list[np.ndarray]] = {}
+    for fields in output.loss_fn_outputs:
+        arrays = {name: tensor.to_numpy() for name, tensor in fields.items()}
+        here = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
+        if here != layout:
+            _close(record, parts)
+            record, layout, parts = message.loss_fn_outputs.add(), here, {name: [] for name in arrays}
+        assert record is not None
+        record.num_datums += 1
+        for name, array in arrays.items():
+            parts[name].append(array)
+    _close(record, parts)
+    return message.SerializeToString()
+
+
+def _close(record: pb.ArrayRecord | None, parts: Mapping[str, Sequence[np.ndarray]]) -> None:
+    if record is None:
+        return
+    for name, arrays in parts.items():
+        field = record.fields[name]
+        field.data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+        field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64).tobytes()
+        field.dtype = _WIRE_DTYPES[str(arrays[0].dtype)]
+        field.trailing_shape.extend(arrays[0].shape[1:])
+
+
+def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of SamplingClient.sample from the JSON object of the route, whose types are already checked."""
+    chunks: list[tinker.ModelInputChunk] = [
+        _json_chunk(chunk, f"prompt.chunks[{i}]") for i, chunk in enumerate(request["prompt"]["chunks"])
+    ]
+    targets = request.get("target_prompt_logprobs")
+    return {
+        "prompt": tinker.ModelInput(chunks=chunks),
+        "num_samples": request["num_samples"],
+        "sampling_params": tinker.SamplingParams(**request["sampling_params"]),
+        "include_prompt_logprobs": request["prompt_logprobs"],
+        "topk_prompt_logprobs": request["topk_prompt_logprobs"],
+        "topk_sample_logprobs": request["topk_sample_logprobs"],
+        "target_prompt_logprobs": None if targets is None else _json_targets(targets),
+        "prompt_alt_tokens_k": request["prompt_alt_tokens_k"],
+        "prompt_logprobs_last_n": request.get("prompt_logprobs_last_n"),
+    }
+
+
+def _json_chunk(chunk: Mapping[str, Any], where: str) -> tinker.EncodedTextChunk:
+    if chunk["type"] != "encoded_text" or chunk.get("tokens") is None:
+        raise RequestError(f"{where} is of type {chunk['type']!r}; this server takes encoded_text with tokens")
+    return tinker.EncodedTextChunk(tokens=chunk["tokens"])
+
+
+def _json_targets(targets: Mapping[str, Any]) -> tinker.TensorData:
+    where = "target_prompt_logprobs"
+    shape, rows, columns = targets.get("shape"), targets.get("sparse_crow_indices"), targets.get("sparse_col_indices")
+    if targets["dtype"] != "int64" or shape is None:
+        raise RequestError(f"{where} must be int64 and state its shape (N - 1, K)")
+    message = pb.Tensor(dtype=pb.DTYPE_INT64, shape=shape)
+    values = np.asarray(targets["data"], dtype=np.int64).tobytes()
+    if rows is None and columns is None:
+        message.dense = values
+    else:
+        message.sparse_csr.values = values
+        message.sparse_csr.crow_indices = np.asarray(rows or [], dtype=np.int64).tobytes()
+        message.sparse_csr.col_indices = np.asarray(columns or [], dtype=np.int64).tobytes()
+    return _tensor(message, where)
+
+
+def encode_sample(response: tinker.types.SampleResponse) -> bytes:
+    message = pb.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens or 0)
+    for sequence in response.sequences:
+        entry = message.sequences.add(
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+            tokens=np.asarray(sequence.tokens, dtype="<i4").tobytes(),
+            logprobs=np.asarray(sequence.logprobs, dtype="<f4").tobytes(),
+        )
+        if sequence.topk_logprobs_np is not None:
+            _put_topk(entry.topk_sampled_logprobs, sequence.topk_logprobs_np)
+    if response.prompt_logprobs_np is not None:
+        message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4").tobytes()
+    if response.topk_prompt_logprobs_np is not None:
+        _put_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs_np)
+    if response.target_prompt_logprobs is not None:
+        _put_tensor(message.target_prompt_logprobs, response.target_prompt_logprobs)
+    if response.prompt_alt_tokens is not None:
+        _put_tensor(message.prompt_alt_tokens.tokens, response.prompt_alt_tokens.tokens)
+        _put_tensor(message.prompt_alt_tokens.logprobs, response.prompt_alt_tokens.logprobs)
+    return message.SerializeToString()
+
+
+def _put_topk(message: pb.TopkLogprobs, topk: TopkLogprobs) -> None:
+    message.length, message.k = topk.token_ids.shape
+    message.token_ids = topk.token_ids.astype("<i4").tobytes()
+    message.logprobs = topk.logprobs.astype("<f4").tobytes()
+
+
+def _put_tensor(message: pb.Tensor, tensor: tinker.TensorData) -> None:
+    message.dtype = _WIRE_DTYPES[tensor.dtype]
+    message.shape.extend(tensor.shape or [])
+    values = np.asarray(tensor.data, dtype=tensor.dtype)
+    if tensor.sparse_crow_indices is None:
+        message.dense = values.tobytes()
+        return
+    message.sparse_csr.values = values.tobytes()
+    message.sparse_csr.crow_indices = np.asarray(tensor.sparse_crow_indices, dtype=np.int64).tobytes()
+    message.sparse_csr.col_indices = np.asarray(tensor.sparse_col_indices, dtype=np.int64).tobytes()

@@ -1,0 +1,132 @@
+"""Keys of `python -m tinker_local_backend.server`, checked before anything is loaded."""
+
+import ipaddress
+import os
+from pathlib import Path
+
+import chz
+
+from tinker_local_backend.engine.base_model import check_model_name
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.storage.paths import local_home
+
+MIB = 1 << 20
+
+
+@chz.chz(typecheck=True)
+class ServerConfig:
+    """What is served, where, to whom, and how much of it at a time."""
+
+    model: str | None = chz.field(default=None, doc="base model: a directory or a Hugging Face id")
+    models: str | None = chz.field(default=None, doc="several base models, separated by commas, instead of `model`")
+    host: str = chz.field(default="127.0.0.1", doc="address to bind; other than loopback needs API keys")
+    port: int = chz.field(default=8000, doc="port to bind; 0 takes a free one", validator=chz.validators.ge(0))
+    home: str | None = chz.field(default=None, doc="where checkpoints live; default: TINKER_LOCAL_HOME")
+    api_keys_file: str | None = chz.field(
+        default=None,
+        doc="file with a line `tenant=tml-...` per tenant; default: TINKER_LOCAL_API_KEYS, separated by commas",
+    )
+    tls_certfile: str | None = chz.field(default=None, doc="certificate (PEM): serve https")
+    tls_keyfile: str | None = chz.field(default=None, doc="private key (PEM) of the certificate")
+
+    max_body_mib: int = chz.field(default=64, doc="largest request body", validator=chz.validators.gt(0))
+    max_decompressed_mib: int = chz.field(
+        default=256, doc="largest request body after decompression", validator=chz.validators.gt(0)
+    )
+    max_connections: int = chz.field(default=20000, doc="open connections", validator=chz.validators.gt(0))
+    max_sessions: int = chz.field(default=100, doc="live sessions of a tenant", validator=chz.validators.gt(0))
+    max_models: int = chz.field(
+        default=32, doc="adapters that a tenant trains at a time", validator=chz.validators.gt(0)
+    )
+    max_rank: int = chz.field(default=512, doc="largest LoRA rank", validator=chz.validators.gt(0))
+    max_snapshots: int = chz.field(
+        default=64,
+        doc="sampling snapshots of a session that are kept; the least recently used goes",
+        validator=chz.validators.gt(0),
+    )
+    max_sampling_requests: int = chz.field(
+        default=4096,
+        doc="waiting or running sampling requests of a tenant; beyond, 429",
+        validator=chz.validators.gt(0),
+    )
+    max_training_requests: int = chz.field(
+        default=1024, doc="waiting or running requests of one trained model", validator=chz.validators.gt(0)
+    )
+
+    session_timeout_seconds: float = chz.field(
+        default=300.0, doc="a session without heartbeat for so long is dead", validator=chz.validators.gt(0)
+    )
+    request_gap_seconds: float = chz.field(
+        default=330.0,
+        doc="how long a request waits for an earlier one of its model that has not arrived",
+        validator=chz.validators.gt(0),
+    )
+    poll_seconds: float = chz.field(
+        default=30.0,
+        doc="how long a question for a result is held; clients give up at 45",
+        validator=chz.validators.gt(0),
+    )
+    result_seconds: float = chz.field(
+        default=120.0, doc="how long a fetched result can be fetched again", validator=chz.validators.gt(0)
+    )
+    body_seconds: float = chz.field(
+        default=60.0, doc="how long a client may take to send a request", validator=chz.validators.gt(0)
+    )
+    shutdown_seconds: float = chz.field(
+        default=30.0, doc="how long what is queued may still run after SIGTERM", validator=chz.validators.ge(0)
+    )
+
+    @property
+    def model_names(self) -> list[str]:
+        names = [self.model] if self.model is not None else (self.models or "").split(",")
+        return [name.strip() for name in names if name.strip()]
+
+    @property
+    def home_path(self) -> Path:
+        return Path(self.home).expanduser() if self.home else local_home()
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_certfile else "http"
+
+
+def check_config(config: ServerConfig, has_keys: bool) -> None:
+    """Raise RequestError or ModelLoadError, naming the key, the value and the fix."""
+    if (config.model is None) == (config.models is None):
+        raise RequestError("give model=NAME or models=A,B (one of the two): the base models to serve")
+    if not config.model_names:
+        raise RequestError(f"models={config.models!r} names no model")
+    if len(set(config.model_names)) != len(config.model_names):
+        raise RequestError(f"models={config.models!r} names a model twice")
+    for name in config.model_names:
+        check_model_name(name)
+        if ":" in name:
+            raise RequestError(f"model {name!r}: the SDK cuts a model's name at ':'; use a path without one")
+        if name.startswith(("/", "~")) and name.count("/") == 2:
+            raise RequestError(
+                f"model {name!r}: the SDK takes a name with two slashes for organisation/model/variant and loads the "
+                "tokenizer of the first two parts; move or link the folder one level deeper"
+            )
+    if config.port > 65535:
+        raise RequestError(f"port={config.port} is above 65535")
+    if (config.tls_certfile is None) != (config.tls_keyfile is None):
+        raise RequestError("tls_certfile and tls_keyfile go together; give both or neither")
+    for key in ("tls_certfile", "tls_keyfile"):
+        file = getattr(config, key)
+        if file is not None and not os.path.isfile(file):
+            raise RequestError(f"{key}={file!r} is not a file")
+    if not (has_keys or is_loopback(config.host)):
+        raise RequestError(
+            f"host={config.host!r} lets other machines in, and there are no API keys: set api_keys_file or "
+            "TINKER_LOCAL_API_KEYS, or bind 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,126 @@
+"""The process that owns the engine: frames come in over a socket, are submitted in their order, and are answered as they end.
+
+    python -m tinker_local_backend.server.engine_process FD
+
+It ends when the socket closes, so it never outlives the process that started it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.errors import (
+    CheckpointError,
+    EngineClosedError,
+    LocalBackendError,
+    ModelLoadError,
+    RequestError,
+)
+from tinker_local_backend.server import frames
+from tinker_local_backend.server.frames import Frame
+from tinker_local_backend.server.operations import Operations
+from tinker_local_backend.storage.files import CheckpointWriteError
+
+logger = logging.getLogger(__name__)
+
+_USER_ERRORS = (RequestError, ModelLoadError, CheckpointError)
+
+
+class EngineProcess:
+    """The loop that reads, and the thread that answers: the worker itself never waits for the socket."""
+
+    def __init__(self, sock: socket.socket):
+        self._socket = sock
+        self._engine = Engine()
+        self._operations = Operations(self._engine)
+        self._running: dict[int, Future[Any]] = {}
+        self._ended: queue.SimpleQueue[tuple[int, Future[Any], Callable[[Any], Frame]] | None] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        """Until the socket closes. The first frame names the models, which are loaded before it is answered."""
+        first = frames.receive(self._socket)
+        if first is None:
+            return
+        try:
+            frames.send(self._socket, Frame({"models": [self._load(name) for name in first.fields["models"]]}))
+        except LocalBackendError as error:
+            frames.send(self._socket, Frame({"error": str(error)}))
+            return
+        answering = threading.Thread(target=self._answer, name="tinker-local-answers", daemon=True)
+        answering.start()
+        while (frame := frames.receive(self._socket)) is not None:
+            self._take(frame)
+        self._ended.put(None)
+
+    def _load(self, name: str) -> dict[str, object]:
+        model = self._engine.submit("models", lambda: self._engine.load(name)).result()
+        return {"name": name, "arch": model.config.model_type, "context_length": model.context_length}
+
+    def _take(self, frame: Frame) -> None:
+        if frame.fields["op"] == "cancel":
+            running = self._running.get(frame.fields["target"])
+            if running is not None:
+                running.cancel()
+            return
+        number: int = frame.fields["id"]
+        try:
+            reply, encode = self._operations.run(frame)
+            future = reply.future()
+        except Exception as error:
+            future, encode = Future(), _never
+            future.set_exception(error)
+        self._running[number] = future
+        future.add_done_callback(lambda done: self._ended.put((number, done, encode)))
+
+    def _answer(self) -> None:
+        while (ended := self._ended.get()) is not None:
+            number, future, encode = ended
+            self._running.pop(number, None)
+            try:
+                encoded = encode(future.result())
+                reply = Frame({"id": number, **encoded.fields}, encoded.body)
+            except (Exception, CancelledError) as error:
+                reply = Frame({"id": number, **_failure(error)})
+            try:
+                frames.send(self._socket, reply)
+            except OSError:  # nobody is there any more; the reading loop ends too
+                return
+            if isinstance(future.exception() if not future.cancelled() else None, EngineClosedError):
+                logger.error("the engine has stopped; ending its process")
+                os._exit(1)
+
+
+def _never(result: object) -> Frame:
+    raise AssertionError("an operation that failed has no result")
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    """What the client gets to know: all of what it did wrong, and of our own faults that there is one."""
+    if isinstance(error, CancelledError):
+        return {"error": "the request was cancelled", "category": "user"}
+    if isinstance(error, LocalBackendError):
+        is_user = isinstance(error, _USER_ERRORS) and not isinstance(error, CheckpointWriteError)
+        return {"error": str(error), "category": "user" if is_user else "server"}
+    logger.error("an operation failed", exc_info=error)
+    return {"error": f"internal error ({type(error).__name__}); the server's log has the details", "category": "server"}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the other one decides when to end
+    EngineProcess(socket.socket(fileno=int(sys.argv[1]))).serve()
+    os._exit(0)  # without waiting for an operation whose result nobody would get
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The HTTP process's end of the link: it starts the engine's process, calls it, and notices when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from tinker_local_backend.errors import EngineClosedError, ModelLoadError
+from tinker_local_backend.server import frames
+from tinker_local_backend.server.frames import Frame
+
+CLOSE_SECONDS = 10.0
+"""How long the engine's process may take to end after its socket closed."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the engine says of a base model that it has loaded."""
+
+    name: str
+    arch: str
+    context_length: int
+
+
+class EngineLink:
+    """Calls the engine's process. Belongs to one event loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Frame]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self.models: list[ServedModel] = []
+        self.died = asyncio.Event()
+
+    @classmethod
+    async def start(cls, models: Sequence[str]) -> EngineLink:
+        """Start the process and load the models. Raises ModelLoadError with what it says when it cannot."""
+        ours, theirs = socket.socketpair()
+        # The child must find this very package, also where it is not installed.
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "tinker_local_backend.server.engine_process", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path})
+        theirs.close()
+        link = cls(process, *await asyncio.open_connection(sock=ours))
+        link._write(Frame({"models": list(models)}))
+        ready = await frames.receive_async(link._reader)
+        if ready is None or "error" in ready.fields:
+            await link.close()
+            raise ModelLoadError(
+                ready.fields["error"] if ready else "the engine's process ended while loading; see above"
+            )
+        link.models = [ServedModel(**model) for model in ready.fields["models"]]
+        link._reading = asyncio.create_task(link._read())
+        return link
+
+    def call(self, fields: Mapping[str, Any], body: bytes = b"") -> tuple[int, asyncio.Future[Frame]]:
+        """Submit an operation. Returns its number, for `cancel`, and the future of its reply, which never raises."""
+        number = next(self._numbers)
+        reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        if self.died.is_set():
+            reply.set_result(_dead())
+            return number, reply
+        self._calls[number] = reply
+        self._write(Frame({"id": number, **fields}, body))
+        return number, reply
+
+    def cancel(self, number: int) -> None:
+        """Stop a sampling request; its reply then says so, unless it has ended before."""
+        if number in self._calls:
+            self._write(Frame({"op": "cancel", "target": number}))
+
+    def _write(self, frame: Frame) -> None:
+        with suppress(ConnectionError):
+            self._writer.writelines(frame.encode())
+
+    async def _read(self) -> None:
+        while (frame := await frames.receive_async(self._reader)) is not None:
+            reply = self._calls.pop(frame.fields["id"], None)
+            if reply is not None and not reply.done():
+                reply.set_result(frame)
+        self.died.set()
+        calls, self._calls = self._calls, {}
+        for reply in calls.values():
+            if not reply.done():
+                reply.set_result(_dead())
+
+    async def close(self) -> None:
+        """End the process, by force if it does not go."""
+        self._writer.close()
+        try:
+            await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        if self._reading is not None:
+            await self._reading
+
+
+def _dead() -> Frame:
+    error = EngineClosedError("the engine's process has ended; restart the server and go on from a checkpoint")
+    return Frame({"error": str(error), "category": "server"})

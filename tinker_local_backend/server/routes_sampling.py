@@ -1,0 +1,87 @@
+"""Routes of sampling, and of the results of everything that was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from tinker_local_backend.server.routes_common import ServiceOf, TenantOf, digest
+from tinker_local_backend.server.schemas import CreateSamplingSession, RetrieveFuture, Sample, SamplingSessionId
+from tinker_local_backend.server.service import CLIENTS_PER_SAMPLER
+from tinker_local_backend.server.sessions import Refused
+
+PROTOBUF = "application/x-protobuf"
+
+
+def router() -> APIRouter:
+    routes = APIRouter(prefix="/api/v1")
+
+    @routes.post("/create_sampling_session")
+    async def create_sampling_session(body: CreateSamplingSession, service: ServiceOf, tenant: TenantOf) -> Any:
+        sampler = await service.create_sampler(
+            tenant, body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
+        )
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
+
+    @routes.post("/join_sampling_session")
+    async def join_sampling_session(body: SamplingSessionId, service: ServiceOf, tenant: TenantOf) -> Any:
+        sampler = service.sampler(tenant, body.sampling_session_id)
+        if sampler.clients >= CLIENTS_PER_SAMPLER:
+            raise Refused(403, "this sampling session has no more client numbers; make a new one")
+        sampler.clients += 1
+        return {"client_counter": sampler.clients - 1}
+
+    @routes.get("/samplers/{sampler_id}")
+    async def get_sampler(sampler_id: str, service: ServiceOf, tenant: TenantOf) -> Any:
+        sampler = service.sampler(tenant, sampler_id)
+        return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
+
+    @routes.post("/asample")
+    async def asample(body: Sample, service: ServiceOf, tenant: TenantOf) -> Any:
+        if body.sampling_session_id is None:
+            raise Refused(422, "sampling_session_id is missing; create_sampling_session makes one")
+        if body.record_stability_info:
+            raise Refused(400, "record_stability_info is only understood by the hosted service; leave it out")
+        fields = body.model_dump(exclude={"sampling_session_id", "seq_id", "record_stability_info"})
+        request = service.sample(tenant, body.sampling_session_id, body.seq_id, fields, digest(body))
+        return {"request_id": request.request_id, "sample_sequence_ids": request.sequence_ids}
+
+    @routes.post("/retrieve_future")
+    async def retrieve_future(body: RetrieveFuture, service: ServiceOf, tenant: TenantOf) -> Response:
+        request = service.request(tenant, body.request_id)
+        if request is None:
+            return JSONResponse(
+                {
+                    "error": f"there is no request {body.request_id!r}: its result was fetched some time ago, or the server "
+                    "was restarted since; make a new ServiceClient and go on from a saved checkpoint",
+                    "category": "user",
+                }
+            )
+        request.session.seen = time.monotonic()
+        if request.reply is None:
+            try:
+                async with asyncio.timeout(service.config.poll_seconds):
+                    await request.done.wait()
+            except TimeoutError:
+                again = {"type": "try_again", "request_id": request.request_id, "queue_state": "active"}
+                return JSONResponse(again, status_code=408)
+        assert request.reply is not None
+        request.fetched = request.fetched or time.monotonic()
+        fields = request.reply.fields
+        if "error" in fields:
+            return JSONResponse({"error": fields["error"], "category": fields["category"]})
+        if "json" in fields:
+            return JSONResponse(fields["json"])
+        return Response(request.reply.body, media_type=PROTOBUF)
+
+    @routes.post("/cancel_future", status_code=204)
+    async def cancel_future(body: RetrieveFuture, service: ServiceOf, tenant: TenantOf) -> None:
+        request = service.request(tenant, body.request_id)
+        if request is not None:
+            service.cancel(request)
+
+    return routes

@@ -1,0 +1,169 @@
+"""Routes of training: models, forward_backward, optim_step, and what is saved and loaded.
+
+Whatever has a model and a sequence number is accepted, and what is wrong with it is told by its future: a number that never
+arrived would hold up every later request of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.server import codec
+from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.routes_common import ServiceOf, TenantOf, digest, digest_bytes
+from tinker_local_backend.server.schemas import (
+    AdamParams,
+    CreateModel,
+    LoadWeights,
+    LoraConfig,
+    ModelId,
+    OptimizerConfig,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from tinker_local_backend.server.service import Service
+from tinker_local_backend.server.sessions import Refused
+
+ON_A_THREAD = 1 << 18
+"""Messages from this size on are parsed off the event loop."""
+
+
+def router() -> APIRouter:
+    routes = APIRouter(prefix="/api/v1")
+    _add_models(routes)
+    _add_steps(routes)
+    _add_saves(routes)
+    return routes
+
+
+def _add_models(routes: APIRouter) -> None:
+    @routes.post("/create_model")
+    async def create_model(body: CreateModel, service: ServiceOf, tenant: TenantOf) -> Any:
+        service.check_served(body.base_model)
+        _check_optimizer(body.optimizer_config)
+        lora = body.lora_config or LoraConfig(rank=32)
+        if lora.rank > service.config.max_rank:
+            raise Refused(400, f"lora_config.rank is {lora.rank}; this server takes at most {service.config.max_rank}")
+        fields = {
+            "op": "create_model",
+            "base_model": body.base_model,
+            "user_metadata": body.user_metadata or {},
+            **lora.model_dump(),
+        }
+        request, model_id = service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
+        return {"request_id": request.request_id, "model_id": model_id}
+
+    @routes.post("/load_weights")
+    async def load_weights(body: LoadWeights, service: ServiceOf, tenant: TenantOf) -> Any:
+        if body.weights_access_token is not None:
+            raise Refused(400, "weights_access_token is only understood by the hosted service; leave it out")
+        _check_optimizer(body.optimizer_config)
+        fields: dict[str, Any] = {"op": "load_weights", "path": body.path, "optimizer": body.optimizer}
+        if body.model_id is not None and body.seq_id is not None:
+            return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
+        if body.session_id is None or body.model_seq_id is None:
+            raise Refused(
+                422, "give model_id and seq_id (a model that exists) or session_id and model_seq_id (a new one)"
+            )
+        if body.base_model is not None:
+            service.check_served(body.base_model)
+        fields |= {"op": "load_model", "base_model": body.base_model, "user_metadata": body.user_metadata or {}}
+        request, model_id = service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
+        return {"request_id": request.request_id, "model_id": model_id}
+
+    @routes.post("/get_info")
+    async def get_info(body: ModelId, service: ServiceOf, tenant: TenantOf) -> Any:
+        model = service.model(tenant, body.model_id)
+        if model.info is None:
+            raise Refused(404, f"model {body.model_id} is still being made; wait for the result of its request")
+        name = model.info["base_model"]
+        return {
+            "type": "get_info",
+            "model_id": model.model_id,
+            "model_data": {"arch": model.info["arch"], "model_name": name, "tokenizer_id": name},
+            "is_lora": True,
+            "lora_rank": model.info["rank"],
+            "model_name": name,
+        }
+
+
+def _add_steps(routes: APIRouter) -> None:
+    @routes.post("/forward_backward")
+    async def forward_backward(http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Any:
+        body = await http.body()
+        if len(body) < ON_A_THREAD:
+            model_id, seq_id, identity = _envelope(body)
+        else:
+            model_id, seq_id, identity = await asyncio.to_thread(_envelope, body)
+        request = service.model_request(tenant, model_id, seq_id, {"op": "forward_backward"}, identity, body)
+        return {"request_id": request.request_id, "model_id": model_id}
+
+    @routes.post("/optim_step")
+    async def optim_step(body: OptimStep, service: ServiceOf, tenant: TenantOf) -> Any:
+        if body.optimizer_params is not None:
+            kind = str(body.optimizer_params.get("type", "another optimizer"))[:64]
+            raise Refused(400, f"optimizer_params are of {kind!r}; this server trains with AdamW, so send adam_params")
+        params = (body.adam_params or AdamParams()).model_dump()
+        return _accepted(service, tenant, body, body.model_id, body.seq_id, {"op": "optim_step", "adam_params": params})
+
+
+def _add_saves(routes: APIRouter) -> None:
+    @routes.post("/save_weights")
+    async def save_weights(body: SaveWeights, service: ServiceOf, tenant: TenantOf) -> Any:
+        fields = {
+            "op": "save_weights",
+            "name": body.path,
+            "ttl_seconds": body.ttl_seconds,
+            "overwrite": body.overwrite,
+            "user_metadata": body.user_metadata,
+        }
+        return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
+
+    @routes.post("/save_weights_for_sampler")
+    async def save_weights_for_sampler(body: SaveWeightsForSampler, service: ServiceOf, tenant: TenantOf) -> Any:
+        if body.path is not None:
+            fields = {
+                "op": "save_weights_for_sampler",
+                "name": body.path,
+                "ttl_seconds": body.ttl_seconds,
+                "user_metadata": body.user_metadata,
+            }
+            return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
+        if body.sampling_session_seq_id is None:
+            raise Refused(422, "give path (a name to save under) or sampling_session_seq_id (a snapshot in memory)")
+        if body.kind != "snapshot":
+            raise Refused(400, f"kind is {body.kind!r}; this server's sampling clients are snapshots, so leave it out")
+        fields = {"op": "snapshot", "sampling_session_seq_id": body.sampling_session_seq_id}
+        # The SDK counts this number up with every attempt to send the same request.
+        identity = digest(body, "sampling_session_seq_id")
+        request = service.model_request(tenant, body.model_id, body.seq_id, fields, identity)
+        return {"request_id": request.request_id, "model_id": body.model_id}
+
+
+def _accepted(
+    service: Service, tenant: Tenant, body: Any, model_id: str, seq_id: int, fields: dict[str, Any]
+) -> dict[str, str]:
+    identity = digest(body) + fields["op"].encode()
+    request = service.model_request(tenant, model_id, seq_id, fields, identity)
+    return {"request_id": request.request_id, "model_id": model_id}
+
+
+def _envelope(body: bytes) -> tuple[str, int, bytes]:
+    """Model, sequence number and digest of a message. Its data is looked at by the engine's process."""
+    try:
+        message = codec.parse_forward_backward(body)
+    except RequestError as error:
+        raise Refused(400, str(error)) from None
+    # Maps have no order: two encodings of one request may differ, unless they are sorted.
+    return message.model_id, message.seq_id, digest_bytes(message.SerializeToString(deterministic=True))
+
+
+def _check_optimizer(config: OptimizerConfig | None) -> None:
+    if config is not None and config.type != "adamw":
+        raise Refused(400, f"optimizer_config.type is {config.type[:64]!r}; this server trains with adamw")

@@ -1,0 +1,133 @@
+"""From keys to a running server, and back down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.server.access import Access, read_keys
+from tinker_local_backend.server.app import make_app
+from tinker_local_backend.server.config import ServerConfig, check_config
+from tinker_local_backend.server.link import EngineLink
+from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75
+BACKLOG = 2048
+
+
+def serve(config: ServerConfig) -> None:
+    """Run until SIGINT or SIGTERM. Raises LocalBackendError for what prevents a start."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
+    access = Access(read_keys(config.api_keys_file, os.environ), config.home_path)
+    check_config(config, access.has_keys)
+    asyncio.run(_serve(config, access))
+
+
+async def _serve(config: ServerConfig, access: Access) -> None:
+    sock = _bind(config)
+    try:
+        link = await EngineLink.start(config.model_names)
+    except BaseException:
+        sock.close()
+        raise
+    metrics = Metrics()
+    service = Service(config, link, metrics)
+    metrics.watch(lambda: service.live)
+    server = _Server(_uvicorn_config(config, make_app(service, access)), service)
+    sock.listen(BACKLOG)
+    _announce(config, access, sock, link)
+    sweeping = asyncio.create_task(service.sweep())
+    watching = asyncio.create_task(server.stop_when_the_engine_died())
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        sweeping.cancel()
+        watching.cancel()
+        engine_died = link.died.is_set()
+        await link.close()
+    if engine_died:
+        raise RequestError("the engine's process ended by itself; its last words are above. Start the server again")
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """Before the models are loaded: a port that is taken is told in the first second."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise RequestError(f"cannot bind host={config.host!r} port={config.port}: {error}") from None
+    return sock
+
+
+def _uvicorn_config(config: ServerConfig, app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # pyright: ignore[reportArgumentType]
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        limit_concurrency=config.max_connections,
+        ssl_certfile=config.tls_certfile,
+        ssl_keyfile=config.tls_keyfile,
+        server_header=False,
+        backlog=BACKLOG,
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which before it closes its sockets lets the service end what it has begun."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's own, does not raise the signal again afterwards: there is still the engine to end."""
+        loop = asyncio.get_running_loop()
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sign, self.handle_exit, sign, None)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets what is queued end; the second does not."""
+        if self.should_exit:
+            self._service.hurry.set()
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._service.link.died.is_set():
+            self._service.hurry.set()
+        await self._service.drain(self._service.config.shutdown_seconds)
+        await super().shutdown(sockets)
+
+    async def stop_when_the_engine_died(self) -> None:
+        await self._service.link.died.wait()
+        logger.error("the engine's process has ended; shutting down")
+        self.should_exit = True
+
+
+def _announce(config: ServerConfig, access: Access, sock: socket.socket, link: EngineLink) -> None:
+    host, port = sock.getsockname()[:2]
+    url = f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    print(f"Serving on {url}, checkpoints under {config.home_path}:")
+    for model in link.models:
+        print(f"  {model.name}  ({model.arch}, context of {model.context_length} tokens)")
+    print("A client needs:")
+    print(f"  export TINKER_BASE_URL={url}")
+    key = "one of the server's keys" if access.has_keys else "tml-local-anything"
+    print(f"  export TINKER_API_KEY={key}", flush=True)

@@ -1,0 +1,176 @@
+"""Bodies of the SDK's requests, as far as this server looks at them. Fields that it does not know are ignored, so that a newer
+SDK, which sends more, is still understood."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Identifier = Annotated[str, Field(max_length=512)]
+SeqId = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Metadata = dict[Annotated[str, Field(max_length=4096)], Annotated[str, Field(max_length=65536)]]
+
+
+class Lenient(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class CreateSession(Lenient):
+    user_metadata: Metadata | None = None
+    display_name: Annotated[str, Field(max_length=4096)] | None = None
+    project_id: str | None = None
+
+
+class SessionId(Lenient):
+    session_id: Identifier
+
+
+class LoraConfig(Lenient):
+    rank: Annotated[int, Field(ge=1)]
+    seed: Seed | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Lenient):
+    type: str = "adamw"
+
+
+class CreateModel(Lenient):
+    session_id: Identifier
+    model_seq_id: SeqId
+    base_model: Annotated[str, Field(max_length=4096)]
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class LoadWeights(Lenient):
+    path: Annotated[str, Field(max_length=4096)]
+    optimizer: bool
+    model_id: Identifier | None = None
+    seq_id: SeqId | None = None
+    session_id: Identifier | None = None
+    model_seq_id: SeqId | None = None
+    base_model: Annotated[str, Field(max_length=4096)] | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+
+
+class ModelId(Lenient):
+    model_id: Identifier
+
+
+class AdamParams(Lenient):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(Lenient):
+    model_id: Identifier
+    seq_id: SeqId
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeights(Lenient):
+    model_id: Identifier
+    seq_id: SeqId
+    path: Annotated[str, Field(max_length=4096)] | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveWeightsForSampler(Lenient):
+    model_id: Identifier
+    seq_id: SeqId
+    path: Annotated[str, Field(max_length=4096)] | None = None
+    sampling_session_seq_id: SeqId | None = None
+    kind: str = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: Metadata | None = None
+
+
+class CreateSamplingSession(Lenient):
+    session_id: Identifier
+    sampling_session_seq_id: SeqId
+    base_model: Annotated[str, Field(max_length=4096)] | None = None
+    model_path: Annotated[str, Field(max_length=4096)] | None = None
+
+
+class SamplingSessionId(Lenient):
+    sampling_session_id: Identifier
+
+
+class Chunk(Lenient):
+    type: str = "encoded_text"
+    tokens: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]] | None = None
+
+
+class Prompt(Lenient):
+    chunks: list[Chunk]
+
+
+class SamplingParams(Lenient):
+    max_tokens: Count | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | list[Annotated[int, Field(ge=-(2**31), lt=2**31)]] | None = None
+    temperature: float = 1.0
+    top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] = -1
+    top_p: float = 1.0
+
+
+class TargetTokens(Lenient):
+    data: list[Int64]
+    dtype: Literal["int64", "float32"]
+    shape: list[Int64] | None = None
+    sparse_crow_indices: list[Int64] | None = None
+    sparse_col_indices: list[Int64] | None = None
+
+
+class Sample(Lenient):
+    sampling_session_id: Identifier | None = None
+    seq_id: SeqId | None = None
+    num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
+    prompt: Prompt
+    sampling_params: SamplingParams
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    target_prompt_logprobs: TargetTokens | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=1024)] = 0
+    prompt_logprobs_last_n: Count | None = None
+    record_stability_info: bool = False
+
+
+class RetrieveFuture(Lenient):
+    request_id: Identifier
+    allow_metadata_only: bool = False
+
+
+class CopyWeights(Lenient):
+    source_path: Annotated[str, Field(max_length=4096)]
+    session_id: Identifier | None = None
+    model_seq_id: SeqId | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+class TinkerPath(Lenient):
+    tinker_path: Annotated[str, Field(max_length=4096)]
+
+
+class Ttl(Lenient):
+    ttl_seconds: int | None = None

@@ -1,0 +1,173 @@
+"""What the HTTP process remembers: sessions, their models and samplers, requests and their results, and the order of requests.
+
+Everything here belongs to one event loop, so nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.frames import Frame
+from tinker_local_backend.storage import registry
+
+REMEMBERED_REQUESTS = 4096
+"""How many of a model's or sampler's latest requests are known again when they are sent twice."""
+
+
+class Refused(Exception):
+    """An answer other than 200: an HTTP status that the SDK takes for final (or 429 and 503, which it repeats), and why."""
+
+    def __init__(self, status: int, detail: str):
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+
+
+@dataclass(eq=False)
+class Request:
+    """Something that was asked for, until some time after its result was fetched."""
+
+    tenant: Tenant
+    session: Session
+    kind: str
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: float = field(default_factory=time.monotonic)
+    number: int | None = None
+    """of the engine's operation, once it is there"""
+    reply: Frame | None = None
+    fetched: float | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    sequence_ids: list[str] = field(default_factory=list)
+    """names of the samples that were asked for"""
+
+    def settle(self, reply: Frame) -> None:
+        """Only the first reply counts."""
+        if self.reply is None:
+            self.reply = reply
+            self.done.set()
+
+    def fail(self, error: str, category: str = "user") -> None:
+        self.settle(Frame({"error": error, "category": category}))
+
+
+class Known:
+    """The latest requests under their sequence numbers, so that one that is sent again is recognised."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[int, tuple[Request, bytes]] = OrderedDict()
+
+    def find(self, seq_id: int, digest: bytes) -> Request | None:
+        """The request of this number. Raises Refused when it was about something else."""
+        entry = self._entries.get(seq_id)
+        if entry is None:
+            return None
+        if entry[1] != digest:
+            raise Refused(400, f"seq_id {seq_id} was used by another request; the numbers of one client count up")
+        return entry[0]
+
+    def add(self, seq_id: int, digest: bytes, request: Request) -> None:
+        self._entries[seq_id] = (request, digest)
+        if len(self._entries) > REMEMBERED_REQUESTS:
+            self._entries.popitem(last=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A request with what the engine needs for it."""
+
+    request: Request
+    fields: dict[str, Any]
+    body: bytes
+
+
+class Sequence:
+    """The requests of one model, given out in the order of their seq_id: 1, 2, 3, ... (0 made the model).
+
+    The SDK sends the parts of a large call at the same time and the first of them last.
+    """
+
+    def __init__(self) -> None:
+        self.known = Known()
+        self._next = 1
+        self._held: dict[int, Turn] = {}
+        self.is_open = False
+        """whether the model has been made"""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, seq_id: int, turn: Turn) -> None:
+        """Raises Refused for a number whose turn is over."""
+        if seq_id < self._next:
+            raise Refused(400, f"seq_id {seq_id} comes too late: the next request of this model is number {self._next}")
+        self._held[seq_id] = turn
+
+    def ready(self) -> Iterator[Turn]:
+        """Those whose turn it is."""
+        while self.is_open and self._next in self._held:
+            self._next += 1
+            yield self._held.pop(self._next - 1)
+
+    def give_up(self, before: float) -> list[tuple[int, Turn]]:
+        """Take out everything that is held, if some of it came before this time: the number missing is not coming."""
+        if not self.is_open or all(turn.request.created >= before for turn in self._held.values()):
+            return []
+        missing, held = self._next, self.clear()
+        self._next = max(self._next, *(number + 1 for number, _ in held))
+        return [(missing, turn) for _, turn in held]
+
+    def clear(self) -> list[tuple[int, Turn]]:
+        held, self._held = sorted(self._held.items()), {}
+        return held
+
+
+@dataclass(eq=False)
+class Model:
+    """An adapter that a session trains."""
+
+    model_id: str
+    session: Session
+    creation: Request
+    digest: bytes
+    """of the request that made it"""
+    sequence: Sequence = field(default_factory=Sequence)
+    queued: int = 0
+    """requests that are held or with the engine"""
+    info: dict[str, Any] | None = None
+    """base_model, rank and arch, once it is made"""
+
+
+@dataclass(eq=False)
+class Sampler:
+    """A sampling session: a frozen snapshot, a checkpoint or a base model."""
+
+    sampler_id: str
+    session: Session
+    base_model: str
+    model_path: str | None = None
+    is_snapshot: bool = False
+    evicted: bool = False
+    known: Known = field(default_factory=Known)
+    clients: int = 1
+    """how many clients share it; each has its own range of sequence numbers"""
+
+
+@dataclass(eq=False)
+class Session:
+    """One ServiceClient of the SDK. It lives as long as its heartbeat."""
+
+    session_id: str
+    tenant: Tenant
+    record: registry.Session
+    seen: float = field(default_factory=time.monotonic)
+    models: dict[str, Model] = field(default_factory=dict)
+    samplers: OrderedDict[str, Sampler] = field(default_factory=OrderedDict)
+    """the least recently used one first"""
+    requests: dict[str, Request] = field(default_factory=dict)
