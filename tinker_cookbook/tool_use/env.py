@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
-from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
-from tinker_cookbook.rl.rollout_limits import ToolExecution
+from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, ToolExecution
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, Metrics, StopReason
-from tinker_cookbook.tool_use.tools import ToolRegistry
+from tinker_cookbook.tool_use.tools import Tool, ToolRegistry
 
-Grader = Callable[[list[Message]], Awaitable[tuple[float, Metrics]]]
-"""Reward and metrics of a whole conversation, which ends with the policy's answer."""
+RewardFn: TypeAlias = Callable[[list[Message]], "Awaitable[tuple[float, Metrics]] | tuple[float, Metrics]"]
+"""Reward and metrics of a whole conversation, which ends with the policy's answer or with what a tool said last."""
 
 
 def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: str, question: str) -> list[Message]:
@@ -28,26 +31,30 @@ def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: st
 class ToolUseEnv(MessageEnv):
     """Runs the tool calls of each reply and shows their results; a reply without calls is the answer, and is graded.
 
-    The last transition reports `tool_calls` and `tool_errors` of the episode (calls that no tool could answer) and
-    `used_tools`, 0 or 1.
+    A tool may end the episode (`ToolResult.should_stop`), which is then graded as it stands. The last transition reports
+    `tool_calls` and `tool_errors` of the episode (calls that no tool could answer) and `used_tools`, 0 or 1.
 
     Args:
         messages: the conversation to begin with, tools declared; see `tool_conversation`.
         grade: asked once, when the policy has answered.
         max_tool_calls: an episode whose calls exceed it ends there, ungraded, with reward 0. None: no limit.
         tool_execution: whether the calls of one reply run at once or one after the other.
+        max_turns: replies of the policy, after which the episode is graded as it stands. None: no limit.
     """
 
     def __init__(
         self,
         messages: list[Message],
         tools: ToolRegistry,
-        grade: Grader,
+        grade: RewardFn,
         max_tool_calls: int | None = None,
         tool_execution: ToolExecution = "parallel",
+        max_turns: int | None = None,
     ):
-        self.messages, self.tools, self.grade = list(messages), tools, grade
-        self.tool_calls = self.tool_errors = 0
+        if max_turns is not None and max_turns < 1:
+            raise ConfigurationError(f"max_turns={max_turns}: must be at least 1, or None for no limit")
+        self.messages, self.tools, self.grade, self.max_turns = list(messages), tools, grade, max_turns
+        self.turns = self.tool_calls = self.tool_errors = 0
         self.set_max_tool_calls(max_tool_calls)
         self.set_tool_execution(tool_execution)
 
@@ -68,18 +75,30 @@ class ToolUseEnv(MessageEnv):
 
     async def step(self, message: Message) -> MessageStepResult:
         self.messages.append(message)
+        self.turns += 1
         calls = message.get("tool_calls", [])
         if not calls:
-            reward, metrics = await self.grade(list(self.messages))
-            return MessageStepResult(reward, True, list(self.messages), self._counts() | metrics)
+            return await self._end({})
         if self.max_tool_calls is not None and self.tool_calls + len(calls) > self.max_tool_calls:
-            stopped = {STOP_METRIC_PREFIX + StopReason.MAX_TOOL_CALLS.value: 1}
-            return MessageStepResult(0.0, True, list(self.messages), self._counts() | stopped)
-        for answer, good in await self.tools.call_all(calls, self.tool_execution):
-            self.messages.append(answer)
-            self.tool_errors += not good
+            metrics = self._counts() | _stopped(StopReason.MAX_TOOL_CALLS)
+            return MessageStepResult(0.0, True, list(self.messages), metrics)
+        results = await self.tools.call_all(calls, self.tool_execution)
+        metrics: Metrics = {}
+        for result in results:
+            self.messages += result.messages
+            self.tool_errors += result.failed
+            metrics |= result.metrics
         self.tool_calls += len(calls)
-        return MessageStepResult(0.0, False, list(self.messages))
+        if any(result.should_stop for result in results):
+            return await self._end(metrics | _stopped(StopReason.TOOL_STOPPED))
+        if self.turns == self.max_turns:
+            return await self._end(metrics | _stopped(StopReason.MAX_TURNS))
+        return MessageStepResult(0.0, False, list(self.messages), metrics)
+
+    async def _end(self, metrics: Metrics) -> MessageStepResult:
+        graded = self.grade(list(self.messages))
+        reward, found = await graded if inspect.isawaitable(graded) else graded
+        return MessageStepResult(reward, True, list(self.messages), metrics | self._counts() | found)
 
     def _counts(self) -> Metrics:
         return {
@@ -87,3 +106,63 @@ class ToolUseEnv(MessageEnv):
             "tool_errors": self.tool_errors,
             "used_tools": float(self.tool_calls > 0),
         }
+
+
+def _stopped(reason: StopReason) -> Metrics:
+    return {STOP_METRIC_PREFIX + reason.value: 1}
+
+
+def build_agent_tool_env(
+    renderer: Renderer,
+    tools: Sequence[Tool],
+    initial_messages: list[Message],
+    reward_fn: RewardFn,
+    *,
+    rollout_config: RolloutConfig | None = None,
+    model_name: str | None = None,
+    max_turns: int | None = None,
+    failed_parse_reward: float = -0.1,
+    terminate_on_parse_error: bool = True,
+    max_tool_calls: int | None = None,
+    max_trajectory_tokens: int | None = None,
+    max_generation_tokens: int | None = None,
+    context_overflow_reward: float = -0.1,
+    terminate_on_length: bool = True,
+    parse_error_policy: ParseErrorPolicy | None = None,
+) -> EnvFromMessageEnv:
+    """A ToolUseEnv for a policy over tokens.
+
+    Args:
+        initial_messages: the conversation to begin with, tools declared; see `tool_conversation`.
+        reward_fn: grades the whole conversation, once.
+        rollout_config: limits, what to do with replies that cannot be parsed, and how tools are run, where nothing else here
+            says it. A rollout that is given settings of its own goes by those.
+        model_name: taken for scripts that give it; no model has settings of its own.
+        max_turns: replies of the policy, after which the episode is graded as it stands.
+        failed_parse_reward, terminate_on_parse_error, max_trajectory_tokens, max_generation_tokens, context_overflow_reward,
+        terminate_on_length, parse_error_policy: see EnvFromMessageEnv.
+    """
+    config = rollout_config or RolloutConfig()
+    limits = config.limits
+    env = ToolUseEnv(
+        initial_messages,
+        ToolRegistry(tools),
+        reward_fn,
+        max_tool_calls if limits is None or max_tool_calls is not None else limits.max_tool_calls,
+        config.tool_execution,
+        max_turns if limits is None or max_turns is not None else limits.max_turns,
+    )
+    return EnvFromMessageEnv(
+        renderer,
+        env,
+        failed_parse_reward=failed_parse_reward,
+        terminate_on_parse_error=terminate_on_parse_error,
+        max_trajectory_tokens=max_trajectory_tokens
+        if limits is None or max_trajectory_tokens is not None
+        else limits.max_trajectory_tokens,
+        max_generation_tokens=max_generation_tokens,
+        context_overflow_reward=context_overflow_reward,
+        terminate_on_length=terminate_on_length,
+        parse_error_policy=parse_error_policy or config.parse_errors,
+        rollout_limits=limits,
+    )
