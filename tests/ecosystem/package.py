@@ -11,7 +11,7 @@ VERSION = "0.5.8"
 PACKAGE = f"tinker-cookbook=={VERSION}"
 FOLDER = "recipes"
 """What is unpacked. Everything else that the recipes import from tinker_cookbook has to be this library's."""
-NEEDED = ("termcolor",)
+NEEDED = ("termcolor", "pylatexenc")
 """Packages that recipes import and this library does not need."""
 
 

@@ -229,9 +229,7 @@ class TestPreferenceModelExamples:
 
     def test_one_order(self, tmp_path: Path) -> None:
         source = ComparisonBuilderFromJsonl(train_path=write(tmp_path / "p.jsonl", line("B")))
-        builder = ChatDatasetBuilderFromComparisons(
-            common_config=common(), comparison_builder=source, both_orders=False
-        )
+        builder = ChatDatasetBuilderFromComparisons(common_config=common(), comparison_builder=source, swap=False)
         assert [text.removesuffix("<|im_end|>") for text in texts(builder()[0].get_batch(0))] == ["B"]
 
     def test_a_comparison_whose_label_would_be_cut_off(self, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ envs.py (through a preference model).
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias, get_args
 
@@ -194,10 +196,16 @@ class PreferenceModelFromChatRenderer(PreferenceModel):
 
 @chz.chz(typecheck=True)
 class PreferenceModelBuilder:
-    """Config that opens a preference model."""
+    """Config that opens a preference model. `__call__` may also be a plain function, for a model that needs no opening."""
 
     async def __call__(self) -> PreferenceModel:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
+
+
+async def open_preference_model(builder: Callable[[], Awaitable[PreferenceModel] | PreferenceModel]) -> PreferenceModel:
+    """What a builder makes, whether it is asynchronous or not."""
+    made = builder()
+    return await made if inspect.isawaitable(made) else made
 
 
 @chz.chz(typecheck=True)

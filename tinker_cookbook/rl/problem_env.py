@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.utils.lazy import tinker
+
+logger = logging.getLogger(__name__)
+"""Scripts with problems of their own log through it."""
 
 
 @dataclass(frozen=True)
