@@ -11,6 +11,7 @@ import chz
 
 from tinker_cookbook import backends, config_tree, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
+from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
@@ -144,4 +145,4 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
 def dataset_label(dataset: str | None, default: str) -> str:
     """How a dataset is called in a folder's name: shipped and hub names as they are, files as `custom`."""
     name = dataset or default
-    return "custom" if name.endswith(".jsonl") or (os.sep in name and Path(name).exists()) else name
+    return "custom" if is_data_file(name) or (os.sep in name and Path(name).exists()) else name

@@ -119,7 +119,9 @@ class TaskConfig(RLConfig):
     """Keys of the recipes that take a task."""
 
     task: str = chz.field(default="qa", doc=" or ".join(task.name for task in known_tasks()))
-    dataset: str | None = chz.field(default=None, doc=f"shipped name ({_SHIPPED}), a .jsonl file, or a hub dataset id")
+    dataset: str | None = chz.field(
+        default=None, doc=f"shipped name ({_SHIPPED}), a .jsonl/.csv/.parquet file, or a hub dataset id"
+    )
     test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
     reward_fn: str | None = chz.field(
         default=None,

@@ -1,4 +1,4 @@
-"""Where a task's items come from: a shipped name, a JSONL file of one's own, or a Hugging Face dataset."""
+"""Where a task's items come from: a shipped name, a file of one's own, or a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.rows import Row, read_file
+from tinker_cookbook.data.rows import Row, is_data_file, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.types import Task, TaskItem
@@ -16,20 +16,20 @@ HUB_TASKS = ("cnn_dailymail", "gsm8k")
 
 
 def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tuple[list[TaskItem], list[TaskItem]]:
-    """Training and test items. Of a JSONL file all lines train; a file `test_dataset` gives the test items.
+    """Training and test items. Of a file all rows train; a file `test_dataset` gives the test items.
 
     Raises ConfigurationError for an unknown dataset; DataFormatError, with file and line, for a row that lacks something.
     """
     if dataset in task.shipped:
         train, test = (_read_file(task, EXAMPLE_DATA / file) for file in task.shipped[dataset])
-    elif dataset.endswith(".jsonl") or Path(dataset).expanduser().is_file():
+    elif is_data_file(dataset) or Path(dataset).expanduser().is_file():
         train, test = _read_file(task, dataset), []
     elif hub.find(dataset, HUB_TASKS) is not None:
         train, test = _read_hub(type(task), dataset)
     else:
         raise ConfigurationError(
-            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(task.shipped)}), a .jsonl file "
-            f"with {_expected(task)} per line, or a Hugging Face dataset id (owner/name)"
+            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(task.shipped)}), a .jsonl/"
+            f".csv/.parquet file with {_expected(task)} per row, or a Hugging Face dataset id (owner/name)"
         )
     if test_dataset is not None:
         other_train, other_test = load_items(task, test_dataset)
