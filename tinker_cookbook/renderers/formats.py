@@ -4,8 +4,10 @@ A family names its tokens and says how one message is written (`_write`). One wh
 how they are read (`_read_message`, `_new_scanner`).
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from typing import ClassVar
 
@@ -26,10 +28,15 @@ from tinker_cookbook.renderers.types import (
 )
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 class Token(str):
     """A control token by its name, in a row of text: `[Token("<|im_start|>"), "user"]`."""
 
+
+_OTHER_FORMATS_ROLES = ("developer", "tool", "tool_declare")
+"""Roles that mean something in some format; one that lacks them says so, whatever else it would write."""
 
 Row = Sequence[str]
 """What is written, in order: every Token is one id, and the text between two of them is encoded as one string."""
@@ -40,12 +47,14 @@ class FormatRenderer(Renderer):
 
     format_name: what errors call the format.
     roles: those that it can write; one that calls tools has `calls_tools`.
+    writes_any_role: the format writes a role by its name, so that a game may have roles of its own.
     control_tokens: as in Renderer. `bos` is not among them; it opens every conversation.
     tags: tokens that are written within messages, as part of the text.
     """
 
     format_name: ClassVar[str]
     roles: ClassVar[tuple[str, ...]]
+    writes_any_role: ClassVar[bool] = False
     calls_tools: ClassVar[bool] = False
     bos: ClassVar[Token | None] = None
     tags: ClassVar[tuple[str, ...]] = ()
@@ -61,7 +70,9 @@ class FormatRenderer(Renderer):
 
     def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
         role = message["role"]
-        if role not in self.roles:
+        if role not in self.roles and self.writes_any_role and role.isidentifier() and role not in _OTHER_FORMATS_ROLES:
+            _warn_of_role(self.format_name, role)
+        elif role not in self.roles:
             advice = "; use a model and renderer that have tools, such as qwen3" if role == "tool" else ""
             raise RendererError(
                 f"message {ctx.idx}: the {self.format_name} format has no role {role!r}; "
@@ -177,3 +188,8 @@ def _deltas(pieces: list[Piece]) -> Iterator[MessageDelta]:
             yield StreamingTextDelta(piece.text)
         elif piece.kind is BlockKind.THINKING:
             yield StreamingThinkingDelta(piece.text)
+
+
+@cache
+def _warn_of_role(format_name: str, role: str) -> None:
+    logger.warning("role %r is written as it is: no model of the %s format was trained with it", role, format_name)

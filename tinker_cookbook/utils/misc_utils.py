@@ -8,22 +8,24 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.trace import scope_span_sync
 
 T = TypeVar("T")
 
 
 @contextmanager
-def timed(name: str, metrics: dict[str, Any]) -> Iterator[None]:
-    """Add the seconds that the body took to `metrics`, also when it raises.
+def timed(key: str, metrics: dict[str, Any]) -> Iterator[None]:
+    """Add the seconds that the body took to `metrics`, also when it raises; and a span to the trace, if there is one.
 
-    The first span of a name is `time/<name>`. From the second on, that key gives way to `time/<name>:total`, `:count`,
-    `:mean` and `:max` over all spans of the name.
+    The first span of a key is `time/<key>`. From the second on, that metric gives way to `time/<key>:total`, `:count`,
+    `:mean` and `:max` over all spans of the key.
     """
     start = time.perf_counter()
     try:
-        yield
+        with scope_span_sync(key):
+            yield
     finally:
-        _add_span(f"time/{name}", time.perf_counter() - start, metrics)
+        _add_span(f"time/{key}", time.perf_counter() - start, metrics)
 
 
 def _add_span(key: str, seconds: float, metrics: dict[str, Any]) -> None:
