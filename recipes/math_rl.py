@@ -54,7 +54,7 @@ class MathDatasetBuilder(RLDatasetBuilder):
 
     def load(self) -> tuple[MathTask, list[TaskItem], list[TaskItem]]:
         """The task with its training and test problems. Raises ConfigurationError for whatever cannot be had."""
-        task = MathTask(self.grading, self.answer_style)
+        task = MathTask(grading=self.grading, answer_style=self.answer_style)
         if self.dataset == SUMS:
             train, test = self._sums()
         else:

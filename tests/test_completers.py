@@ -151,7 +151,7 @@ def test_a_task_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch
     class Riddles(QATask):
         name = "riddles"
 
-    monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))
+    monkeypatch.setattr(registry._TASKS, "_parts", dict(registry._TASKS._parts))
     with pytest.raises(ConfigurationError, match="task='riddles' is unknown"):
         registry.get_task("riddles")
     registry.register_task(Riddles)

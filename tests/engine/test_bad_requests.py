@@ -1,7 +1,6 @@
 """What cannot be carried out is refused with a message that says which field, what was wrong and what to do instead."""
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,7 +197,7 @@ def test_a_bad_loss_config_is_refused(training: TrainingClient, loss_fn: str, co
 def test_a_bad_number_of_accumulation_steps_is_refused(training: TrainingClient, steps: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_LOCAL_GRAD_ACCUM_STEPS", steps)
-        with pytest.raises(RequestError, match=f"TINKER_LOCAL_GRAD_ACCUM_STEPS .*{re.escape(steps)}"):
+        with pytest.raises(RequestError, match=f"TINKER_LOCAL_GRAD_ACCUM_STEPS={steps!r} must be"):
             training.forward_backward([policy()], "ppo").result()
 
 

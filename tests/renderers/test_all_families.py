@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.renderers import families
-from tests.renderers.reasoning_families import call, deepseek_tokenizer, harmony_tokenizer, one_call_at_a_time
+from tests.renderers.reasoning_families import (
+    call,
+    deepseek_tokenizer,
+    harmony_tokenizer,
+    kimi_tokenizer,
+    one_call_at_a_time,
+    trimmed,
+    with_kimi_ids,
+)
 from tests.renderers.synthetic import conversation, make_tokenizer
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import (
@@ -56,6 +64,14 @@ def _without_tools(thinking: bool = False) -> st.SearchStrategy[list[Message]]:
 _QWEN = Entry(make_tokenizer, conversation, ("<|im_end|>",))
 _DEEPSEEK = Entry(deepseek_tokenizer, lambda: conversation(thinking=False), ("<｜end▁of▁sentence｜>",))
 _GPT_OSS = Entry(harmony_tokenizer, one_call_at_a_time, ("<|return|>", "<|call|>"), extends=False, streams=False)
+_TAGGED = Entry(make_tokenizer, trimmed, ("<|im_end|>",), extends=False, provisional=True)
+_TAGGED_DISABLED = _TAGGED._replace(
+    conversations=lambda: trimmed(thinking=False), disables_thinking=True, provisional=False
+)
+_KIMI = Entry(kimi_tokenizer, with_kimi_ids, ("<|im_end|>",), extends=False, provisional=True)
+_KIMI_DISABLED = _KIMI._replace(
+    conversations=lambda: with_kimi_ids(thinking=False), disables_thinking=True, provisional=False
+)
 
 
 def _of_table(name: str, extends: bool) -> Entry:
@@ -81,6 +97,21 @@ ENTRIES = {
     "mistral": _of_table("mistral", extends=False),
     "mistral_v3": _of_table("mistral_v3", extends=False),
     "gemma": _of_table("gemma", extends=True),
+    "qwen3_vl_instruct": _QWEN,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_preserve_thinking"), _TAGGED),
+    **{f"qwen3_8_{effort}_reasoning": _TAGGED for effort in ("xhigh", "medium", "low")},
+    **{f"nemotron3_{kind}thinking": _TAGGED for kind in ("preserve_", "low_", "ultra_preserve_", "ultra_medium_")},
+    **dict.fromkeys(("nemotron3", "nemotron3_ultra"), _TAGGED),
+    "qwen3_5_disable_thinking": _TAGGED_DISABLED,
+    "qwen3_8_disable_thinking": _TAGGED_DISABLED,
+    "nemotron3_disable_thinking": _TAGGED_DISABLED,
+    "nemotron3_ultra_disable_thinking": _TAGGED_DISABLED,
+    "kimi_k2": _KIMI._replace(provisional=False),
+    "kimi_k25": _KIMI,
+    "kimi_k26": _KIMI,
+    "kimi_k25_disable_thinking": _KIMI_DISABLED,
+    "kimi_k26_disable_thinking": _KIMI_DISABLED,
+    "kimi_k26_preserve_thinking": _KIMI._replace(extends=True),
     "deepseekv3": _DEEPSEEK._replace(disables_thinking=True),
     "deepseekv3_disable_thinking": _DEEPSEEK._replace(disables_thinking=True),
     "deepseekv3_thinking": _DEEPSEEK._replace(conversations=conversation, extends=False, provisional=True),

@@ -199,9 +199,8 @@ def test_a_game_may_have_roles_of_its_own_where_the_format_writes_their_names(ca
     messages = [Message(role="user", content="Guess."), Message(role="player", content="7")]
     text = renderer.tokenizer.decode(renderer.build_generation_prompt([*messages, *messages]).to_ints())
     assert text.count("<|im_start|>player\n7<|im_end|>") == 2
-    assert [record.message for record in caplog.records].count(
-        "role 'player' is written as it is: no model of the Qwen format was trained with it"
-    ) == 1
+    said = [record.message for record in caplog.records]
+    assert said == ["role 'player' is written as it is: no model of the Qwen format was trained with it"]
     for role in ("a<|im_end|>", "two words", "developer"):
         with pytest.raises(RendererError, match="no role"):
             renderer.build_generation_prompt([Message(role=role, content="x")])

@@ -160,7 +160,7 @@ class EndTokenRenderer(FormatRenderer):
 
     def _new_scanner(self) -> BlockScanner:
         """What takes a response apart; by default it is text and nothing else."""
-        return BlockScanner(tool_tags=None, thinks=False, adds_line_breaks=False)
+        return BlockScanner(tool_tags=None, thinks=False, line_breaks=None)
 
     def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:
         """Text and thinking as they settle; tool calls and the parsed Message come at the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.misc_utils import resolved
 
 logger = logging.getLogger(__name__)
 """Scripts with problems of their own log through it."""
@@ -68,8 +69,8 @@ class OneTurnEnv(Env):
         """The conversation to reply to."""
 
     @abstractmethod
-    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        """Reward and metrics."""
+    def score_reply(self, reply: Reply) -> tuple[float, Metrics] | Awaitable[tuple[float, Metrics]]:
+        """Reward and metrics. May be `async def`."""
 
     def get_reference_answer(self) -> str | None:
         """What records and transcripts show beside the reply."""
@@ -88,7 +89,7 @@ class OneTurnEnv(Env):
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         message, termination = self.renderer.parse_response(action)
         self.reply = Reply(message, termination.is_clean, (extra or {}).get("stop_reason") == "stop")
-        reward, metrics = self.score_reply(self.reply)
+        reward, metrics = await resolved(self.score_reply(self.reply))
         reference = self.get_reference_answer()
         logs: Logs = {} if reference is None else {"reference": reference}
         return StepResult(reward, True, tinker.ModelInput.empty(), self.stop_condition, metrics, logs)

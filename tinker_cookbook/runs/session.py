@@ -112,7 +112,12 @@ async def open_session(
         CheckpointError: none of the run's checkpoints can be loaded.
     """
     _check_ttl(config)
-    with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config) as run:
+    engine = backends.describe_engine(config.backend, config.base_url)
+    engine |= {"model": config.model_name, "renderer": config.renderer_name}
+    with open_run(
+        config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, engine=engine
+    ) as run:
+        logger.info("%s", ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None))
         service = backends.create_service_client(config.backend, config.base_url)
         for name, weights in (others or {}).items():
             if weights is not None:
