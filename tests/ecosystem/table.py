@@ -43,15 +43,7 @@ class PublicRecipe:
 SMALL_RL: Keys = {"group_size": 4, "max_steps": 2, "eval_every": 0, "renderer_name": "qwen3_instruct"}
 
 RECIPES = (
-    PublicRecipe(
-        "sl_basic",
-        "sl_basic",
-        {
-            "dataset_builder.common_config.batch_size": 8,
-            "dataset_builder.common_config.max_length": 512,
-            "max_steps": 3,
-        },
-    ),
+    PublicRecipe("sl_basic", "sl_basic", {"max_steps": 2}),
     PublicRecipe("sl_loop", "sl_loop", {"batch_size": 8, "max_length": 512, "save_every": 2, "max_steps": 3}),
     PublicRecipe(
         "rl_basic",
