@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Literal, cast
 
-from tinker_cookbook import environment
+from tinker_cookbook import environment, server_watch
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import ConfigurationError
 
@@ -96,7 +96,9 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     if resolve_backend(backend) == "tinker":
         import tinker
 
-        return cast(ServiceClient, tinker.ServiceClient(base_url=base_url))
+        client = tinker.ServiceClient(base_url=base_url)
+        server_watch.ServerWatch(*server_watch.server_address(base_url), client)
+        return cast(ServiceClient, client)
     _check_local_environment()
     import tinker_local_backend
 

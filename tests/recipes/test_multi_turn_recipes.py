@@ -270,7 +270,7 @@ class TestToolUse:
             assert question.answer not in question.text.rpartition(". ")[2]
             call = tool_use.ToolCall.FunctionBody(name="search", arguments=json.dumps(question.arguments))
             result = asyncio.run(tool.call(tool_use.ToolCall(function=call)))
-            assert not result.failed
+            assert result.error is None
             found += question.answer in str(result.messages[0]["content"])
         assert found >= 0.9 * len(questions)
 
@@ -280,7 +280,7 @@ class TestToolUse:
         return (await env.grade(messages))[0], len(messages)
 
     @pytest.mark.parametrize("task", ["calculator", "search"])
-    def test_a_player_that_calls_is_right_and_one_that_gives_up_is_not(self, task: tool_use.Task) -> None:
+    def test_a_player_that_calls_is_right_and_one_that_gives_up_is_not(self, task: tool_use.ToolTask) -> None:
         renderer = make_renderer("qwen3_instruct")
         rewards: dict[int, set[float]] = {}
         for seed in range(120):

@@ -17,7 +17,6 @@ from tinker_cookbook.renderers import (
     ensure_list,
     ensure_text,
     format_content_as_string,
-    formats,
     get_renderer,
     get_text_content,
     parse_content_blocks,
@@ -169,11 +168,9 @@ def test_openai_form() -> None:
             Message(role="assistant", content="<think>\nhm\n</think>\n\ny"),
             "disables thinking",
         ),
-        ("qwen3", Message(role="developer", content="x"), "no role 'developer'"),
         ("qwen3", Message(role="assistant", content=[IMAGE]), "cannot hold image"),
-        ("qwen3", Message(role="user", content=[THINK]), "text only"),
+        ("qwen3", Message(role="user", content=[IMAGE]), "text only"),
         ("qwen3", Message(role="user", content="", tool_calls=[call("a", "{}")]), "only an assistant message"),
-        ("role_colon", Message(role="tool", content="x"), "the role_colon format has no role 'tool'"),
         ("role_colon", Message(role="assistant", content="", tool_calls=[call("a", "{}")]), "no tool calls"),
         ("role_colon", Message(role="assistant", content=[THINK]), "text only"),
         ("role_colon", Message(role="assistant", content="a\n\nUser: b"), "stop sequence"),
@@ -191,16 +188,3 @@ def test_tools_need_a_format_and_a_declaration() -> None:
         get_renderer("qwen3", make_tokenizer()).create_conversation_prefix_with_tools([])
     with pytest.raises(RendererError, match="cannot parse a stream"):
         get_renderer("role_colon", make_tokenizer()).parse_response_streaming([1])
-
-
-def test_a_game_may_have_roles_of_its_own_where_the_format_writes_their_names(caplog: pytest.LogCaptureFixture) -> None:
-    formats._warn_of_role.cache_clear()
-    renderer = get_renderer("qwen3_instruct", make_tokenizer())
-    messages = [Message(role="user", content="Guess."), Message(role="player", content="7")]
-    text = renderer.tokenizer.decode(renderer.build_generation_prompt([*messages, *messages]).to_ints())
-    assert text.count("<|im_start|>player\n7<|im_end|>") == 2
-    said = [record.message for record in caplog.records]
-    assert said == ["role 'player' is written as it is: no model of the Qwen format was trained with it"]
-    for role in ("a<|im_end|>", "two words", "developer"):
-        with pytest.raises(RendererError, match="no role"):
-            renderer.build_generation_prompt([Message(role=role, content="x")])

@@ -57,7 +57,9 @@ def answer(name: str, arguments: object) -> str:
     result = asyncio.run(ToolRegistry([repeat, later, broken, picky]).call(make_call(name, arguments)))
     (message,) = result.messages
     assert message["role"] == "tool" and message.get("name") == name and not result.should_stop
-    assert isinstance(message["content"], str) and result.failed is message["content"].startswith("Error: ")
+    assert isinstance(message["content"], str) and (result.error is not None) is message["content"].startswith(
+        "Error: "
+    )
     return message["content"]
 
 
@@ -112,9 +114,20 @@ def test_a_call_that_cannot_be_made_is_answered(name: str, arguments: object, me
     assert message in answer(name, arguments)
 
 
-def test_a_bug_in_a_tool_is_raised() -> None:
-    with pytest.raises(ZeroDivisionError):
-        answer("broken", {})
+def test_a_bug_in_a_tool_is_told_to_the_model_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert answer("broken", {}) == "Error: broken failed: ZeroDivisionError: a bug"
+    (record,) = caplog.records
+    assert record.getMessage() == "tool broken failed on {}" and record.exc_info is not None
+
+
+def test_a_mistake_in_the_configuration_of_a_tool_is_raised() -> None:
+    @tool
+    def unset() -> str:
+        """Needs a key."""
+        raise ConfigurationError("SEARCH_KEY is not set: export it")
+
+    with pytest.raises(ConfigurationError, match="SEARCH_KEY"):
+        asyncio.run(ToolRegistry([unset]).call(make_call("unset", {})))
 
 
 def test_a_tool_that_returns_no_string_is_a_bug() -> None:
@@ -200,7 +213,7 @@ class TestMethodsAndResults:
             result = asyncio.run(ToolRegistry([owner.find]).call(make_call("find", {"letter": "E"}, "id1")))
             message = {"role": "tool", "content": text, "name": "find", "tool_call_id": "id1"}
             assert result == ToolResult([message], stop, {"found": 1 + stop})  # type: ignore[list-item]
-            assert not result.failed
+            assert result.error is None
 
     def test_results_of_ones_own_keep_what_they_say(self) -> None:
         @tool
@@ -218,7 +231,7 @@ class TestMethodsAndResults:
 
     def test_errors_say_what_they_are(self) -> None:
         result = error_tool_result("no such page", error_type="not_found", should_stop=True)
-        assert result.failed and result.should_stop and result.metadata == {"error": "not_found"}
+        assert isinstance(result.error, ToolError) and result.should_stop and result.metadata == {"error": "not_found"}
         assert result.messages == [{"role": "tool", "content": "Error: no such page"}]
 
     def test_a_tool_of_ones_own_class(self) -> None:

@@ -43,8 +43,8 @@ class ChatMLRenderer(EndTokenRenderer):
     """ChatML with nothing added to what was said."""
 
     format_name, roles, calls_tools = "Qwen", ("system", "user", "assistant", "tool"), True
-    writes_any_role = True
     end, control_tokens = _END, (_START, _END)
+    names_speakers = True
     reserved_tokens = ("<|endoftext|>",)
     has_extension_property = True
 

@@ -5,8 +5,8 @@
         \"""Add two numbers.\"""
         return str(a + b)
 
-A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with what is wrong. Any other
-exception of a tool is a bug in the tool, and is raised.
+A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with what is wrong. So is any other
+exception of a tool, which is logged too, since it may be a bug in the tool. A ConfigurationError ends the run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, Self, get_args, get_origin, get_type_hints
@@ -25,9 +26,9 @@ from tinker_cookbook.renderers import ContentPart, Message, ToolCall, ToolSpec
 from tinker_cookbook.rl.rollout_limits import ToolExecution
 from tinker_cookbook.utils.misc_utils import gather_all
 
+logger = logging.getLogger(__name__)
+
 ERROR_PREFIX = "Error: "
-ERROR_KEY = "error"
-"""In the metadata of a result: what kind of failure it tells the model of."""
 
 
 class ToolError(Exception):
@@ -54,11 +55,8 @@ class ToolResult:
     """of the turn"""
     metadata: dict[str, Any] = field(default_factory=dict)
     """for programs; the model does not see it"""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the call could not be answered."""
-        return ERROR_KEY in self.metadata
+    error: Exception | None = None
+    """why the call could not be answered: a ToolError for what the model did wrong; another one was raised inside the tool"""
 
 
 def simple_tool_result(
@@ -82,10 +80,13 @@ def simple_tool_result(
 def error_tool_result(
     error_msg: str, *, call_id: str = "", name: str = "", error_type: str = "execution_error", should_stop: bool = False
 ) -> ToolResult:
-    """A result that tells the model what was wrong with its call."""
-    return simple_tool_result(
-        ERROR_PREFIX + error_msg, call_id=call_id, name=name, should_stop=should_stop, metadata={ERROR_KEY: error_type}
+    """A result that tells the model what was wrong with its call. `error_type` goes to the metadata."""
+    told = ERROR_PREFIX + error_msg
+    result = simple_tool_result(
+        told, call_id=call_id, name=name, should_stop=should_stop, metadata={"error": error_type}
     )
+    result.error = ToolError(error_msg)
+    return result
 
 
 class Tool(Protocol):
@@ -179,13 +180,19 @@ class ToolRegistry:
 
     async def call(self, call: ToolCall) -> ToolResult:
         """What answers a call; its messages name the tool and the call."""
-        name = call.function.name
+        name, arguments = call.function.name, call.function.arguments
         try:
             if name not in self._tools:
                 raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self._tools))}")
-            result = await self._tools[name].run(ToolInput(_parse_arguments(name, call.function.arguments), call.id))
+            result = await self._tools[name].run(ToolInput(_parse_arguments(name, arguments), call.id))
+        except ConfigurationError:
+            raise
         except ToolError as error:
             result = error_tool_result(str(error))
+        except Exception as error:
+            logger.warning("tool %s failed on %s", name, arguments, exc_info=error)
+            result = error_tool_result(f"{name} failed: {type(error).__name__}: {error}")
+            result.error = error
         known: Message = {"role": "tool", "content": "", "name": name}
         if call.id is not None:
             known["tool_call_id"] = call.id
