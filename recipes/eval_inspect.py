@@ -14,11 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
-from tinker_cookbook.benchmarks.inspect_adapter import inspect_model, require_inspect, run_inspect, task_of_items
+from tinker_cookbook.benchmarks.inspect_adapter import (
+    OWN_TASKS,
+    inspect_model,
+    require_inspect,
+    run_inspect,
+    task_of_items,
+)
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 
 RECIPE = "eval_inspect"
-OURS = ("qa/", "summary/")
 
 
 @chz.chz(typecheck=True)
@@ -37,7 +42,7 @@ class CLIConfig(PolicyCLIConfig):
 
 async def main(cli: CLIConfig) -> None:
     require_inspect()
-    task = task_of_items(cli.task) if cli.task.startswith(OURS) else cli.task
+    task = task_of_items(cli.task) if cli.task.startswith(OWN_TASKS) else cli.task
     policy = await open_policy(cli)
     max_tokens = reply_tokens(cli, policy.base_model)
     model = inspect_model(policy, max_tokens, temperature=cli.temperature, seed=cli.seed)

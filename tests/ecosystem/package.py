@@ -24,6 +24,7 @@ def unpack_recipes(folder: Path) -> Path:
 
     Raises IndexUnreachableError with what pip says.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     _pip("download", "--dest", str(folder), PACKAGE)
     _pip("install", "--target", str(folder), *NEEDED)
     (wheel_file,) = folder.glob("tinker_cookbook-*.whl")

@@ -50,7 +50,7 @@ RECIPES = (
         "rl_basic",
         {"max_tokens": 12, "max_steps": 1},
     ),
-    PublicRecipe("rl_loop", "rl_loop", {"batch_size": 4, "group_size": 4, "max_tokens": 24, "max_steps": 2}),
+    PublicRecipe("rl_loop", "rl_loop", {"batch_size": 8, "group_size": 16, "max_tokens": 12, "max_steps": 2}),
     PublicRecipe(
         "chat_sl",
         "chat_sl.train",

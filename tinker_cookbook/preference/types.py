@@ -7,7 +7,6 @@ envs.py (through a preference model).
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -21,7 +20,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, Trai
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
-from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.misc_utils import gather_all, resolved
 from tinker_cookbook.weights_config import WeightsConfig
 
 Label: TypeAlias = Literal["A", "B", "Tie"]
@@ -204,8 +203,7 @@ class PreferenceModelBuilder:
 
 async def open_preference_model(builder: Callable[[], Awaitable[PreferenceModel] | PreferenceModel]) -> PreferenceModel:
     """What a builder makes, whether it is asynchronous or not."""
-    made = builder()
-    return await made if inspect.isawaitable(made) else made
+    return await resolved(builder())
 
 
 @chz.chz(typecheck=True)

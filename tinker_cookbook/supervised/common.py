@@ -79,6 +79,15 @@ def datum_from_model_input_weights(
     )
 
 
+def datum_from_tokens_weights(
+    tokens: torch.Tensor, weights: torch.Tensor, max_length: int | None = None, reduction: Reduction = "none"
+) -> tinker.Datum:
+    """`datum_from_model_input_weights` for text alone: tokens (N,) and weights (N,)."""
+    return datum_from_model_input_weights(
+        tinker.ModelInput.from_ints([int(token) for token in tokens]), weights, max_length, reduction
+    )
+
+
 def _cut(chunks: list[tinker.ModelInputChunk], max_length: int | None) -> list[tinker.ModelInputChunk]:
     if max_length is None:
         return merge_text_chunks(chunks)
