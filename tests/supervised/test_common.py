@@ -9,7 +9,12 @@ import torch
 
 from tests.renderers.synthetic import make_tokenizer
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll, datum_from_model_input_weights
+from tinker_cookbook.supervised.common import (
+    compute_bpb,
+    compute_mean_nll,
+    datum_from_model_input_weights,
+    datum_from_tokens_weights,
+)
 
 
 def test_shift_golden() -> None:
@@ -130,3 +135,11 @@ def test_bits_per_byte_are_those_of_tokens_with_positive_weight(weight: float) -
     logprobs = torch.tensor([-5.0, -3 * math.log(2)])
     found = compute_bpb([logprobs], [torch.tensor([weight, 0.5])], [targets], tokenizer)
     assert found == pytest.approx(3.0)
+
+
+def test_text_alone_needs_no_model_input() -> None:
+    tokens, weights = torch.tensor([5, 6, 7, 8]), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    found = datum_from_tokens_weights(tokens, weights, max_length=3, reduction="mean")
+    same = datum_from_model_input_weights(tinker.ModelInput.from_ints([5, 6, 7, 8]), weights, 3, "mean")
+    assert found.model_input.to_ints() == same.model_input.to_ints() == [5, 6]
+    assert found.loss_fn_inputs["weights"].tolist() == same.loss_fn_inputs["weights"].tolist() == [0.5, 0.5]
