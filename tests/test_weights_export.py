@@ -250,5 +250,5 @@ class TestScripts:
     def test_what_is_not_offered_is_said(self, option: dict[str, Any], tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=next(iter(option))):
             weights.build_hf_model(base_model=TINY, adapter_path="a", output_path=str(tmp_path / "m"), **option)
-        with pytest.raises(CheckpointError, match="holds no adapter_config.json"):
+        with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json"):
             weights.build_lora_adapter(base_model=TINY, adapter_path=str(tmp_path), output_path=str(tmp_path / "a"))
