@@ -20,6 +20,7 @@ from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.progress import Progress
+from tinker_cookbook.utils import trace
 from tinker_cookbook.weights_config import WeightsConfig, find_origin
 
 logger = logging.getLogger(__name__)
@@ -97,13 +98,16 @@ def _check_ttl(config: RunConfig) -> None:
 
 @asynccontextmanager
 async def open_session(
-    config: RunConfig, others: Mapping[str, WeightsConfig | None] | None = None
+    config: RunConfig,
+    others: Mapping[str, WeightsConfig | None] | None = None,
+    system_prompt: str | None = None,
 ) -> AsyncGenerator[Session]:
     """Open the run of a config; on leaving, outstanding saves are finished and the loggers closed.
 
     Args:
         others: by field, weights that the loop opens besides those it trains; None: there are none. They are checked before
             anything is loaded.
+        system_prompt: what every conversation of the training data begins with, for the run's metadata.
 
     Raises:
         ConfigurationError: the folder cannot be used, a logger's package is missing, or a checkpoint's life is one that the
@@ -113,9 +117,8 @@ async def open_session(
     _check_ttl(config)
     engine = backends.describe_engine(config.backend, config.base_url)
     engine |= {"model": config.model_name, "renderer": config.renderer_name}
-    with open_run(
-        config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, engine=engine
-    ) as run:
+    extra = {"engine": engine, "system_prompt": system_prompt}
+    with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, extra=extra) as run:
         logger.info("%s", ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None))
         service = backends.create_service_client(config.backend, config.base_url)
         for name, weights in (others or {}).items():
@@ -124,6 +127,8 @@ async def open_session(
         client, record = await _open_training_client(config, run, service)
         saving = {name: getattr(config, name) for name in _SAVING}
         checkpoints = CheckpointManager(client, service, run.log_path, **saving, resumed_from=record)
+        if config.enable_trace:
+            trace.trace_init(output_file=run.log_path / trace.EVENTS_BASE_NAME)
         try:
             yield Session(config, run, service, client, record, checkpoints)
         except BaseException:
@@ -132,7 +137,11 @@ async def open_session(
             except Exception:
                 logger.exception("a checkpoint that was being written when the run stopped could not be finished")
             raise
-        await checkpoints.finalize()
+        else:
+            await checkpoints.finalize()
+        finally:
+            if config.enable_trace:
+                trace.trace_shutdown()
 
 
 async def _open_training_client(
