@@ -13,6 +13,7 @@ machine gives the same metrics (when sampling ahead of training, on the local en
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -106,6 +107,8 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             else:
                 await do_sync_training(loop)
             await loop.finish()
-        except Exception:
+        except (Exception, asyncio.CancelledError):
             await loop.save_stopped()
             raise
+        finally:
+            loop.records.close()
