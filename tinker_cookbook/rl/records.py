@@ -142,7 +142,8 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
 
 def rounded(values: Sequence[float] | np.ndarray) -> list[float]:
     """Logprobs or advantages to the 8 digits that float32 has, which is half as long in JSON."""
-    return [float(f"{value:.8g}") for value in values]
+    different, places = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True)
+    return np.array([float(f"{value:.8g}") for value in different])[places].tolist() if len(different) else []
 
 
 class RecordWriter:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.rl.data_processing import DatumMetadata
 from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, TrajectoryGroup
 from tinker_cookbook.utils.files import to_jsonable, write_bytes
 from tinker_cookbook.utils.lazy import np, tinker
 
@@ -76,14 +76,15 @@ def write_rollouts(path: Path, step: StepRollouts) -> None:
     about = {"schema_version": SCHEMA_VERSION, "run": step.run, "failed_groups": failed}
     metadata = {key: json.dumps(to_jsonable(value)) for key, value in about.items()}
     table = pyarrow.table({name: arrays[name] for name in COLUMNS}).replace_schema_metadata(metadata)
+    split = [f"{name}.list.element" for name in _LISTS if name != "advantages"]
     buffer = pyarrow.BufferOutputStream()
-    # Ids and logprobs compress by their bytes of equal weight; what repeats, by a dictionary.
+    # Ids and logprobs compress by their bytes of equal weight; what repeats, by a dictionary. Both take a list of columns too.
     parquet.write_table(
         table,
         buffer,
         compression="zstd",
-        use_dictionary=[*_VALUES, "advantages.list.element"],
-        use_byte_stream_split=[f"{name}.list.element" for name in _LISTS if name != "advantages"],
+        use_dictionary=[*_VALUES, "advantages.list.element"],  # pyright: ignore[reportArgumentType]
+        use_byte_stream_split=split,  # pyright: ignore[reportArgumentType]
     )
     write_bytes(path, buffer.getvalue())
 
@@ -144,70 +145,87 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                 "group_metrics": _text(group.metrics_G[i]),
                 "info": _text(info),
             }
-            trained = _Trained(step, of_member.get((came_through, i), []))
+            ids_T = [
+                (np.array(_ids(transition.ob), dtype=np.int32), np.array(transition.ac.tokens, dtype=np.int32))
+                for transition in trajectory.transitions
+            ]
+            places = _places(step, of_member.get((came_through, i), []), ids_T)
             before = np.zeros(0, dtype=np.int32)
-            for turn, transition in enumerate(trajectory.transitions):
-                row, before = _turn(transition, before, trained)
-                yield member | {"turn": turn} | row
+            for turn, (transition, (prompt, completion)) in enumerate(zip(trajectory.transitions, ids_T, strict=True)):
+                masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
+                trained = (
+                    (None, None) if masked or turn not in places else _trained(step, *places[turn], len(completion))
+                )
+                common = min(len(prompt), len(before))
+                differs = np.flatnonzero(prompt[:common] != before[:common])
+                shared = int(differs[0]) if len(differs) else common
+                before = np.concatenate([prompt, completion])
+                yield member | {
+                    "turn": turn,
+                    "prompt_shared": shared,
+                    "prompt": prompt[shared:],
+                    "completion": completion,
+                    "sampled_logprobs": np.array(transition.ac.maybe_logprobs or [], dtype=np.float32),
+                    "trainer_logprobs": trained[0],
+                    "advantages": trained[1],
+                    "masked": masked,
+                    "stop_reason": transition.ac.stop_reason,
+                    "reward": transition.reward,
+                    "metrics": _text(transition.metrics),
+                    "logs": _text(transition.logs),
+                }
         came_through += 1
 
 
-def _turn(transition: Transition, before: np.ndarray, trained: _Trained) -> tuple[dict[str, Any], np.ndarray]:
-    prompt = np.array(_ids(transition.ob), dtype=np.int32)
-    completion = np.array(transition.ac.tokens, dtype=np.int32)
-    common = min(len(prompt), len(before))
-    differs = np.flatnonzero(prompt[:common] != before[:common])
-    shared = int(differs[0]) if len(differs) else common
-    masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
-    trainer_logprobs, advantages = (None, None) if masked else trained.take(prompt, completion)
-    row = {
-        "prompt_shared": shared,
-        "prompt": prompt[shared:],
-        "completion": completion,
-        "sampled_logprobs": np.array(transition.ac.maybe_logprobs or [], dtype=np.float32),
-        "trainer_logprobs": trainer_logprobs,
-        "advantages": advantages,
-        "masked": masked,
-        "stop_reason": transition.ac.stop_reason,
-        "reward": transition.reward,
-        "metrics": _text(transition.metrics),
-        "logs": _text(transition.logs),
-    }
-    return row, np.concatenate([prompt, completion])
+def _places(
+    step: StepRollouts, own: Sequence[int], ids_T: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> dict[int, tuple[int, int]]:
+    """Of each turn that was trained on its datum, and where its first token is there.
+
+    Turns merge into sequences as in `trajectory_to_data`; a sequence may have no datum, since its advantages were all zero.
+    """
+    sequences: list[tuple[np.ndarray, dict[int, int]]] = []
+    for turn, (prompt, completion) in enumerate(ids_T):
+        if not len(completion):
+            continue
+        before = sequences[-1][0] if sequences else None
+        if before is None or not np.array_equal(prompt[: len(before)], before):
+            sequences.append((prompt, {}))
+        starts = sequences[-1][1] | {turn: len(prompt)}
+        sequences[-1] = (np.concatenate([prompt, completion]), starts)
+    places: dict[int, tuple[int, int]] = {}
+    remaining = list(own)
+    for sequence, starts in sequences:
+        if not remaining:
+            break
+        datum = step.data_D[remaining[0]]
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+        if np.array_equal(targets, sequence[1:]) and _ids(datum.model_input, 1) == sequence[:1].tolist():
+            d = remaining.pop(0)
+            places |= {turn: (d, start) for turn, start in starts.items()}
+    return places
 
 
-class _Trained:
-    """What the datums of a member say of its turns, asked turn by turn. A turn may have none: its advantages were all zero."""
-
-    def __init__(self, step: StepRollouts, own: Sequence[int]):
-        self._step, self._own, self._told = step, list(own), 0
-
-    def take(self, prompt: np.ndarray, completion: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Trainer's logprobs and advantages of a turn's tokens; None where it was not trained on.
-
-        The datum of a turn begins with its prompt and goes on with its tokens, which are trained on there.
-        """
-        trained = slice(len(prompt) - 1, len(prompt) - 1 + len(completion))  # position i predicts token i + 1
-        for place, d in enumerate(self._own if len(prompt) and len(completion) else ()):
-            if place == 0 and len(prompt) < self._told:
-                continue  # another turn, with the same words as one before
-            inputs = self._step.data_D[d].loss_fn_inputs
-            targets, mask = inputs["target_tokens"].to_numpy(), inputs["mask"].to_numpy()
-            if not (np.array_equal(targets[trained], completion) and (mask[trained] > 0).all()):
-                continue
-            if self._step.data_D[d].model_input.to_ints()[: len(prompt)] != prompt.tolist():
-                continue
-            self._own, self._told = self._own[place:], len(prompt) + len(completion)
-            logprobs = self._step.trainer_logprobs_D
-            return None if logprobs is None else logprobs[d][trained], inputs["advantages"].to_numpy()[trained]
-        return None, None
+def _trained(step: StepRollouts, d: int, start: int, count: int) -> tuple[np.ndarray | None, np.ndarray]:
+    """Trainer's logprobs (None: there are none) and advantages of `count` tokens of a datum. The very first has no target."""
+    first = max(0, start - 1)  # position i predicts token i + 1
+    advantages = step.data_D[d].loss_fn_inputs["advantages"].to_numpy()[first : start - 1 + count]
+    missing = count - len(advantages)
+    advantages = np.concatenate([np.zeros(missing, dtype=np.float32), advantages])
+    if step.trainer_logprobs_D is None:
+        return None, advantages
+    logprobs = step.trainer_logprobs_D[d][first : start - 1 + count]
+    return np.concatenate([np.full(missing, np.nan, dtype=np.float32), logprobs]), advantages
 
 
-def _ids(observation: tinker.ModelInput) -> list[int]:
+def _ids(observation: tinker.ModelInput, count: int | None = None) -> list[int]:
+    """All ids, or the first `count`."""
     ids: list[int] = []
     for chunk in observation.chunks:
-        ids += chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [MEDIA] * chunk.length
-    return ids
+        ids += chunk.tokens[:count] if isinstance(chunk, tinker.EncodedTextChunk) else [MEDIA] * chunk.length
+        if count is not None and len(ids) >= count:
+            break
+    return ids[:count]
 
 
 def _text(value: Mapping[str, Any]) -> str:
