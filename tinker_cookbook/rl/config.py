@@ -1,12 +1,14 @@
 """The config of a reinforcement learning run, and everything about it that can be wrong before a model is loaded."""
 
 import logging
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import chz
 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
@@ -50,7 +52,10 @@ class AsyncConfig:
 class UpdateOptions(RunOptions):
     """Settings of an update on sampled tokens, whatever gives them their advantages."""
 
-    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
+    loss_fn: str | Callable[..., Any] = chz.field(
+        default="importance_sampling",
+        doc=f"{', '.join(LOSS_FNS)}, or your own: package.module:function, path/file.py:function",
+    )
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None,
         doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
@@ -149,7 +154,7 @@ class RLOptions(UpdateOptions):
 class Config(RLOptions, RunConfig):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
 
-    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
 
@@ -158,6 +163,7 @@ def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
     backend = backends.check_backend(config.backend, config.model_name, config.base_url)
     check_loss(config.loss_fn, config.loss_fn_config, backend)
+    warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)
     if config.top_k != -1 or config.top_p < 1:
         logger.warning(
@@ -183,6 +189,10 @@ def check_config(config: Config) -> None:
         raise ConfigurationError("kl_reference_config and kl_discount_factor need kl_penalty_coef > 0")
     if config.kl_reference_config is not None:
         config.kl_reference_config.check("kl_reference_config", config.backend, config.base_url)
+    if config.off_policy_correction is not None and config.loss_fn not in LOSS_FNS:
+        raise ConfigurationError(
+            "off_policy_correction needs a built-in loss; a loss of your own sees both logprobs and can weight them itself"
+        )
     if config.off_policy_correction is not None and config.loss_fn == "dro":
         raise ConfigurationError(
             "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "
@@ -204,8 +214,8 @@ def _check_temperature(config: Config, backend: str) -> None:
     if trainer_temperature != config.temperature:
         fix = (
             f"set loss_fn_config={{'temperature': {config.temperature}}}"
-            if backend == "local"
-            else "the hosted trainer scores at temperature 1: set temperature=1.0"
+            if backend == "local" and config.loss_fn in LOSS_FNS
+            else "the hosted trainer, and a loss of your own, score at temperature 1: set temperature=1.0"
         )
         raise ConfigurationError(
             f"temperature={config.temperature} samples on another distribution than "

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.tasks.collatz import CollatzTask
 from tinker_cookbook.tasks.math import MathTask
 from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.rewards import OwnRewardFn, RewardSpec
@@ -36,7 +37,7 @@ class Capitals(QATask):  # from tinker_cookbook.tasks.qa
 """,
     problem=_problem,
 )
-_TASKS: Registry[TaskBuilder] = Registry(TASK_KIND, {task.name: task for task in (QATask, SummaryTask, MathTask)})
+_TASKS: Registry[TaskBuilder] = Registry(TASK_KIND, {task.name: task for task in (QATask, SummaryTask, MathTask, CollatzTask)})
 
 
 def register_task(task: TaskBuilder, name: str | None = None) -> None:
@@ -70,7 +71,7 @@ def get_task(task: str | TaskBuilder, reward_fn: str | OwnRewardFn | None = None
     Raises:
         ConfigurationError: neither of these, or something else than a task came of it; shows what is wanted.
     """
-    made = _TASKS.resolve(task)(None if reward_fn is None else RewardSpec.parse(reward_fn))
+    made: Any = _TASKS.resolve(task)(None if reward_fn is None else RewardSpec.parse(reward_fn))
     if not isinstance(made, Task):
         raise ConfigurationError(f"task={describe(task)} made a {type(made).__name__}, no Task. {TASK_KIND.help()}")
     return made
