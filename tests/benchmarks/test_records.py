@@ -7,7 +7,7 @@ MOST_BYTES = 25e6 / (128 * 16 * 1000)
 
 
 def test_a_token_costs_what_was_promised() -> None:
-    found = measure(RecordsConfig(groups=32, members=8, tokens=400, num_groups_to_log=1))
+    found = measure(RecordsConfig(groups=32, members=8, tokens=1000, num_groups_to_log=1))
     assert found["bytes_per_sampled_token"] < MOST_BYTES
     assert found["megabytes_of_all_rollouts"] < found["megabytes"]
 
