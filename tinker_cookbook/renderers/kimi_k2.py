@@ -68,7 +68,8 @@ class KimiK2Renderer(OpenedThinkRenderer):
                 f"message {ctx.idx}: a tool result lacks 'tool_call_id', which the Kimi format writes; give it the id "
                 "of the call that it answers"
             )
-        return [*header, f"## Return of {call_id}\n"], [ensure_text(message["content"]), _END]
+        # In one piece with the text: a tokenizer joins its line break with those that the text begins with.
+        return header, [f"## Return of {call_id}\n{ensure_text(message['content'])}", _END]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
         return self._encode(self._header(Message(role=role, content=""), ctx))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinker_cookbook.completers import StopCondition
-from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.renderers import Message, ParseTermination, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import (
@@ -33,10 +33,14 @@ class Reply:
     """What the policy said, as the renderer reads it."""
 
     message: Message
-    is_clean: bool
-    """it has its end, as the renderer's format wants it"""
+    termination: ParseTermination
     stopped: bool
     """sampling ended at a stop, and not at a limit of tokens"""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it has its end, by the renderer's stop sequence or by the end-of-text token."""
+        return self.termination.is_clean
 
     @property
     def text(self) -> str:
@@ -84,7 +88,7 @@ class OneTurnEnv(Env):
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         message, termination = self.renderer.parse_response(action)
-        self.reply = Reply(message, termination.is_clean, (extra or {}).get("stop_reason") == "stop")
+        self.reply = Reply(message, termination, (extra or {}).get("stop_reason") == "stop")
         reward, metrics = await resolved(self.score_reply(self.reply))
         reference = self.get_reference_answer()
         logs: Logs = {} if reference is None else {"reference": reference}
@@ -145,9 +149,12 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
 class ProblemEnv(OneTurnEnv):
     """One question, one answer: reward = format_coef * (format - 1) + correct, each of the two 0 or 1.
 
+    A reply that was cut off has no format, whatever it says.
+
     Args:
         convo_prefix: messages before the question (system prompt, examples).
-        require_stop_sequence_for_format: an answer that was cut off counts as badly formatted.
+        require_stop_sequence_for_format: only the renderer's stop sequence ends a well-formed answer; if False, the
+            end-of-text token does too.
     """
 
     def __init__(
@@ -177,7 +184,7 @@ class ProblemEnv(OneTurnEnv):
         return [*self.convo_prefix, {"role": "user", "content": self.get_question()}]
 
     def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        ended = reply.is_clean or not self.require_stop_sequence_for_format
+        ended = reply.termination.is_stop_sequence if self.require_stop_sequence_for_format else reply.is_clean
         well_formed = ended and self.check_format(reply.text)
         correct = self.check_answer(reply.text)
         reward = self.format_coef * (float(well_formed) - 1) + float(correct)

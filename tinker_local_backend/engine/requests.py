@@ -213,16 +213,14 @@ def _target_ids(targets: tinker.TensorData, prompt_length: int, model: BaseModel
     return ids
 
 
-def stop_rule(stop: str | Sequence[str] | Sequence[int] | None, model: BaseModel) -> StopRule:
-    """None: the model's own end of turn; []: none at all; a string, strings, or token ids (each id is its own stop)."""
+def stop_rule(stop: str | Sequence[str | int] | None, model: BaseModel) -> StopRule:
+    """None: the model's own end of turn; []: none at all; a string, or strings and token ids (each id is its own stop)."""
     if stop is None:
         return StopRule(model.eos_token_ids)
     if isinstance(stop, str):
         stop = [stop]
     ids = [item for item in stop if isinstance(item, int)]
     texts = [item for item in stop if isinstance(item, str)]
-    if ids and texts:
-        raise RequestError(f"stop mixes strings and token ids: {list(stop)!r}; give one kind")
     if "" in texts:
         raise RequestError("stop holds an empty string, which would stop before the first token; remove it")
     check_vocabulary(ids, model.vocab_size, "stop")
