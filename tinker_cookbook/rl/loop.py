@@ -153,7 +153,14 @@ class Loop:
 
     def new_update(self) -> Update:
         client, config = self.session.training_client, self.config
-        return Update(client, config.learning_rate, config.loss_fn, config.loss_fn_config, config.grad_clip_norm)
+        return Update(
+            client,
+            config.learning_rate,
+            config.loss_fn,
+            config.loss_fn_config,
+            config.grad_clip_norm,
+            config.on_nonfinite,
+        )
 
     async def train(
         self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, update: Update | None = None
@@ -165,8 +172,10 @@ class Loop:
             update: what was submitted of it already; None: nothing.
         """
         metrics = self._account(sampled, batch) | self._write_sampled(step, sampled, batch)
+        trained_tokens = 0
         if batch.data_D:
-            metrics |= await self._update(step, batch, update)
+            found, trained_tokens = await self._update(step, batch, update)
+            metrics |= found
         if self.config.write_records:
             record = training_step_record(
                 step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.config.learning_rate
@@ -174,7 +183,7 @@ class Loop:
             self.session.run.write_record(f"training_step_{step + 1:04d}", record)
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
         error = None if batch.data_D else _why_untrained(step, batch)
-        return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(batch.data_D), error)
+        return StepOutcome(step, metrics, sampled_tokens, trained_tokens, error)
 
     def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
         """What became of each group, in numbers."""
@@ -229,8 +238,11 @@ class Loop:
                 write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
         return times
 
-    async def _update(self, step: int, batch: Minibatch, update: Update | None) -> LoopMetrics:
-        """Submit the batch, unless that has been done, wait for the weights and take a snapshot. What the engine says of it."""
+    async def _update(self, step: int, batch: Minibatch, update: Update | None) -> tuple[LoopMetrics, int]:
+        """Submit the batch, unless that has been done, wait for the weights and take a snapshot.
+
+        Returns what the engine says of it, and how many tokens were trained.
+        """
         metrics: LoopMetrics = {}
         data_D, config = batch.data_D, self.config
         if config.off_policy_correction is not None:
@@ -254,7 +266,11 @@ class Loop:
                 update = self.new_update()
                 update.submit(data_D, config.num_substeps)
             logprobs_D, found = await update.finish()
-        metrics |= found | compute_kl_sample_train(batch.data_D, logprobs_D)
+        passed = [
+            (datum, logprobs) for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None
+        ]
+        passed_D = [datum for datum, _ in passed]
+        metrics |= found | compute_kl_sample_train(passed_D, [logprobs for _, logprobs in passed])
         with timed("snapshot", metrics):
             self.sampling_client = await self.session.training_client.save_weights_and_get_sampling_client()
         self.sampling_client_step = step + 1
@@ -262,7 +278,7 @@ class Loop:
             with timed("post_kl", metrics):
                 metrics |= await compute_post_kl(batch.data_D, self.sampling_client)
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
-        return metrics
+        return metrics, count_trained_tokens(passed_D)
 
     async def end_step(self, outcome: StepOutcome) -> None:
         """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint.

@@ -11,6 +11,7 @@ import chz
 
 from tinker_cookbook.eval.evaluators import EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.utils.ml_log import TrackerConfig
 
 
@@ -64,6 +65,10 @@ class RunOptions(TrackerConfig):
     )
     rolling_ttl_seconds: int = chz.field(
         default=7200, doc="life of a rolling checkpoint that nothing replaced", validator=chz.validators.gt(0)
+    )
+    on_nonfinite: OnNonFinite = chz.field(
+        default="stop",
+        doc="a step whose loss or gradient is NaN or infinite: stop the run, or skip the step and count it",
     )
     async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
 

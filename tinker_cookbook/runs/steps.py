@@ -20,6 +20,7 @@ from tinker_cookbook.clients import CustomLossFn
 from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.finite import UpdateGuard
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import split_list, timed
@@ -185,11 +186,17 @@ class StepLoop(ABC):
         """Wait for the oldest batches and log them, until no more than `limit` are on their way."""
         while len(self._pending) > limit:
             submitted = self._pending[0]
+            guard, found = UpdateGuard(self.session.config.on_nonfinite), Metrics()
+            outputs: list[tinker.ForwardBackwardOutput] = []
             with timed(self._update_span, submitted.metrics):
-                finished = [(await forward_backward, await step) for forward_backward, step in submitted.updates]
-            found = {f"optim/{key}": value for _, optim in finished for key, value in (optim.metrics or {}).items()}
-            reported = submitted.batch.report(_joined([output for output, _ in finished]))
-            self._log(submitted.step, {**submitted.metrics, **reported, **found})
+                for forward_backward, step in submitted.updates:
+                    if (output := await guard.forward_backward(forward_backward)) is not None:
+                        outputs.append(output)
+                    response = await guard.optim_step(step)
+                    found |= {f"optim/{key}": value for key, value in ((response and response.metrics) or {}).items()}
+            is_whole = len(outputs) == len(submitted.updates)  # what a batch reports is about all of it
+            reported = submitted.batch.report(_joined(outputs)) if is_whole else Metrics()
+            self._log(submitted.step, {**submitted.metrics, **reported, **found, **guard.metrics()})
             self._pending.popleft()
             self._done = submitted.step + 1
 
