@@ -147,7 +147,7 @@ def read_outcome(folder: Path) -> Outcome:
         sampler=(sampler / "adapter_model.safetensors").read_bytes(),
         optimizer=(state / "optimizer.safetensors").read_bytes(),
         optimizer_steps=json.loads((state / "checkpoint.json").read_text())["optimizer_steps"],
-        final=_unnamed({key: value for key, value in record.items() if not key.endswith("_path")}),
+        final=_unnamed(untimed_record(record)),
     )
 
 
@@ -173,6 +173,14 @@ def _saved(folder: Path, tinker_path: str) -> Path:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def untimed_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A line of checkpoints.jsonl without its paths and what a clock measured."""
+    kept = {key: value for key, value in record.items() if not key.endswith("_path")}
+    if "progress" in kept:
+        kept["progress"] = {key: value for key, value in kept["progress"].items() if key != "seconds"}
+    return kept
 
 
 def untimed_row(row: dict[str, Any]) -> dict[str, Any]:

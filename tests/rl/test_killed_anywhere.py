@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeSamplingClient, FakeServiceClient, FakeTrainingClient
+from tests.killing import untimed_record
 from tests.rl.loop import NumberDatasetBuilder, NumberEnv, WhichWeights, make_config, rows, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.rl import train
@@ -121,8 +122,7 @@ def expire_newest(service: FakeServiceClient, log_path: Path) -> None:
 
 
 def final_record(log_path: Path) -> dict[str, Any]:
-    record = rows(log_path, "checkpoints.jsonl")[-1]
-    return {key: value for key, value in record.items() if not key.endswith("_path")}
+    return untimed_record(rows(log_path, "checkpoints.jsonl")[-1])
 
 
 @pytest.mark.parametrize("pacing", PACING, ids=["sync", "async 0", "async 2", "stream"])
