@@ -8,7 +8,6 @@ import chz
 from recipes.common import (
     MAX_TOKENS,
     RL_LEARNING_RATE,
-    TINY_CHAT,
     TINY_LEARNING_RATE,
     TINY_MAX_TOKENS,
     CommonConfig,
@@ -20,7 +19,7 @@ from recipes.common import (
 )
 from tinker_cookbook import backends
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
@@ -96,7 +95,7 @@ class RLConfig(CommonConfig, RLOptions):
         reference = "kl_reference_config"
         if f"{reference}.load_checkpoint_path" in given and f"{reference}.base_model" not in given:
             model = given.get("model_name") or default_model()
-            values[f"{reference}.base_model"] = str(EXAMPLE_DATA / TINY_CHAT) if model == TINY_CHAT else model
+            values[f"{reference}.base_model"] = shipped_model(model)
         return values
 
 

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, get_args
 
 import chz
+import platformdirs
 from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
 
 from tinker_cookbook import config_tree, environment
@@ -77,9 +77,9 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
 
 
 def default_log_path(recipe_name: str, run_name: str) -> str:
-    """`<tmp>/tinker-examples/<recipe>/<run name>`. Slashes in a name (as in model names) become dashes."""
+    """`<user data folder>/tinker-cookbook/<recipe>/<run name>`. Slashes in a name (as in model names) become dashes."""
     parts = [name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)]
-    return str(Path(tempfile.gettempdir(), "tinker-examples", *parts))
+    return str(Path(platformdirs.user_data_dir("tinker-cookbook"), *parts))
 
 
 def model_name_from_argv(argv: Sequence[str], default: str) -> str:

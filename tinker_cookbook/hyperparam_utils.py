@@ -7,6 +7,7 @@ and it does not depend on the rank (the update is scaled by alpha / rank).
 Shapes come from a model folder, from the table of well-known hub names in model_shapes, or from the Hugging Face cache or hub.
 """
 
+import logging
 import math
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from tinker_cookbook.tokenizer_utils import base_model_of
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
 
 BASE_LEARNING_RATE = 5e-5
 LORA_OVER_FULL = 10.0
@@ -58,6 +61,29 @@ def get_lr(model_name: str, is_lora: bool = True) -> float:
     ratio = REFERENCE_HIDDEN_SIZE / config.hidden_size
     multiplier = get_lora_lr_over_full_finetune_lr(model_name) if is_lora else 1.0
     return BASE_LEARNING_RATE * multiplier * ratio ** HIDDEN_SIZE_EXPONENTS[family]
+
+
+def known_lr(model_name: str) -> float | None:
+    """`get_lr`, or None where no rule or nothing at all is known of the model. Nothing is downloaded for it."""
+    name = base_model_of(model_name)
+    if not Path(name).expanduser().is_dir() and model_shapes.shapes_of(name) is None:
+        return None
+    try:
+        return get_lr(model_name)
+    except (ConfigurationError, NotImplementedError):
+        return None
+
+
+def warn_if_low(learning_rate: float, model_name: str) -> None:
+    """Log a warning for a learning rate below a tenth of `get_lr`, with which LoRA hardly moves."""
+    usual = known_lr(model_name)
+    if usual is not None and learning_rate < usual / 10:
+        logger.warning(
+            "learning_rate=%g is below a tenth of %.2g, the rate to begin with for LoRA on this model (get_lr): the weights "
+            "will hardly move",
+            learning_rate,
+            usual,
+        )
 
 
 def get_lora_lr_over_full_finetune_lr(model_name: str, lora_alpha: int = 32) -> float:

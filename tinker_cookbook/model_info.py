@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
@@ -286,7 +287,7 @@ def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None)
 
 def get_context_length(model_name: str) -> int | None:
     """Positions that the model was made for, by its config; None when that cannot be had (a name only a server knows)."""
-    folder = Path(model_name).expanduser()
+    folder = Path(shipped_model(model_name)).expanduser()
     return _read_context_length(str(folder)) if folder.is_dir() else _context_length_of_hub_name(model_name)
 
 

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def get_tokenizer(name_or_path: str) -> Tokenizer:
 
 
 def base_model_of(model_name: str) -> str:
-    """The name of the base model in `base:peft:adapter`; any other name as it is."""
-    return model_name.partition(":peft:")[0]
+    """The name of the base model in `base:peft:adapter`, and the folder of a shipped one; any other name as it is."""
+    return shipped_model(model_name.partition(":peft:")[0])
 
 
 def register_tokenizer(name: str, factory: TokenizerFactory) -> None:

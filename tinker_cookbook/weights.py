@@ -19,9 +19,9 @@ from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
-from tinker_cookbook.utils.files import flatten, read_jsonl, write_text
+from tinker_cookbook.utils.files import flatten, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table, not_none
-from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
+from tinker_cookbook.utils.ml_log import read_metrics
 
 Format = Literal["adapter", "merged"]
 T = TypeVar("T")
@@ -221,10 +221,8 @@ def _run_config(log_path: str | Path | None) -> dict[str, Any]:
 
 
 def _metric_rows(log_path: str | Path) -> list[list[str]]:
-    path = Path(log_path).expanduser() / METRICS_BASE_NAME
-    lines = read_jsonl(path, tolerate_torn_tail=True) if path.exists() else []
     ends: dict[str, tuple[float, float]] = {}
-    for line in lines:
+    for line in read_metrics(log_path):
         for key, value in line.items():
             if isinstance(value, int | float) and not key.startswith(_CARD_SKIPS):
                 ends[key] = (ends[key][0] if key in ends else value, value)

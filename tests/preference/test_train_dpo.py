@@ -235,6 +235,14 @@ def test_a_pair_that_fails_late_leaves_the_good_steps(
     assert record["batch"] == 2 and service.saved[record["state_path"]] == 2
 
 
+def test_runs_can_be_compared_at_equal_tokens(service: FakeServiceClient, tmp_path: Path) -> None:
+    train_dpo.main(make_config(tmp_path))
+    written = rows(tmp_path)
+    trained = [row["num_loss_tokens"] for row in written]
+    assert [row["progress/trained_tokens"] for row in written] == [sum(trained[: i + 1]) for i in range(len(written))]
+    assert all(row["progress/sampled_tokens"] == 0 and row["progress/seconds"] > 0 for row in written)
+
+
 def test_an_evaluator_that_raises_leaves_the_good_steps(service: FakeServiceClient, tmp_path: Path) -> None:
     class Fails(SamplingClientEvaluator):
         async def __call__(self, sampling_client: Any) -> dict[str, float]:

@@ -176,6 +176,21 @@ class TestRows:
         assert {"test/nll", "test/bpb", "time/evals", "time/total"} <= rows[-1].keys()
         assert (rows[-1]["progress"], rows[-1]["progress/batch"], rows[-1]["progress/done_frac"]) == (1, 5, 1)
 
+    def test_runs_can_be_compared_at_equal_tokens(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Cumulated, and over a resume too."""
+        run(tmp_path, monkeypatch, save_every=2, num_epochs=2, lr_schedule="constant")
+        rows = read_jsonl(tmp_path / "log" / "metrics.jsonl")
+        trained = [row["num_loss_tokens"] for row in rows]
+        expected = [sum(trained[: i + 1]) for i in range(len(rows))]
+        assert [row["progress/trained_tokens"] for row in rows] == expected
+        assert {row["progress/sampled_tokens"] for row in rows} == {0}
+        forget_checkpoints(tmp_path / "log", after=2)
+        run(tmp_path, monkeypatch, save_every=2, num_epochs=2, lr_schedule="constant")
+        resumed = read_jsonl(tmp_path / "log" / "metrics.jsonl")
+        assert [row["progress/trained_tokens"] for row in resumed] == expected
+        seconds = [row["progress/seconds"] for row in resumed]
+        assert seconds == sorted(seconds) and seconds[0] > 0
+
     def test_the_first_example_is_shown_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -359,7 +374,5 @@ def test_an_example_beyond_the_context_is_found_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinker_cookbook.model_info.get_context_length", lambda name: 6)
-    with pytest.raises(
-        DataValidationError, match=r"batch \d: an example of 7 tokens, .* a context of 6; set .* to 6"
-    ):
+    with pytest.raises(DataValidationError, match=r"batch \d: an example of 7 tokens, .* a context of 6; set .* to 6"):
         train.check_config(config(tmp_path))

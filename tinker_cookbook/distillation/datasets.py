@@ -179,6 +179,10 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
         if self.test_dataset_name is not None and self.test_size == 0:
             raise ConfigurationError("test_dataset_name needs test_size, the number of its prompts to use")
 
+    @property
+    def shared_system_prompt(self) -> str | None:
+        return self.system_prompt
+
     async def __call__(self) -> tuple[PromptOnlyDataset, PromptOnlyDataset | None]:
         tokenizer = get_tokenizer(self.model_name_for_tokenizer)
         renderer = get_renderer(self.renderer_name, tokenizer, model_name=self.model_name_for_tokenizer)

@@ -5,7 +5,7 @@ cross-entropy step on those as (N, K) targets. While the engine trains, the teac
 `teacher_concurrency` sequences at a time and for the next ones only when all have answered, so that which sequences
 share a pass, and with it the last bit of a probability, is the same in a resumed run.
 
-Left out: a learning-rate schedule, and what the teacher thinks of anything but its likeliest tokens (see `targets`).
+Left out: what the teacher thinks of anything but its likeliest tokens (see `targets`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers,
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.config import RunConfig, RunOptions
+from tinker_cookbook.runs.config import CheckedData, RunConfig, RunOptions
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
 from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
 
 CHECKED_BATCHES = 100
@@ -74,7 +75,7 @@ class OffPolicyOptions(RunOptions):
 class Config(OffPolicyOptions, RunConfig):
     """An off-policy distillation run."""
 
-    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_configs: list[DatasetWithTeacher] = chz.field(doc="what is learnt, and from whom")
 
 
@@ -87,11 +88,18 @@ class _Plan:
     end: int
 
 
+_checked: CheckedData[_Plan] = CheckedData()
+
+
 def check_config(config: Config) -> _Plan:
     """Everything that can be wrong without loading a model. The first batches are rendered, and the whole test sets.
 
     Raises ConfigurationError naming field, value and fix; the errors of the dataset builders.
     """
+    return _checked.keep(config, _read(config))
+
+
+def _read(config: Config) -> _Plan:
     backends.check_backend(config.backend, config.model_name, config.base_url)
     if not config.dataset_configs:
         raise ConfigurationError("dataset_configs is empty: give at least one dataset with its teacher")
@@ -112,7 +120,9 @@ def check_config(config: Config) -> _Plan:
             test.extend((d, datum) for datum in _check_data(d, test_dataset, room, len(test_dataset)))
     weights = [dataset_config.weight for dataset_config in config.dataset_configs]
     mixture = SupervisedMixture(datasets, weights, config.batch_size, config.seed)
-    return _Plan(mixture, test, limited_steps(config, mixture.steps_per_epoch * config.num_epochs))
+    return _checked.keep(
+        config, _Plan(mixture, test, limited_steps(config, mixture.steps_per_epoch * config.num_epochs))
+    )
 
 
 def _check_data(d: int, dataset: SupervisedDataset, context: int | None, batches: int) -> list[tinker.Datum]:
@@ -145,7 +155,7 @@ def _check_resumed(config: Config, mixture: SupervisedMixture) -> None:
 
 async def main(config: Config) -> None:
     """Run or resume: the whole life of an off-policy distillation run."""
-    plan = check_config(config)
+    plan = _checked.take(config) or _read(config)
     _check_resumed(config, plan.mixture)
     teacher_configs = teachers_by_field(config.dataset_configs)
     async with open_session(config, teacher_configs) as session:
@@ -187,7 +197,11 @@ class _Loop(StepLoop):
     def adam_params(self, step: int) -> tinker.AdamParams:
         config = self._config
         return tinker.AdamParams(
-            learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=config.grad_clip_norm
+            learning_rate=learning_rate_at(config, step, self.end),
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            grad_clip_norm=config.grad_clip_norm,
         )
 
     def cursor(self, step: int) -> dict[str, int]:

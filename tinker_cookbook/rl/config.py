@@ -8,6 +8,7 @@ import chz
 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
@@ -153,7 +154,7 @@ class RLOptions(UpdateOptions):
 class Config(RLOptions, RunConfig):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
 
-    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
 
@@ -162,6 +163,7 @@ def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
     backend = backends.check_backend(config.backend, config.model_name, config.base_url)
     check_loss(config.loss_fn, config.loss_fn_config, backend)
+    warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)
     if config.top_k != -1 or config.top_p < 1:
         logger.warning(

@@ -6,11 +6,13 @@ would have been (`runs.manager`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
@@ -37,10 +39,13 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "zero_advantage_steps"
 
@@ -91,7 +96,8 @@ class Loop:
         self.untrained = 0
         """steps in a row that trained nothing"""
         self.is_between_steps = True
-        """nothing is submitted that an optimizer step has not taken in: the weights are those of `steps_done` steps"""
+        """no optimizer step is submitted beyond `steps_done` steps, whose weights these are"""
+        self._was_cancelled = False
         if session.record is not None:
             self.role_baselines.means.update(session.record.get(_ROLES_KEY, {}))
             errors = session.record.get(_ERRORS_KEY, {})
@@ -151,11 +157,15 @@ class Loop:
             self.penalties,
         )
 
-    def new_update(self) -> Update:
+    def learning_rate(self, step: int) -> float:
+        """That of a step's update."""
+        return learning_rate_at(self.config, step, self.end)
+
+    def new_update(self, step: int) -> Update:
         client, config = self.session.training_client, self.config
         return Update(
             client,
-            config.learning_rate,
+            self.learning_rate(step),
             config.loss_fn,
             config.loss_fn_config,
             config.grad_clip_norm,
@@ -178,7 +188,7 @@ class Loop:
             metrics |= found
         if self.config.write_records:
             record = training_step_record(
-                step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.config.learning_rate
+                step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.learning_rate(step)
             )
             self.session.run.write_record(f"training_step_{step + 1:04d}", record)
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
@@ -220,7 +230,7 @@ class Loop:
             settings = {
                 "max_tokens_per_turn": config.max_tokens,
                 "temperature": config.temperature,
-                "learning_rate": config.learning_rate,
+                "learning_rate": self.learning_rate(step),
             }
             with timed("write_records", times):
                 for name, content in group_records(batch.groups, step, config.model_name, settings):
@@ -263,22 +273,34 @@ class Loop:
         self.is_between_steps = False
         with timed("train", metrics):
             if update is None:
-                update = self.new_update()
+                update = self.new_update(step)
                 update.submit(data_D, config.num_substeps)
-            logprobs_D, found = await update.finish()
+            logprobs_D, found = await self._to_its_end(update.finish())
         passed = [
             (datum, logprobs) for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None
         ]
         passed_D = [datum for datum, _ in passed]
         metrics |= found | compute_kl_sample_train(passed_D, [logprobs for _, logprobs in passed])
         with timed("snapshot", metrics):
-            self.sampling_client = await self.session.training_client.save_weights_and_get_sampling_client()
+            snapshot = self.session.training_client.save_weights_and_get_sampling_client()
+            self.sampling_client = await self._to_its_end(snapshot)
         self.sampling_client_step = step + 1
         if config.compute_post_kl:
             with timed("post_kl", metrics):
                 metrics |= await compute_post_kl(batch.data_D, self.sampling_client)
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
         return metrics, count_trained_tokens(passed_D)
+
+    async def _to_its_end(self, submitted: Awaitable[T]) -> T:
+        """Wait for what is submitted, which cannot be called back. A cancellation meanwhile counts when the step is done."""
+        task = asyncio.ensure_future(submitted)
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if not task.cancelled():
+                    self._was_cancelled = True
+        return task.result()
 
     async def end_step(self, outcome: StepOutcome) -> None:
         """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint.
@@ -298,6 +320,8 @@ class Loop:
         self._keep_state()
         if outcome.error is not None:
             self._say_untrained(outcome.error, step, ends)
+        if self._was_cancelled:
+            raise asyncio.CancelledError
         if step + 1 < self.end:
             await session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
-from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, DataFormatError
 from tinker_cookbook.utils.files import append_jsonl, iterate_jsonl
 
 CHECKPOINTS_BASE_NAME = "checkpoints.jsonl"
@@ -96,17 +96,23 @@ def load_checkpoints_file(log_dir: str | Path) -> list[CheckpointRecord]:
 
     Raises:
         DataFormatError: a line is not JSON.
-        CheckpointError: a line is not a checkpoint. The message begins with `path:line:`.
+        CheckpointError: a line is not a checkpoint. The message begins with `path:line:` and names the fix.
     """
     path = Path(log_dir).expanduser() / CHECKPOINTS_BASE_NAME
     if not path.exists():
         return []
     records = []
-    for line in iterate_jsonl(path, tolerate_torn_tail=True):
-        try:
-            records.append(CheckpointRecord.from_dict(line.row))
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}:{line.number}: {error}") from error
+    try:
+        for line in iterate_jsonl(path, tolerate_torn_tail=True):
+            try:
+                records.append(CheckpointRecord.from_dict(line.row))
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}:{line.number}: {error}") from error
+    except (DataFormatError, CheckpointError) as error:
+        raise type(error)(
+            f"{error}. Remove that line: the run then resumes from the newest checkpoint that is left, or start over with "
+            "behavior_if_log_dir_exists=delete"
+        ) from error
     return records
 
 

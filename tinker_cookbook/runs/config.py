@@ -5,20 +5,29 @@ The config of a loop is in two parts. Its options have defaults, and recipes inh
 config proper adds what the loop needs to be told, data above all.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import chz
 
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.eval.evaluators import EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.finite import OnNonFinite
+from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.ml_log import TrackerConfig
+
+D = TypeVar("D")
 
 
 def _positive_or_none(owner: Any, attribute: str) -> None:
     value = getattr(owner, attribute)
     if value is not None and value <= 0:
         raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be greater than 0, or None")
+
+
+def _known_schedule(owner: Any, attribute: str) -> None:
+    check_schedule(getattr(owner, attribute))
 
 
 @chz.chz(typecheck=True)
@@ -33,6 +42,15 @@ class RunOptions(TrackerConfig):
     load_checkpoint_path: str | None = chz.field(default=None, doc="start from these weights (tinker://...)")
     lora_rank: int = chz.field(
         default=32, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
+    )
+    lr_schedule: str | Callable[..., Any] = chz.field(
+        default="constant",
+        doc="how the learning rate changes over the run: constant, linear, cosine (both fall to 0), or your own "
+        "(path/file.py:function)",
+        validator=_known_schedule,
+    )
+    lr_warmup_steps: int = chz.field(
+        default=0, doc="steps over which the learning rate first rises to its peak", validator=chz.validators.ge(0)
     )
     seed: int = chz.field(default=0, doc="seed of everything random")
     max_steps: int | None = chz.field(default=None, doc="stop after this many batches")
@@ -78,7 +96,9 @@ class RunConfig(RunOptions):
     """What a run is, whatever it trains on. The config of each loop inherits these fields."""
 
     log_path: str = chz.field(doc="folder of the run")
-    model_name: str = chz.field(doc="base model: a directory or a hub id")
+    model_name: str = chz.field(
+        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
+    )
     recipe_name: str = chz.field(doc="name of the recipe, for metadata")
 
     def evaluation_rounds(self, *more: EvaluatorBuilder) -> EvaluationRounds:
@@ -89,3 +109,24 @@ class RunConfig(RunOptions):
             self.infrequent_evaluator_builders,
             self.infrequent_eval_every,
         )
+
+
+class CheckedData(Generic[D]):
+    """What the check of a config has read, for the run of the same config: a stream cannot be read twice.
+
+    A recipe checks before it decides about the run's folder, so the folder does not matter. Only the last check is kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[RunConfig, D] | None = None
+
+    def keep(self, config: RunConfig, data: D) -> D:
+        self._kept = config, data
+        return data
+
+    def take(self, config: RunConfig) -> D | None:
+        """The data of this very config, if it was checked last; they are given away once."""
+        kept, self._kept = self._kept, None
+        if kept is None or chz.replace(kept[0], log_path=config.log_path) != config:
+            return None
+        return kept[1]
