@@ -35,6 +35,7 @@ GIVEN: dict[str, Any] = {
     "rolling_ttl_seconds": 30,
     "on_nonfinite": "skip",
     "async_periodic_saves": True,
+    "enable_trace": True,
     **{key: True if value is False else key for key, value in tracker_settings(TrackerConfig()).items()},
 }
 RECIPES = (

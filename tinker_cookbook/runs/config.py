@@ -88,6 +88,9 @@ class RunOptions(TrackerConfig):
         default="stop",
         doc="a step whose loss or gradient is NaN or infinite: stop the run, or skip the step and count it",
     )
+    enable_trace: bool = chz.field(
+        default=False, doc="write spans of what the loop does to trace_events.jsonl (tinker_cookbook.utils.trace)"
+    )
     async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
 
 
