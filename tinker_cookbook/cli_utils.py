@@ -30,6 +30,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCook
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
+from tinker_cookbook.utils.secrets import redact
 
 LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
 
@@ -244,7 +245,7 @@ def _saved(log_path: Path) -> str:
 def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:
     if environment.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
         traceback.print_exception(error)
-    print(f"{prefix}{message}", file=sys.stderr)
+    print(redact(f"{prefix}{message}"), file=sys.stderr)  # which may well go to a file
     raise SystemExit(code) from None
 
 
