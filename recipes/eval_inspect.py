@@ -15,17 +15,22 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
-from tinker_cookbook.benchmarks.inspect_adapter import inspect_model, require_inspect, run_inspect, task_of_items
+from tinker_cookbook.benchmarks.inspect_adapter import (
+    OWN_TASKS,
+    inspect_model,
+    require_inspect,
+    run_inspect,
+    task_of_items,
+)
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.data.rows import is_data_file
 
 RECIPE = "eval_inspect"
-OURS = ("qa/", "summary/")
 
 
 def name_task(task: str) -> str:
     """The task as `task_of_items` or inspect takes it: a data file is one of questions, and inspect knows no absolute path."""
-    if is_data_file(task) and not task.startswith(OURS):
+    if is_data_file(task) and not task.startswith(OWN_TASKS):
         return f"qa/{task}"
     return os.path.relpath(task) if os.path.isabs(task) else task
 
@@ -48,7 +53,7 @@ class CLIConfig(PolicyCLIConfig):
 async def main(cli: CLIConfig) -> None:
     require_inspect()
     name = name_task(cli.task)
-    task = task_of_items(name) if name.startswith(OURS) else name
+    task = task_of_items(name) if name.startswith(OWN_TASKS) else name
     policy = await open_policy(cli)
     max_tokens = reply_tokens(cli, policy.base_model)
     model = inspect_model(policy, max_tokens, temperature=cli.temperature, seed=cli.seed)

@@ -24,7 +24,7 @@ from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.algorithms import PRESETS, get_preset
+from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, get_preset
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.outcome import print_rl_changes
@@ -177,7 +177,7 @@ def train_config(
     evaluators = [*cli.evaluator_builders, *evaluator_builders]
     own: dict[str, Any] = {"dataset_builder": dataset_builder, "evaluator_builders": evaluators}
     # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
-    if cli.temperature != 1.0 and backends.resolve_backend(cli.backend) == "local":
+    if cli.temperature != 1.0 and cli.loss_fn in LOSS_FNS and backends.resolve_backend(cli.backend) == "local":
         own["loss_fn_config"] = {"temperature": cli.temperature} | (cli.loss_fn_config or {})
     return run_config(cli, train.Config, train.check_config, recipe, folder, **own)
 

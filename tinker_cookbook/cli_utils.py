@@ -77,10 +77,15 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
         )
 
 
+def runs_path(*parts: str) -> str:
+    """A path below the folder of runs that are given none: TINKER_COOKBOOK_RUNS_DIR, else `<user data folder>/tinker-cookbook`."""
+    root = environment.read("TINKER_COOKBOOK_RUNS_DIR") or platformdirs.user_data_dir("tinker-cookbook")
+    return str(Path(root, *parts).expanduser())
+
+
 def default_log_path(recipe_name: str, run_name: str) -> str:
-    """`<user data folder>/tinker-cookbook/<recipe>/<run name>`. Slashes in a name (as in model names) become dashes."""
-    parts = [name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)]
-    return str(Path(platformdirs.user_data_dir("tinker-cookbook"), *parts))
+    """`runs_path` of a recipe and its run. Slashes in a name (as in model names) become dashes."""
+    return runs_path(*(name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)))
 
 
 def model_name_from_argv(argv: Sequence[str], default: str) -> str:

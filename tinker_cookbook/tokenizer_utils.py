@@ -26,20 +26,20 @@ _registry: dict[str, TokenizerFactory] = {}
 _made: dict[str, Tokenizer] = {}
 
 
-def get_tokenizer(name_or_path: str) -> Tokenizer:
+def get_tokenizer(model_name: str) -> Tokenizer:
     """The tokenizer of a model; the same object on every call with the same name.
 
     Raises ConfigurationError when the name is a path that does not exist, or when Hugging Face cannot load it.
     """
-    if name_or_path in _registry:
-        if name_or_path not in _made:
-            _made[name_or_path] = _registry[name_or_path]()
-        return _made[name_or_path]
-    name = base_model_of(name_or_path)
+    if model_name in _registry:
+        if model_name not in _made:
+            _made[model_name] = _registry[model_name]()
+        return _made[model_name]
+    name = base_model_of(model_name)
     if _is_path(name):
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            raise ConfigurationError(f"model_name={name_or_path!r}: there is no such folder; {_WHAT_A_NAME_MAY_BE}")
+            raise ConfigurationError(f"model_name={model_name!r}: there is no such folder; {_WHAT_A_NAME_MAY_BE}")
         # Resolved before the cache: the same relative path means another folder after a chdir.
         return _from_hugging_face(str(folder.resolve()))
     return _from_hugging_face(name)

@@ -200,6 +200,13 @@ class TestReference:
         train_dpo.main(make_config(tmp_path, reference=KLReferenceConfig(base_model=TINY, load_checkpoint_path=path)))
         assert rows(tmp_path, "checkpoints.jsonl")[-1]["reference"] == {"base_model": TINY, "path": path}
 
+    def test_a_base_model_may_be_named_alone(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        train_dpo.main(make_config(tmp_path / "a", reference_model_name=TINY))
+        reference = rows(tmp_path / "a", "checkpoints.jsonl")[-1]["reference"]
+        assert reference == {"base_model": TINY, "path": None}
+        with pytest.raises(ConfigurationError, match="reference and reference_model_name are both set"):
+            make_config(tmp_path / "b", reference_model_name=TINY, reference=KLReferenceConfig(base_model=TINY))
+
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),

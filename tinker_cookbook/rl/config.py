@@ -214,8 +214,8 @@ def _check_temperature(config: Config, backend: str) -> None:
     if trainer_temperature != config.temperature:
         fix = (
             f"set loss_fn_config={{'temperature': {config.temperature}}}"
-            if backend == "local"
-            else "the hosted trainer scores at temperature 1: set temperature=1.0"
+            if backend == "local" and config.loss_fn in LOSS_FNS
+            else "the hosted trainer, and a loss of your own, score at temperature 1: set temperature=1.0"
         )
         raise ConfigurationError(
             f"temperature={config.temperature} samples on another distribution than "

@@ -83,6 +83,9 @@ class RunOptions(TrackerConfig):
     rolling_ttl_seconds: int = chz.field(
         default=7200, doc="life of a rolling checkpoint that nothing replaced", validator=chz.validators.gt(0)
     )
+    enable_trace: bool = chz.field(
+        default=False, doc="write spans of what the loop does to trace_events.jsonl (tinker_cookbook.utils.trace)"
+    )
     async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
 
 

@@ -16,7 +16,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.config import CheckedData
 from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
-from tinker_cookbook.supervised.common import check_context, compute_mean_bpb, compute_mean_nll
+from tinker_cookbook.supervised.common import check_context, compute_bpb, compute_mean_nll
 from tinker_cookbook.supervised.epochs import (
     EpochConfig,
     EpochData,
@@ -92,7 +92,7 @@ def _nll_and_bpb(
 ) -> tuple[float, float]:
     weights = [datum.loss_fn_inputs["weights"] for datum in data]
     targets = [datum.loss_fn_inputs["target_tokens"] for datum in data]
-    return compute_mean_nll(logprobs, weights), compute_mean_bpb(logprobs, weights, targets, tokenizer)
+    return compute_mean_nll(logprobs, weights), compute_bpb(logprobs, weights, targets, tokenizer)
 
 
 async def main(config: Config) -> None:

@@ -6,6 +6,7 @@ state of sequences or training; those are generation.py and trainer.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -125,6 +126,10 @@ class HeadWeights:
     scale: float = 1.0
 
 
+_LOADING = threading.Lock()
+"""transformers makes a model under a default device that holds for the whole process: two engines load one after the other."""
+
+
 class BaseModel:
     """A causal language model on one device, shared by every adapter and snapshot of an engine.
 
@@ -140,7 +145,8 @@ class BaseModel:
     def __init__(self, name: str, device: torch.device | None = None, dtype: torch.dtype | None = None):
         check_model_name(name)
         device = device or environment.default_device()
-        module, tokenizer = _load(name, dtype or environment.default_dtype(device))
+        with _LOADING:
+            module, tokenizer = _load(name, dtype or environment.default_dtype(device))
         self._take(name, module.to(device), tokenizer)
 
     @classmethod
