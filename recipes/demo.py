@@ -31,7 +31,7 @@ class DemoConfig:
     seed: int = chz.field(default=0, doc="seed of everything random")
     max_steps: int = chz.field(default=20, doc="optimizer steps", validator=chz.validators.gt(0))
     log_path: str | None = chz.field(
-        default=None, doc="folder of the run; default: a new one under <tmp>/tinker-examples"
+        default=None, doc="folder of the run; default: a new one under <user data>/tinker-cookbook"
     )
 
 

@@ -8,7 +8,6 @@ import chz
 from recipes.common import (
     MAX_TOKENS,
     RL_LEARNING_RATE,
-    TINY_CHAT,
     TINY_LEARNING_RATE,
     TINY_MAX_TOKENS,
     CommonConfig,
@@ -20,11 +19,11 @@ from recipes.common import (
 )
 from tinker_cookbook import backends
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.algorithms import PRESETS, get_preset
+from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, get_preset
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.outcome import print_rl_changes
@@ -96,7 +95,7 @@ class RLConfig(CommonConfig, RLOptions):
         reference = "kl_reference_config"
         if f"{reference}.load_checkpoint_path" in given and f"{reference}.base_model" not in given:
             model = given.get("model_name") or default_model()
-            values[f"{reference}.base_model"] = str(EXAMPLE_DATA / TINY_CHAT) if model == TINY_CHAT else model
+            values[f"{reference}.base_model"] = shipped_model(model)
         return values
 
 
@@ -149,7 +148,7 @@ def train_config(
     evaluators = [*cli.evaluator_builders, *evaluator_builders]
     own: dict[str, Any] = {"dataset_builder": dataset_builder, "evaluator_builders": evaluators}
     # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
-    if cli.temperature != 1.0 and backends.resolve_backend(cli.backend) == "local":
+    if cli.temperature != 1.0 and cli.loss_fn in LOSS_FNS and backends.resolve_backend(cli.backend) == "local":
         own["loss_fn_config"] = {"temperature": cli.temperature} | (cli.loss_fn_config or {})
     return run_config(cli, train.Config, train.check_config, recipe, folder, **own)
 

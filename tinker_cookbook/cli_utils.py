@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, get_args
 
 import chz
+import platformdirs
 from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
 
 from tinker_cookbook import config_tree, environment
@@ -76,10 +76,15 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
         )
 
 
+def runs_path(*parts: str) -> str:
+    """A path below the folder of runs that are given none: TINKER_COOKBOOK_RUNS_DIR, else `<user data folder>/tinker-cookbook`."""
+    root = environment.read("TINKER_COOKBOOK_RUNS_DIR") or platformdirs.user_data_dir("tinker-cookbook")
+    return str(Path(root, *parts).expanduser())
+
+
 def default_log_path(recipe_name: str, run_name: str) -> str:
-    """`<tmp>/tinker-examples/<recipe>/<run name>`. Slashes in a name (as in model names) become dashes."""
-    parts = [name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)]
-    return str(Path(tempfile.gettempdir(), "tinker-examples", *parts))
+    """`runs_path` of a recipe and its run. Slashes in a name (as in model names) become dashes."""
+    return runs_path(*(name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)))
 
 
 def model_name_from_argv(argv: Sequence[str], default: str) -> str:

@@ -34,6 +34,7 @@ GIVEN: dict[str, Any] = {
     "rolling_save_every": 3,
     "rolling_ttl_seconds": 30,
     "async_periodic_saves": True,
+    "enable_trace": True,
     **{key: True if value is False else key for key, value in tracker_settings(TrackerConfig()).items()},
 }
 RECIPES = (

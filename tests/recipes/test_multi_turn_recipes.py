@@ -269,9 +269,9 @@ class TestToolUse:
         for question in questions:
             assert question.answer not in question.text.rpartition(". ")[2]
             call = tool_use.ToolCall.FunctionBody(name="search", arguments=json.dumps(question.arguments))
-            message, error = asyncio.run(tool.call(tool_use.ToolCall(function=call)))
-            assert error is None
-            found += question.answer in str(message["content"])
+            result = asyncio.run(tool.call(tool_use.ToolCall(function=call)))
+            assert result.error is None
+            found += question.answer in str(result.messages[0]["content"])
         assert found >= 0.9 * len(questions)
 
     @staticmethod

@@ -6,11 +6,13 @@ would have been (`runs.manager`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
@@ -42,6 +44,8 @@ from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "zero_advantage_steps"
 
@@ -92,7 +96,8 @@ class Loop:
         self.untrained = 0
         """steps in a row that trained nothing"""
         self.is_between_steps = True
-        """nothing is submitted that an optimizer step has not taken in: the weights are those of `steps_done` steps"""
+        """no optimizer step is submitted beyond `steps_done` steps, whose weights these are"""
+        self._was_cancelled = False
         if session.record is not None:
             self.role_baselines.means.update(session.record.get(_ROLES_KEY, {}))
             errors = session.record.get(_ERRORS_KEY, {})
@@ -258,16 +263,28 @@ class Loop:
             if update is None:
                 update = self.new_update(step)
                 update.submit(data_D, config.num_substeps)
-            logprobs_D, found = await update.finish()
+            logprobs_D, found = await self._to_its_end(update.finish())
         metrics |= found | compute_kl_sample_train(batch.data_D, logprobs_D)
         with timed("snapshot", metrics):
-            self.sampling_client = await self.session.training_client.save_weights_and_get_sampling_client()
+            snapshot = self.session.training_client.save_weights_and_get_sampling_client()
+            self.sampling_client = await self._to_its_end(snapshot)
         self.sampling_client_step = step + 1
         if config.compute_post_kl:
             with timed("post_kl", metrics):
                 metrics |= await compute_post_kl(batch.data_D, self.sampling_client)
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
         return metrics
+
+    async def _to_its_end(self, submitted: Awaitable[T]) -> T:
+        """Wait for what is submitted, which cannot be called back. A cancellation meanwhile counts when the step is done."""
+        task = asyncio.ensure_future(submitted)
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if not task.cancelled():
+                    self._was_cancelled = True
+        return task.result()
 
     async def end_step(self, outcome: StepOutcome) -> None:
         """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint.
@@ -287,6 +304,8 @@ class Loop:
         self._keep_state()
         if outcome.error is not None:
             self._say_untrained(outcome.error, step, ends)
+        if self._was_cancelled:
+            raise asyncio.CancelledError
         if step + 1 < self.end:
             await session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
 

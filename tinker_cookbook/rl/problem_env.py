@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import resolved
+
+logger = logging.getLogger(__name__)
+"""Scripts with problems of their own log through it."""
 
 
 @dataclass(frozen=True)

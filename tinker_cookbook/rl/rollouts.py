@@ -35,7 +35,7 @@ from tinker_cookbook.rl.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from tinker_cookbook.utils import logtree
+from tinker_cookbook.utils import logtree, trace
 from tinker_cookbook.utils.misc_utils import gather_all
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ async def do_single_rollout(policy: TokenCompleter, env: Env) -> Trajectory:
     return await run_rollout(policy, env)
 
 
+@trace.scope
 async def do_group_rollout(
     env_group_builder: EnvGroupBuilder,
     policy: TokenCompleter,

@@ -201,7 +201,10 @@ class EnvGroupBuilder(ABC):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """A final reward and metrics per member, for rewards that depend on the whole group (judges, comparisons)."""
+        """A final reward and metrics per member, for rewards that depend on the whole group (judges, comparisons).
+
+        Where the group decides what single turns are worth, it may set the `reward` of their transitions too.
+        """
         return [(0.0, {}) for _ in trajectory_group]
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
@@ -248,13 +251,17 @@ class RLDataset(ABC):
     def __len__(self) -> int:
         """Number of batches."""
 
+    def batch_size(self, index: int) -> int | None:
+        """Groups of a batch, where that is known without making it; None where it is not."""
+        return None
+
 
 @chz.chz
 class RLDatasetBuilder:
     """Makes a training dataset and, optionally, a test dataset."""
 
     @property
-    def system_prompt(self) -> str | None:
+    def shared_system_prompt(self) -> str | None:
         """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
         return None
 

@@ -47,10 +47,12 @@ class Update:
             passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
         self._submitted.append(("pass", passes))
 
-    def optim_step(self) -> None:
-        """Submit an optimizer step on what was accumulated since the last one; on nothing, nothing."""
-        if self._submitted and self._submitted[-1][0] == "pass":
-            self._submitted.append(("step", self._client.optim_step(self._adam)))
+    def optim_step(self) -> bool:
+        """Submit an optimizer step on what was accumulated since the last one; on nothing, nothing. Whether it did."""
+        if not self._submitted or self._submitted[-1][0] != "pass":
+            return False
+        self._submitted.append(("step", self._client.optim_step(self._adam)))
+        return True
 
     def submit(self, data_D: Sequence[tinker.Datum], num_substeps: int) -> None:
         """One optimizer step per substep, each on its share of the datums; fewer when there are fewer datums."""

@@ -56,7 +56,8 @@ class Run:
         def is_before(row: dict[str, Any]) -> bool:
             return row.get("step") is None or row["step"] < next_step
 
-        return truncate_jsonl(self.log_path / ml_log.METRICS_BASE_NAME, keep=is_before)
+        with ml_log.naming_fix_of_metrics():
+            return truncate_jsonl(self.log_path / ml_log.METRICS_BASE_NAME, keep=is_before)
 
     def close(self) -> None:
         """Close the loggers and let go of the folder. Calling it again does nothing."""

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.tasks.collatz import CollatzTask
 from tinker_cookbook.tasks.math import MathTask
 from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.rewards import OwnRewardFn, RewardSpec
@@ -36,7 +37,9 @@ class Capitals(QATask):  # from tinker_cookbook.tasks.qa
 """,
     problem=_problem,
 )
-_TASKS: Registry[TaskBuilder] = Registry(TASK_KIND, {task.name: task for task in (QATask, SummaryTask, MathTask)})
+_TASKS: Registry[TaskBuilder] = Registry(
+    TASK_KIND, {task.name: task for task in (QATask, SummaryTask, MathTask, CollatzTask)}
+)
 
 
 def register_task(task: TaskBuilder, name: str | None = None) -> None:
