@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from tinker_cookbook import environment, server_watch
 from tinker_cookbook.clients import ServiceClient
@@ -85,6 +85,18 @@ def check_backend(
     except ModelLoadError as error:
         raise ConfigurationError(f"{field}: {error}") from error
     return resolved
+
+
+def why_not_local(model_name: str, config: Any) -> str | None:
+    """What in a model's (transformers) config the local engine does not support; None when it finds nothing."""
+    from tinker_local_backend import ModelLoadError
+    from tinker_local_backend.engine.base_model import refuse_unsupported
+
+    try:
+        refuse_unsupported(model_name, config)
+    except ModelLoadError as error:
+        return str(error)
+    return None
 
 
 def create_service_client(backend: str | None = None, base_url: str | None = None) -> ServiceClient:
