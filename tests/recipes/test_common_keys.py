@@ -22,6 +22,8 @@ GIVEN: dict[str, Any] = {
     "lora_rank": 3,
     "seed": 5,
     "max_steps": 2,
+    "lr_schedule": "cosine",
+    "lr_warmup_steps": 1,
     "load_checkpoint_path": "tinker://run/weights/start",
     "eval_every": 4,
     "infrequent_eval_every": 6,
