@@ -168,7 +168,14 @@ class Loop:
 
     def new_update(self, step: int) -> Update:
         client, config = self.session.training_client, self.config
-        return Update(client, self.learning_rate(step), config.loss_fn, config.loss_fn_config, config.grad_clip_norm)
+        return Update(
+            client,
+            self.learning_rate(step),
+            config.loss_fn,
+            config.loss_fn_config,
+            config.grad_clip_norm,
+            config.on_nonfinite,
+        )
 
     async def train(
         self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, update: Update | None = None
@@ -183,7 +190,7 @@ class Loop:
         if self.config.num_groups_to_log:
             with timed("write_transcripts", metrics):
                 self._write_transcripts(step, sampled, batch)
-        logprobs_D: list[torch.Tensor] | None = None
+        logprobs_D: list[torch.Tensor | None] = []
         try:
             if batch.data_D:
                 found, logprobs_D = await self._update(step, batch, update)
@@ -194,7 +201,8 @@ class Loop:
                     self._write_records(step, sampled, batch, logprobs_D, dict(metrics))
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
         error = None if batch.data_D else _why_untrained(step, batch)
-        return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(batch.data_D), error)
+        passed_D = [datum for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None]
+        return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(passed_D), error)
 
     def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
         """What became of each group, in numbers."""
@@ -239,7 +247,7 @@ class Loop:
         step: int,
         sampled: Sequence[WrappedTrajectoryGroup],
         batch: Minibatch,
-        logprobs_D: list[torch.Tensor] | None,
+        logprobs_D: list[torch.Tensor | None],
         metrics: LoopMetrics,
     ) -> None:
         """Begin to write the step's records. They are on disk before a checkpoint that does not redo the step."""
@@ -259,7 +267,7 @@ class Loop:
             [advantages_G.tolist() for advantages_G in batch.advantages_P],
             batch.data_D,
             batch.metadata_D,
-            None if logprobs_D is None else [logprobs.numpy() for logprobs in logprobs_D],
+            [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D],
             about,
         )
         folder = iteration_folder(self.session.run.log_path, step)
@@ -267,11 +275,12 @@ class Loop:
 
     async def _update(
         self, step: int, batch: Minibatch, update: Update | None
-    ) -> tuple[LoopMetrics, list[torch.Tensor]]:
+    ) -> tuple[LoopMetrics, list[torch.Tensor | None]]:
         """Submit the batch, unless that has been done, wait for the weights and take a snapshot.
 
         Returns:
-            What the engine says of it, and the trainer's logprobs of each datum's targets before the update.
+            What the engine says of it, and the trainer's logprobs of each datum's targets before the update (None: its pass
+            was not finite, and is skipped).
         """
         metrics: LoopMetrics = {}
         data_D, config = batch.data_D, self.config
@@ -296,7 +305,11 @@ class Loop:
                 update = self.new_update(step)
                 update.submit(data_D, config.num_substeps)
             logprobs_D, found = await self._to_its_end(update.finish())
-        metrics |= found | compute_kl_sample_train(batch.data_D, logprobs_D)
+        passed = [
+            (datum, logprobs) for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None
+        ]
+        passed_D = [datum for datum, _ in passed]
+        metrics |= found | compute_kl_sample_train(passed_D, [logprobs for _, logprobs in passed])
         with timed("snapshot", metrics):
             snapshot = self.session.training_client.save_weights_and_get_sampling_client()
             self.sampling_client = await self._to_its_end(snapshot)

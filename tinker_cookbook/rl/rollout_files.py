@@ -53,8 +53,8 @@ class StepRollouts:
     """what was trained on"""
     metadata_D: Sequence[DatumMetadata] = ()
     """group_idx counts the groups that came through"""
-    trainer_logprobs_D: Sequence[np.ndarray] | None = None
-    """of the targets of each datum, before the update; None: the update failed, or there was none"""
+    trainer_logprobs_D: Sequence[np.ndarray | None] = ()
+    """of the targets of each datum, before the update; None for one whose pass was skipped; empty: the update failed"""
     run: Mapping[str, Any] = field(default_factory=dict)
     """step, model and settings"""
 
@@ -212,9 +212,10 @@ def _trained(step: StepRollouts, d: int, start: int, count: int) -> tuple[np.nda
     advantages = step.data_D[d].loss_fn_inputs["advantages"].to_numpy()[first : start - 1 + count]
     missing = count - len(advantages)
     advantages = np.concatenate([np.zeros(missing, dtype=np.float32), advantages])
-    if step.trainer_logprobs_D is None:
+    logprobs = step.trainer_logprobs_D[d] if step.trainer_logprobs_D else None
+    if logprobs is None:
         return None, advantages
-    logprobs = step.trainer_logprobs_D[d][first : start - 1 + count]
+    logprobs = logprobs[first : start - 1 + count]
     return np.concatenate([np.full(missing, np.nan, dtype=np.float32), logprobs]), advantages
 
 
