@@ -77,7 +77,7 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
 
 
 def runs_path(*parts: str) -> str:
-    """A path below the folder of runs that are given none: TINKER_COOKBOOK_RUNS_DIR, else `<user data folder>/tinker-cookbook`."""
+    """A path in the folder of runs that are given none: TINKER_COOKBOOK_RUNS_DIR, else `<user data folder>/tinker-cookbook`."""
     root = environment.read("TINKER_COOKBOOK_RUNS_DIR") or platformdirs.user_data_dir("tinker-cookbook")
     return str(Path(root, *parts).expanduser())
 
