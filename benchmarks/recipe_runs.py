@@ -227,6 +227,7 @@ RECIPES: tuple[RecipeRun, ...] = (
         small=("max_steps=1", "num_rollouts=16", "max_tokens=32"),
         files=("report.json", "report.md"),
     ),
+    RecipeRun("recipes.models", folder_key=None, small=("like=gpt-oss",)),
     RecipeRun("recipes.chat", folder_key=None, arguments=("seed=0",), stdin="What is 2 + 3?\n/quit\n"),
 )
 

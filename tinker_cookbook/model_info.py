@@ -161,6 +161,21 @@ _NVIDIA_NAMES = (
 )
 
 
+HOSTED_MODELS = frozenset(
+    [
+        *(f"meta-llama/{name}" for name in ("Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct")),
+        *(f"Qwen/{name}" for name in _QWEN_NAMES if re.match(r"Qwen3(-VL|\.\d)-.*(?<!-Base)$", name)),
+        *(f"Qwen/Qwen3-{size}" for size in ("8B", "32B", "30B-A3B")),
+        *(f"Qwen/Qwen3-{size}-Instruct-2507" for size in ("4B", "30B-A3B", "235B-A22B")),
+        "deepseek-ai/DeepSeek-V3.1",
+        *(f"openai/{name}" for name in _GPT_OSS_NAMES),
+        *(f"moonshotai/{name}" for name in _MOONSHOT_NAMES),
+        *(f"nvidia/{name}" for name in _NVIDIA_NAMES),
+    ]
+)
+"""Text models that the hosted service has offered. What it offers today, ServiceClient.get_server_capabilities says."""
+
+
 def get_llama_info() -> dict[str, ModelAttributes]:
     """Meta's Llama 3 text models, by name without the organization."""
     return _attributes_of_all("meta-llama", _LLAMA_NAMES)

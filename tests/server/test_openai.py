@@ -252,6 +252,18 @@ def test_fields_that_ask_for_nothing_are_taken(web: httpx.Client) -> None:
     assert ask(web, messages=QUESTION, max_tokens=2, **neutral)["choices"]
 
 
+def test_a_client_that_goes_away_stops_its_sample(web: httpx.Client) -> None:
+    def running() -> float:
+        (line,) = [x for x in web.get("/metrics").text.splitlines() if x.startswith("tinker_live_sampling_requests ")]
+        return float(line.split()[1])
+
+    body = {"prompt": "One", "model": TINY_CHAT, "max_tokens": 1000, "n": 16, "stop_token_ids": []}
+    with pytest.raises(httpx.ReadTimeout):
+        web.post("/v1/completions", json=body, timeout=0.2)
+    while running():
+        pass  # it ends, or the test's own limit does
+
+
 def test_a_checkpoint_that_is_replaced_is_loaded_anew(web: httpx.Client, two_models: Serving) -> None:
     client = (
         tinker.ServiceClient(base_url=two_models.url, api_key=KEY)

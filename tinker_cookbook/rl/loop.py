@@ -163,7 +163,14 @@ class Loop:
 
     def new_update(self, step: int) -> Update:
         client, config = self.session.training_client, self.config
-        return Update(client, self.learning_rate(step), config.loss_fn, config.loss_fn_config, config.grad_clip_norm)
+        return Update(
+            client,
+            self.learning_rate(step),
+            config.loss_fn,
+            config.loss_fn_config,
+            config.grad_clip_norm,
+            config.on_nonfinite,
+        )
 
     async def train(
         self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, update: Update | None = None
@@ -175,8 +182,10 @@ class Loop:
             update: what was submitted of it already; None: nothing.
         """
         metrics = self._account(sampled, batch) | self._write_sampled(step, sampled, batch)
+        trained_tokens = 0
         if batch.data_D:
-            metrics |= await self._update(step, batch, update)
+            found, trained_tokens = await self._update(step, batch, update)
+            metrics |= found
         if self.config.write_records:
             record = training_step_record(
                 step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.learning_rate(step)
@@ -184,7 +193,7 @@ class Loop:
             self.session.run.write_record(f"training_step_{step + 1:04d}", record)
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
         error = None if batch.data_D else _why_untrained(step, batch)
-        return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(batch.data_D), error)
+        return StepOutcome(step, metrics, sampled_tokens, trained_tokens, error)
 
     def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
         """What became of each group, in numbers."""
@@ -239,8 +248,11 @@ class Loop:
                 write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
         return times
 
-    async def _update(self, step: int, batch: Minibatch, update: Update | None) -> LoopMetrics:
-        """Submit the batch, unless that has been done, wait for the weights and take a snapshot. What the engine says of it."""
+    async def _update(self, step: int, batch: Minibatch, update: Update | None) -> tuple[LoopMetrics, int]:
+        """Submit the batch, unless that has been done, wait for the weights and take a snapshot.
+
+        Returns what the engine says of it, and how many tokens were trained.
+        """
         metrics: LoopMetrics = {}
         data_D, config = batch.data_D, self.config
         if config.off_policy_correction is not None:
@@ -264,7 +276,11 @@ class Loop:
                 update = self.new_update(step)
                 update.submit(data_D, config.num_substeps)
             logprobs_D, found = await self._to_its_end(update.finish())
-        metrics |= found | compute_kl_sample_train(batch.data_D, logprobs_D)
+        passed = [
+            (datum, logprobs) for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None
+        ]
+        passed_D = [datum for datum, _ in passed]
+        metrics |= found | compute_kl_sample_train(passed_D, [logprobs for _, logprobs in passed])
         with timed("snapshot", metrics):
             snapshot = self.session.training_client.save_weights_and_get_sampling_client()
             self.sampling_client = await self._to_its_end(snapshot)
@@ -273,7 +289,7 @@ class Loop:
             with timed("post_kl", metrics):
                 metrics |= await compute_post_kl(batch.data_D, self.sampling_client)
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
-        return metrics
+        return metrics, count_trained_tokens(passed_D)
 
     async def _to_its_end(self, submitted: Awaitable[T]) -> T:
         """Wait for what is submitted, which cannot be called back. A cancellation meanwhile counts when the step is done."""

@@ -76,7 +76,8 @@ def _refused(name: str, config: Any, why: str) -> ModelLoadError:
     return ModelLoadError(f"model {name!r} ({config.model_type}) {why}; {_INSTEAD}")
 
 
-def _refuse_unsupported(name: str, config: Any) -> None:
+def refuse_unsupported(name: str, config: Any) -> None:
+    """Raise ModelLoadError for a text model's config that names what the engine cannot do. The weights may tell more."""
     for key, what in _REFUSED_CONFIG.items():
         value = getattr(config, key, None)
         if value is True or value not in (None, 0, 1):
@@ -101,7 +102,7 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
     try:
-        _refuse_unsupported(name, config)
+        refuse_unsupported(name, config)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
         with _quiet_loading():
             module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION_NAME)
@@ -158,7 +159,7 @@ class BaseModel:
 
         Raises ModelLoadError as the constructor does.
         """
-        _refuse_unsupported(name, module.config.get_text_config())
+        refuse_unsupported(name, module.config.get_text_config())
         self = cls.__new__(cls)
         self._take(name, module, tokenizer)
         return self
