@@ -36,6 +36,7 @@ GIVEN: dict[str, Any] = {
     "ttl_seconds": 90,
     "rolling_save_every": 3,
     "rolling_ttl_seconds": 30,
+    "on_nonfinite": "skip",
     "async_periodic_saves": True,
     "enable_trace": True,
     **{key: True if value is False else key for key, value in tracker_settings(TrackerConfig()).items()},
