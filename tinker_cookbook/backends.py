@@ -149,6 +149,12 @@ def is_engine_error(error: BaseException) -> bool:
     return isinstance(error, tinker.TinkerError) or (local is not None and isinstance(error, local.LocalBackendError))
 
 
+def is_non_finite_error(error: BaseException) -> bool:
+    """Whether an engine says with this that a loss or a gradient is NaN or infinite."""
+    local = sys.modules.get("tinker_local_backend")
+    return local is not None and isinstance(error, local.NonFiniteError)
+
+
 def is_checkpoint_error(error: BaseException) -> bool:
     """Whether an engine says with this that a checkpoint is gone or cannot be read."""
     import tinker

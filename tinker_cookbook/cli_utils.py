@@ -30,6 +30,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCook
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
+from tinker_cookbook.utils.secrets import redact
 
 LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
 
@@ -77,7 +78,7 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
 
 
 def runs_path(*parts: str) -> str:
-    """A path below the folder of runs that are given none: TINKER_COOKBOOK_RUNS_DIR, else `<user data folder>/tinker-cookbook`."""
+    """A path below the folder of runs without one: TINKER_COOKBOOK_RUNS_DIR, else `<user data folder>/tinker-cookbook`."""
     root = environment.read("TINKER_COOKBOOK_RUNS_DIR") or platformdirs.user_data_dir("tinker-cookbook")
     return str(Path(root, *parts).expanduser())
 
@@ -249,7 +250,7 @@ def _saved(log_path: Path) -> str:
 def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:
     if environment.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
         traceback.print_exception(error)
-    print(f"{prefix}{message}", file=sys.stderr)
+    print(redact(f"{prefix}{message}"), file=sys.stderr)  # which may well go to a file
     raise SystemExit(code) from None
 
 

@@ -113,7 +113,7 @@ async def main_async(config: Config) -> None:
     data = _checked.take(config) or _read(config)
     check_resumed(config, data)
     named = config.named_reference()
-    async with open_session(config, {"reference": named}, data.system_prompt) as session:
+    async with open_session(config, {"reference": named}, data.shared_system_prompt) as session:
         start = session.begin(data.steps, data.batches_per_epoch)
         if start is not None:
             reference = await open_reference(session, named)

@@ -13,6 +13,7 @@ import chz
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.eval.evaluators import EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.ml_log import TrackerConfig
 
@@ -82,6 +83,10 @@ class RunOptions(TrackerConfig):
     )
     rolling_ttl_seconds: int = chz.field(
         default=7200, doc="life of a rolling checkpoint that nothing replaced", validator=chz.validators.gt(0)
+    )
+    on_nonfinite: OnNonFinite = chz.field(
+        default="stop",
+        doc="a step whose loss or gradient is NaN or infinite: stop the run, or skip the step and count it",
     )
     enable_trace: bool = chz.field(
         default=False, doc="write spans of what the loop does to trace_events.jsonl (tinker_cookbook.utils.trace)"

@@ -20,6 +20,7 @@ from tinker_cookbook.clients import CustomLossFn
 from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.finite import UpdateGuard
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.utils.lazy import tinker
@@ -189,13 +190,20 @@ class StepLoop(ABC):
         """Wait for the oldest batches and log them, until no more than `limit` are on their way."""
         while len(self._pending) > limit:
             submitted = self._pending[0]
+            guard, found, trained = UpdateGuard(self.session.config.on_nonfinite), Metrics(), 0
+            outputs: list[tinker.ForwardBackwardOutput] = []
             with timed(self._update_span, submitted.metrics):
-                finished = [(await forward_backward, await step) for forward_backward, step in submitted.updates]
-            found = {f"optim/{key}": value for _, optim in finished for key, value in (optim.metrics or {}).items()}
-            reported = submitted.batch.report(_joined([output for output, _ in finished]))
-            batch = submitted.batch
-            progress = self.session.progress.row(batch.sampled_tokens, count_trained_tokens(batch.data))
-            self._log(submitted.step, {**submitted.metrics, **reported, **found, **progress})
+                parts = split_list(submitted.batch.data, max(1, len(submitted.updates)))
+                for part, (forward_backward, step) in zip(parts, submitted.updates, strict=True):
+                    if (output := await guard.forward_backward(forward_backward)) is not None:
+                        outputs.append(output)
+                        trained += count_trained_tokens(part)
+                    response = await guard.optim_step(step)
+                    found |= {f"optim/{key}": value for key, value in ((response and response.metrics) or {}).items()}
+            is_whole = len(outputs) == len(submitted.updates)  # what a batch reports is about all of it
+            reported = submitted.batch.report(_joined(outputs)) if is_whole else Metrics()
+            progress = self.session.progress.row(submitted.batch.sampled_tokens, trained)
+            self._log(submitted.step, {**submitted.metrics, **reported, **found, **guard.metrics(), **progress})
             self._pending.popleft()
             self._done = submitted.step + 1
 

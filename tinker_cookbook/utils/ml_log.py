@@ -20,6 +20,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, Data
 from tinker_cookbook.utils.files import append_jsonl, flatten, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
+from tinker_cookbook.utils.secrets import redact
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
@@ -335,7 +336,7 @@ def setup_logging(
 
 def dump_config(config: Any) -> Any:
     """The config as plain JSON types, nested, each chz object with its class name under "class"."""
-    return to_jsonable(config)
+    return redact(to_jsonable(config))
 
 
 def _require(package: str, setting: str, otherwise: str) -> Any:
