@@ -215,6 +215,17 @@ def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
                 run.if_it_fails,
                 hidden=[f"log_path={folder}"],
             )
+    for run in training_runs(cli):
+        folder = output / run.folder
+        yield _command(
+            cli,
+            output / f"{run.folder}_files.log",
+            f"files of {run.name}",
+            ["-m", "recipes.check_artifacts"],
+            lambda log: (True, log.splitlines()[-1]),
+            "the run's folder lacks files, or their numbers do not fit each other: the log says which",
+            hidden=[f"log_path={folder}"],
+        )
     yield _row(
         "utilisation",
         utilisation.verdict,
