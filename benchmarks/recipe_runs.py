@@ -233,6 +233,7 @@ RECIPES: tuple[RecipeRun, ...] = (
 
 NOT_SMOKED = {
     "recipes.prompt_distillation.multilingual": "writes a shipped data file",
+    "recipes.check_artifacts": "takes the folder of a run; tests/recipes/test_check_artifacts.py runs it",
 }
 """Commands that are no recipes to try out, and why."""
 

@@ -15,8 +15,9 @@ from tinker_cookbook.cli_utils import run_recipe
 NEXT = """\
 What to look at in that folder:
   metrics.jsonl                 one line per step (env/all/correct is the accuracy of proposals)
-  debate_000000_g000_00.json    a whole debate: text, token ids, logprobs, verdict
-  training_step_0001.json       what the first update was made of
+  iteration_000000/rollouts.parquet            every rollout of the first step
+  iteration_000000/debate_000000_g000_00.json  a whole debate: text, token ids, logprobs, verdict
+  iteration_000000/training_step_0001.json     what the first update was made of
 What to run next:
   python -m recipes.debate_rs_grpo --help
   python -m recipes.debate_rs_grpo judge=lm task=summary        a language model as judge, another task

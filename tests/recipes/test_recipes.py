@@ -45,7 +45,7 @@ def untimed_bytes(log_path: Path) -> bytes:
 
 
 def records(log_path: Path, pattern: str) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(log_path.glob(pattern))]
+    return [json.loads(path.read_text()) for path in sorted(log_path.rglob(pattern))]
 
 
 class TestDebate:
@@ -180,7 +180,7 @@ def test_a_signal_leaves_whole_files_and_says_how_to_resume(tmp_path: Path, name
         f"log_path={log_path} behavior_if_log_dir_exists=resume" in error  # fmt: skip
     assert not list(log_path.rglob("*.tmp"))
     assert len(rows(log_path)) >= 1
-    for path in [*log_path.glob("*.json")]:
+    for path in log_path.rglob("*.json"):
         json.loads(path.read_text())
     for line in (log_path / "checkpoints.jsonl").read_text().splitlines():
         state = json.loads(line)["state_path"].removeprefix("tinker://")

@@ -144,7 +144,10 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
         return records
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        return [{"question": text[:100], "instance_id": env.instance_id} for env, text in _one_turn(env_group)]
+        return [
+            {"question": text[:100], "instance_id": env.instance_id, "ground_truth": env.get_reference_answer()}
+            for env, text in _one_turn(env_group)
+        ]
 
     def logging_tags(self) -> list[str]:
         return [self.dataset_name]

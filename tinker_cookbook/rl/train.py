@@ -111,3 +111,5 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         except (Exception, asyncio.CancelledError):
             await loop.save_stopped()
             raise
+        finally:
+            loop.records.close()
