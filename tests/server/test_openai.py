@@ -253,15 +253,18 @@ def test_fields_that_ask_for_nothing_are_taken(web: httpx.Client) -> None:
 
 
 def test_a_client_that_goes_away_stops_its_sample(web: httpx.Client) -> None:
-    def running() -> float:
-        (line,) = [x for x in web.get("/metrics").text.splitlines() if x.startswith("tinker_live_sampling_requests ")]
-        return float(line.split()[1])
+    def number(name: str) -> float:
+        lines = [line for line in web.get("/metrics").text.splitlines() if line.startswith(name + " ")]
+        return float(lines[0].split()[-1]) if lines else 0.0
 
-    body = {"prompt": "One", "model": TINY_CHAT, "max_tokens": 1000, "n": 16, "stop_token_ids": []}
+    stopped = 'tinker_operations_total{kind="sample",outcome="user"}'
+    before = number(stopped)
+    body = {"prompt": "One", "model": TINY_CHAT, "max_tokens": 1000, "n": 64}
     with pytest.raises(httpx.ReadTimeout):
         web.post("/v1/completions", json=body, timeout=0.2)
-    while running():
+    while number("tinker_live_sampling_requests"):
         pass  # it ends, or the test's own limit does
+    assert number(stopped) == before + 1
 
 
 def test_a_checkpoint_that_is_replaced_is_loaded_anew(web: httpx.Client, two_models: Serving) -> None:
