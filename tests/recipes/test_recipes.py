@@ -16,7 +16,7 @@ from recipes import debate_rs_grpo, demo, rl_basic, single_turn, sl_basic
 from tests.child import python_path
 from tests.killing import untimed_row
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.supervised import train as supervised_train
+from tinker_cookbook.runs.steps import StepLoop
 
 SMALL_DEBATE = ("num_rollouts=16", "num_groups=2", "max_tokens=48", "lora_rank=8", "max_eval_items=4")
 
