@@ -98,8 +98,9 @@ def kl_alarm(metrics: Mapping[str, float | int | str], threshold: float) -> str 
         return None
     told = ", ".join(f"{value:.2g} from token {depth} on" for depth, value in found.items())
     return (
-        f"the KL between sampler and trainer is above kl_alarm={threshold:g}: {told}. Far off from the first step on, a "
-        "renderer, a temperature or a dtype differs between the two; growing with depth, positions or a cache; growing with the steps, "
+        f"the KL between sampler and trainer is above kl_alarm={threshold:g}: {told}. "
+        "Far off from the first step on, a renderer, a temperature or a dtype differs between the two; growing with depth, "
+        "positions or a cache; growing with the steps, "
         "sampling runs too far ahead or the learning rate is too high"
     )
 
