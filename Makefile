@@ -13,7 +13,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-ecosystem test-faults test-gpu test-server smoke lint llms
+.PHONY: help demo test test-ecosystem test-faults test-gpu test-server test-slow smoke lint llms
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
+	@echo "make test-slow    what takes long: the whole visit to a GPU, the demo, pipelines of several runs"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
 	@echo "make lint         ruff (rules and format) and pyright"
 	@echo "make llms         write llms.txt and llms-full.txt from the docstrings"
@@ -40,6 +41,9 @@ test-faults: $(STAMP)
 
 test-gpu: $(STAMP)
 	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -q
+
+test-slow: $(STAMP)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q -m slow
 
 test-server: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server

@@ -33,7 +33,7 @@ from tests.killing import (
 )
 
 SAVED_TENSORS = "tinker_local_backend.storage.checkpoints:save_file"
-RECORD = "tinker_cookbook.runs.bootstrap:write_json"
+RECORD = "tinker_cookbook.rl.records:write_json"
 ENV_STEP = "tinker_cookbook.debate.env:DebateEnv.step"
 TASK_SCORE = "tinker_cookbook.tasks.qa:QATask.score"
 JUDGE = "tinker_cookbook.debate.judges:MockJudge.__call__"

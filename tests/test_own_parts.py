@@ -1,5 +1,6 @@
 """Parts of one's own: registered names, modules, files, objects; and errors that show what is wanted."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -108,7 +109,8 @@ if __name__ == "__main__":
         print(pool.submit(score, "q", "4", "4").result())
 """
     script = write(tmp_path / "program.py", program)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "1.0\n", done.stderr
 
 

@@ -125,7 +125,7 @@ def test_data_files_hold_what_they_promise() -> None:
     assert (len(train_rows), len(test_rows), len(few)) == (300, 100, 8)
     assert not {r["question"] for r in train_rows} & {r["question"] for r in test_rows}
     assert {"question": "What is 7 + 5?", "answer": "12"} in few
-    news = read_jsonl(EXAMPLE_DATA / DATA_FILES[3]) + read_jsonl(EXAMPLE_DATA / DATA_FILES[4])
+    news = [row for name in DATA_FILES[4:6] for row in read_jsonl(EXAMPLE_DATA / name)]
     assert len({row["article"] for row in news}) == 64
     assert all(60 <= len(row["article"].split()) <= 110 for row in news)
     conversations = [json.dumps(row) for row in read_jsonl(EXAMPLE_DATA / "conversations.jsonl")]

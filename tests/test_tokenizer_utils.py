@@ -125,8 +125,6 @@ def test_hub_families(name: str, renderer: str) -> None:
     "name",
     [
         "Qwen/Qwen3-4B-Thinking-2507",
-        "Qwen/Qwen3-VL-8B-Instruct",
-        "Qwen/Qwen3.5-4B",
         "org/unknown",
     ],
 )

@@ -103,10 +103,10 @@ def test_closing_from_another_thread_reaches_who_awaits(
     run(main())
 
 
-def test_closing_from_another_thread_reaches_what_is_still_held_back(
-    own: tuple[ServiceClient, TrainingClient, SamplingClient],
-) -> None:
-    service, client, _ = own
+def test_closing_from_another_thread_reaches_what_is_still_held_back(tmp_path: Path, tied_model: str) -> None:
+    """In lockstep a request is held back until the loop rests."""
+    service = ServiceClient(home=tmp_path, deterministic=True)
+    client = service.create_lora_training_client(tied_model, rank=2, seed=0).result()
 
     async def main() -> None:
         future = client.forward_backward(DATA, "cross_entropy")

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -253,14 +254,16 @@ def answer(client: SamplingClient, tokens: list[int], seed: int) -> list[int]:
     return alone(client._model, request(tokens, client._adapter, max_tokens=6, seed=seed)).sequences[0].tokens
 
 
-def test_turns_of_policy_and_judge_each_go_on_from_their_own(
-    sampler: SamplingClient, base_sampler: SamplingClient
-) -> None:
-    for who, transcript, hits in debate(sampler, base_sampler):
-        # Each saw the transcript two utterances of 9 tokens ago, and its own answer to it but for the last token.
-        seen = len(transcript) - 18
-        first = seen < (30 if who is sampler else 39)
-        assert hits == (0 if first else seen + 5)
+def test_turns_of_policy_and_judge_each_go_on_from_their_own(home: Path, tied_model: str) -> None:
+    """In lockstep, so that who has ended before whom does not depend on timing."""
+    with ServiceClient(home=home, deterministic=True) as service:
+        sampler = make_training_client(service, tied_model).save_weights_and_get_sampling_client().result()
+        calls = debate(sampler, service.create_sampling_client(base_model=tied_model).result())
+        for who, transcript, hits in calls:
+            # Each saw the transcript two utterances of 9 tokens ago, and its own answer to it but for the last token.
+            seen = len(transcript) - 18
+            first = seen < (30 if who is sampler else 39)
+            assert hits == (0 if first else seen + 5)
 
 
 def test_after_training_nothing_is_reused_and_the_memory_is_given_back(service: ServiceClient, tied_model: str) -> None:

@@ -26,9 +26,11 @@ def test_custom_env(tmp_path: Path) -> None:
     written = rows(tmp_path / "run")
     assert [row["step"] for row in written] == list(range(6))
     assert written[-1]["env/all/reward/total"] > written[0]["env/all/reward/total"]
-    # Two turns, each prompt extending the one before: one datum per trajectory.
     assert all(row["env/all/turns_per_episode"] == 2 for row in written)
-    assert all(row.get("train/branches_per_rollout", 1) == 1 for row in written)
+    # Two turns, each prompt extending the one before: one datum per trajectory. Only a reply with a control token in it
+    # begins another, as its text is not written with that token.
+    branches = [row.get("train/branches_per_rollout", 1) for row in written]
+    assert max(branches) < 1.5
 
 
 def test_custom_dataset(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
         ("single_turn", "task=my_parts.py:score", "a subclass of tinker_cookbook.tasks.types.Task"),
         ("single_turn", "dataset=my_parts.py:score", "def rows() -> list[dict]"),
         ("debate_rs_grpo", "judge=my_parts.py:rows", "def judge(view: DebateView) -> Winner"),
-        ("single_turn", "task=qaa", "use qa, summary, math, package.module:object or path/file.py:object"),
+        ("single_turn", "task=qaa", "package.module:object or path/file.py:object"),
     ],
 )
 def test_a_wrong_one_is_named_before_a_model_loads(folder: Path, recipe: str, key: str, wanted: str) -> None:

@@ -187,6 +187,7 @@ def test_a_signal_leaves_whole_files_and_says_how_to_resume(tmp_path: Path, name
         assert (tmp_path / "home" / "runs" / state / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path) -> None:
     run_recipe(demo.DemoConfig, demo.main, argv=["seed=0", f"log_path={tmp_path / 'run'}"])
     correct = [row["env/all/correct"] for row in rows(tmp_path / "run") if "env/all/correct" in row]

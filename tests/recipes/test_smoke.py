@@ -41,7 +41,13 @@ def sl_basic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("run", RECIPES, ids=lambda run: run.module)
+SLOW = {"recipes.validate_gpu", "recipes.preference.rlhf_pipeline"}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=pytest.mark.slow if run.module in SLOW else (), id=run.module) for run in RECIPES],
+)
 def test_smoke(run: RecipeRun, sl_basic: Path, tmp_path: Path) -> None:
     for package in run.needs:
         if importlib.util.find_spec(package) is None:

@@ -91,7 +91,8 @@ class TestClamp:
         assert group.get_total_rewards() == [0.0]
 
     def test_which_reasons_are_limits(self) -> None:
-        others = {StopReason.COMPLETED, StopReason.TOOL_STOPPED, StopReason.CONTEXT_OVERFLOW, StopReason.PARSE_ERROR}
+        others = {StopReason.COMPLETED, StopReason.TOOL_STOPPED, StopReason.TOOL_ERROR}
+        others |= {StopReason.CONTEXT_OVERFLOW, StopReason.PARSE_ERROR}
         assert set(LIMIT_STOP_REASONS) == set(StopReason) - others and len(LIMIT_STOP_REASONS) == 5
 
 

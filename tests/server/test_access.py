@@ -10,6 +10,8 @@ from tinker_local_backend.errors import LocalBackendError, RequestError
 from tinker_local_backend.server.access import KEYS_VARIABLE, Access, read_keys
 from tinker_local_backend.server.config import ServerConfig, check_config, is_loopback
 
+pytestmark = pytest.mark.server
+
 KEYS = {"alice": "tml-alice-secret", "bob": "tml-bob-secret"}
 
 

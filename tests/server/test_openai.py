@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 from tests.server.data import ATOL, DATA
 from tests.server.serving import KEY, TINY_CHAT, Serving
 
+pytestmark = pytest.mark.server
+
 TOOLS_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}

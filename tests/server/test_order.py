@@ -11,6 +11,8 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from tests.server.serving import Serving, Wire, forward_backward_body
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture(scope="module")
 def wire(server: Serving) -> Wire:

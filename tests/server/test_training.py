@@ -179,6 +179,7 @@ def test_mistakes_are_told_at_once_and_the_client_goes_on(sdk: tinker.ServiceCli
         (lambda: client.forward_backward(DATA, "no_such_loss"), "loss_fn 'no_such_loss' is unknown"),  # pyright: ignore
         (lambda: client.forward_backward([reinforced(3, 1)], "cross_entropy"), r"data\[0\].loss_fn_inputs has"),
         (lambda: client.save_state("../outside"), "checkpoint name '../outside'"),
+        (lambda: client.optim_step(STEP), "no step was taken: a forward_backward before it failed"),
         (lambda: client.optim_step(STEP), "optim_step without gradients"),
     ]:
         with pytest.raises(tinker.RequestFailedError, match=message) as caught:

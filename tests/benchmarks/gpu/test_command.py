@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu.findings import COMPLETE
 from benchmarks.gpu.visit import SECTIONS
 from benchmarks.report import Report
@@ -12,6 +14,7 @@ from benchmarks.report import Report
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_the_visit_is_complete_and_right_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "device=cpu", f"output={tmp_path}", "seconds=900"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
