@@ -22,10 +22,11 @@ T = TypeVar("T")
 C = TypeVar("C", bound="CommonConfig")
 R = TypeVar("R", bound=RunConfig)
 
-TINY_CHAT = "tiny_chat"
+TINY_CHAT, TINY_DEBATE = "tiny_chat", "tiny_debate"
+SHIPPED_MODELS = (TINY_CHAT, TINY_DEBATE)
 
 TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
-"""What suits the shipped model, and would wreck or cut short a real one."""
+"""What suits the shipped models, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 """What suits real models to begin with; rank does not matter, model size and data do."""
 
@@ -37,8 +38,8 @@ def _positive(owner: Any, attribute: str) -> None:
 
 
 def by_model(doc: str, tiny: float, usual: float) -> Any:
-    """A field that is positive and has one default for the shipped model and another for all others; `settle` fills it in."""
-    doc = f"{doc}; default: {tiny:g} for {TINY_CHAT}, {usual:g} for other models"
+    """A field that is positive and has one default for the shipped models and another for all others; `settle` fills it in."""
+    doc = f"{doc}; default: {tiny:g} for {' and '.join(SHIPPED_MODELS)}, {usual:g} for other models"
     return chz.field(default=None, doc=doc, validator=_positive, metadata={"tiny": tiny, "usual": usual})
 
 
@@ -53,7 +54,8 @@ class CommonConfig(RunOptions):
     )  # fmt: skip
 
     model_name: str = chz.field(
-        default=TINY_CHAT, doc="tiny_chat (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507"
+        default=TINY_CHAT,
+        doc="tiny_chat or tiny_debate (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507",
     )
     renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; default: the model's own")
     log_path: str | None = chz.field(
@@ -68,8 +70,8 @@ class CommonConfig(RunOptions):
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the shipped model is trained."""
-        return self.model_name in (TINY_CHAT, str(EXAMPLE_DATA / TINY_CHAT))
+        """Whether a shipped model is trained."""
+        return any(self.model_name in (name, str(EXAMPLE_DATA / name)) for name in SHIPPED_MODELS)
 
 
 def settle(cli: C) -> C:
@@ -86,7 +88,8 @@ def settle(cli: C) -> C:
 
 def resolve_model(config: CommonConfig) -> tuple[str, str]:
     """(model, renderer name) of a config, checked together with the backend before anything is loaded."""
-    model = str(EXAMPLE_DATA / TINY_CHAT) if config.model_name == TINY_CHAT else config.model_name
+    is_shipped = config.model_name in SHIPPED_MODELS
+    model = str(EXAMPLE_DATA / config.model_name) if is_shipped else config.model_name
     backends.check_backend(config.backend, model, config.base_url)
     renderer_name = config.renderer_name or model_info.get_recommended_renderer_name(model)
     if config.renderer_name is not None:

@@ -13,6 +13,7 @@ demonstration.
 import random
 
 import chz
+from tinker_cookbook.tasks.prompts import QA_SYSTEM
 
 from recipes.common import (
     MAX_TOKENS,
@@ -33,7 +34,6 @@ from tinker_cookbook.distillation.demonstrations import Demonstration, Demonstra
 from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.rl.item_dataset import evaluation_set
 from tinker_cookbook.runs.outcome import print_changes
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
 from tinker_cookbook.tasks.single_turn import load_task_items, single_turn_group
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer

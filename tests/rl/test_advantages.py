@@ -184,3 +184,32 @@ class TestZeroAdvantages:
     def test_one_advantage_is_enough_also_a_negative_one(self) -> None:
         groups = [group([1.0, 1.0]), group([1.0, 1.0])]
         check_advantages(groups, [torch.zeros(2), torch.tensor([0.0, -1e-6])])
+
+
+class TestCreditOfTurns:
+    """Members of one and two turns: rewards (1, 5), (3,), (2, 9)."""
+
+    def members(self, trained: list[bool] | None = None) -> TrajectoryGroup:
+        rewards = [[1.0, 5.0], [3.0], [2.0, 9.0]]
+        played = [trajectory(*(turn([1], said([2]), reward) for reward in own)) for own in rewards]
+        return TrajectoryGroup(played, [0.0] * 3, [{}] * 3, trained_G=trained)
+
+    def test_a_turn_is_compared_with_the_same_turn_of_the_others(self) -> None:
+        assert advantages(self.members(), credit="turn") == [[-1.0, -2.0], [1.0, 0.0], [0.0, 2.0]]
+
+    def test_rejected_members_count_for_nothing(self) -> None:
+        assert advantages(self.members([True, True, False]), credit="turn") == [[-1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]
+
+    def test_the_final_reward_is_the_last_turn_s(self) -> None:
+        members = self.members()
+        members.final_rewards_G[:] = [10.0, 21.0, 0.0]
+        assert advantages(members, credit="turn") == [[-8.0, 3.0], [15.0, 0.0], [-7.0, -3.0]]
+
+    def test_leave_one_out_knows_how_many_have_the_turn(self) -> None:
+        found = advantages(self.members(), credit="turn", baseline="leave_one_out")
+        assert found == [pytest.approx([-1.5, -4.0]), pytest.approx([1.5, 0.0]), pytest.approx([0.0, 4.0])]
+
+    @pytest.mark.parametrize("baseline", ["role", "constant"])
+    def test_baselines_that_compare_no_turns_are_refused(self, baseline: str) -> None:
+        with pytest.raises(ConfigurationError, match=f"baseline={baseline}"):
+            AdvantageConfig(credit="turn", baseline=baseline)

@@ -72,3 +72,23 @@ class TestPenalties:
         batch = asyncio.run(prepare_minibatch([mixed], AdvantageConfig(), penalties=[penalty]))
         assert len(batch.data_D) == 2
         assert sum(values[0] for values in total_advantages(batch)) == pytest.approx(0, abs=1e-6)
+
+
+class TestCreditOfTurns:
+    def test_every_token_of_a_turn_has_its_advantage(self) -> None:
+        played = [
+            trajectory(turn([1], said([2, 3]), first), turn([1, 2, 3, 4], said([5]), second))
+            for first, second in ((1.0, 0.0), (0.0, 1.0))
+        ]
+        batch = prepare([TrajectoryGroup(played, [0.0, 0.0], [{}, {}])], credit="turn")
+        assert total_advantages(batch) == [[0.5, 0.5, -0.5], [-0.5, -0.5, 0.5]]
+
+    def test_equal_totals_are_not_a_constant_group(self) -> None:
+        """The group of the test above has the total 1 for both; a group whose turns are equal goes."""
+        same = [trajectory(turn([1], said([2]), 1.0), turn([1, 2, 3], said([4]), 0.0)) for _ in range(2)]
+        zero_sum = [
+            trajectory(turn([1], said([2]), first), turn([1, 2, 3], said([4]), 1 - first)) for first in (1.0, 0.0)
+        ]
+        groups = [TrajectoryGroup(members, [0.0, 0.0], [{}, {}]) for members in (same, zero_sum)]
+        batch = prepare(groups, True, credit="turn")
+        assert {meta["group_idx"] for meta in batch.metadata_D} == {1}

@@ -36,7 +36,7 @@ class TurnInjection:
 
 
 def make_injection(renderer: Renderer, template: str) -> TurnInjection:
-    """Cut `template`, a user turn that holds `{opponent}`, for this renderer.
+    """Cut `template`, a user turn that holds `{opponent}` once or not at all, for this renderer.
 
     Raises:
         ConfigurationError: the tokenizer has no two spare special tokens to mark the places with.
@@ -49,11 +49,12 @@ def make_injection(renderer: Renderer, template: str) -> TurnInjection:
             {"role": "user", "content": template.replace(OPPONENT, opponent_text)},
         ]
     ).to_ints()
-    if tokens.count(own_id) != 1 or tokens.count(opponent_id) != 1:
+    if tokens.count(own_id) != 1 or tokens.count(opponent_id) != template.count(OPPONENT):
         raise ConfigurationError(
             f"renderer {type(renderer).__name__} does not keep the placeholders of a debate turn; choose another renderer"
         )
-    own_at, opponent_at = tokens.index(own_id), tokens.index(opponent_id)
+    own_at = tokens.index(own_id)
+    opponent_at = tokens.index(opponent_id) if OPPONENT in template else len(tokens)
     after_cut = tokens[own_at + 1 : opponent_at]
     return TurnInjection(
         after_stop=tuple(_without_leading_stop(renderer, after_cut)),

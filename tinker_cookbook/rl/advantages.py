@@ -17,6 +17,7 @@ from tinker_cookbook.utils.lazy import torch
 
 Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role", "constant"]
 Scale: TypeAlias = Literal["sum", "sequence", "token"]
+Credit: TypeAlias = Literal["episode", "turn"]
 
 
 @chz.chz(typecheck=True)
@@ -33,12 +34,22 @@ class AdvantageConfig:
         doc="what the loss sums up to: sum of tokens; sequence: mean over each trajectory's tokens; token: mean over all "
         "tokens of the batch",
     )
+    credit: Credit = chz.field(
+        default="episode",
+        doc="what a token is credited with: episode: the total reward of its trajectory; turn: the reward of its own turn "
+        "alone, against the same turn of the others",
+    )
     role_decay: float = chz.field(default=0.95, doc="baseline=role: share of the old running mean that stays")
 
     @chz.validate
     def _check(self) -> None:
         if not 0 <= self.role_decay < 1:
             raise ConfigurationError(f"role_decay={self.role_decay}: must be at least 0 and below 1")
+        if self.credit == "turn" and self.baseline in ("role", "constant"):
+            raise ConfigurationError(
+                f"credit=turn compares turns within the group, which baseline={self.baseline} does not do; use baseline=mean, "
+                "zscore or leave_one_out"
+            )
 
 
 @dataclass
@@ -70,6 +81,7 @@ def compute_advantages(
 ) -> list[torch.Tensor]:
     """One advantage per member, float32 (G,) per group; 0 for members that do not train. Not yet scaled.
 
+    With `credit=turn` one per member and turn, (G, T), where T is the most turns of a member; 0 past a member's last turn.
     The default is reward minus the mean over the members that train (GRPO without the division, Liu et al. 2025).
 
     Raises:
@@ -86,26 +98,50 @@ def _group_advantages(
     if not bool(rewards_G.isfinite().all()):
         raise DataValidationError(f"group {index}: rewards must be finite numbers, got {rewards_G.tolist()}")
     trained_G = torch.tensor(group.is_trained(), dtype=torch.bool)
-    survivors = rewards_G[trained_G]
-    if not len(survivors):
-        return torch.zeros(len(rewards_G))
-    if config.baseline == "constant":
-        advantages_G = torch.ones_like(rewards_G)
-    elif config.baseline == "role":
+    if config.credit == "turn":
+        return _turn_advantages(group, config.baseline, trained_G)
+    if config.baseline == "role":
         if role_baselines is None:
             raise ConfigurationError("baseline=role needs role_baselines, the running means of the run")
         advantages_G = role_baselines.advantages(group.get_roles(), rewards_G, trained_G)
-    elif bool((survivors == survivors[0]).all()):
-        advantages_G = torch.zeros_like(rewards_G)  # exactly zero, whatever the mean would be rounded to
     else:
-        advantages_G = rewards_G - survivors.mean()
-        if config.baseline == "zscore":
-            deviation = survivors.std(correction=0)
-            advantages_G = advantages_G / deviation if deviation > 0 else torch.zeros_like(rewards_G)
-        elif config.baseline == "leave_one_out":
-            # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); survivors differ, so there are at least two.
-            advantages_G = advantages_G * len(survivors) / (len(survivors) - 1)
+        advantages_G = _against_others(rewards_G, trained_G, config.baseline)
     return torch.where(trained_G, advantages_G, 0.0).float()
+
+
+def _turn_advantages(group: TrajectoryGroup, baseline: Baseline, trained_G: torch.Tensor) -> torch.Tensor:
+    """(G, T): each turn's reward, with the final reward counted to the last one, against the same turn of the others."""
+    lengths_G = [len(trajectory.transitions) for trajectory in group.trajectories_G]
+    advantages_G_T = torch.zeros(len(lengths_G), max(lengths_G, default=0))
+    rewards_G_T = torch.zeros(advantages_G_T.shape, dtype=torch.float64)
+    for i, trajectory in enumerate(group.trajectories_G):
+        for turn, transition in enumerate(trajectory.transitions):
+            rewards_G_T[i, turn] = transition.reward
+        rewards_G_T[i, lengths_G[i] - 1] += group.final_rewards_G[i]
+    for turn in range(advantages_G_T.shape[1]):
+        present_G = trained_G & (torch.tensor(lengths_G) > turn)
+        advantages_G = _against_others(rewards_G_T[:, turn], present_G, baseline)
+        advantages_G_T[:, turn] = torch.where(present_G, advantages_G, 0.0).float()
+    return advantages_G_T
+
+
+def _against_others(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline: Baseline) -> torch.Tensor:
+    """Rewards against those of the members that count, float64 (G,); what it says of the others means nothing."""
+    survivors = rewards_G[counted_G]
+    if not len(survivors):
+        return torch.zeros_like(rewards_G)
+    if baseline == "constant":
+        return torch.ones_like(rewards_G)
+    if bool((survivors == survivors[0]).all()):
+        return torch.zeros_like(rewards_G)  # exactly zero, whatever the mean would be rounded to
+    advantages_G = rewards_G - survivors.mean()
+    if baseline == "zscore":
+        deviation = survivors.std(correction=0)
+        return advantages_G / deviation if deviation > 0 else torch.zeros_like(rewards_G)
+    if baseline == "leave_one_out":
+        # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); survivors differ, so there are at least two.
+        return advantages_G * len(survivors) / (len(survivors) - 1)
+    return advantages_G
 
 
 def token_scales(

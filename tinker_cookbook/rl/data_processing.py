@@ -49,13 +49,16 @@ class _Sequence:
         )
 
 
-def trajectory_to_data(traj: Trajectory, traj_advantage: float) -> list[tinker.Datum]:
+def trajectory_to_data(traj: Trajectory, traj_advantage: float | Sequence[float]) -> list[tinker.Datum]:
     """The datums of one trajectory: one as long as each observation extends what came before, token for token.
 
     With turns (ob1, ac1), (ob2, ac2) and ob2 = ob1 + ac1 + delta the datum is ob1 ac1 delta ac2, where ob1 and delta have
     mask, advantage and logprob 0. Where an observation does not start with exactly what came before, a new datum begins.
     Replies with the metric `parse_error_masked` keep their logprobs and have mask and advantage 0; a datum of nothing else
     is left out.
+
+    Args:
+        traj_advantage: of every sampled token, or one for each turn's.
 
     Raises:
         DataValidationError: tokens and logprobs of an action differ in number, or an observation is not text.
@@ -76,7 +79,8 @@ def trajectory_to_data(traj: Trajectory, traj_advantage: float) -> list[tinker.D
         context = observation[len(current.tokens) :]
         current.add(context, [0.0] * len(context), 0.0, 0.0)
         masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
-        current.add(action.tokens, action.logprobs, 0.0 if masked else traj_advantage, 0.0 if masked else 1.0)
+        advantage = traj_advantage[turn] if isinstance(traj_advantage, Sequence) else traj_advantage
+        current.add(action.tokens, action.logprobs, 0.0 if masked else advantage, 0.0 if masked else 1.0)
     return [sequence.to_datum() for sequence in (*data, current) if any(sequence.mask)]
 
 
@@ -106,7 +110,8 @@ def assemble_training_data(
     for group_idx, (group, advantages_G) in enumerate(zip(trajectory_groups_P, advantages_P, strict=True)):
         members = zip(group.trajectories_G, group.is_trained(), advantages_G.tolist(), strict=True)
         for traj_idx, (trajectory, trained, advantage) in enumerate(members):
-            if not trained or (advantage == 0 and not keep_zero):
+            is_zero = not any(advantage) if isinstance(advantage, list) else advantage == 0
+            if not trained or (is_zero and not keep_zero):
                 continue
             for datum in trajectory_to_data(trajectory, advantage):
                 data_D.append(datum)

@@ -58,10 +58,15 @@ async def prepare_minibatch(
 ) -> Minibatch:
     """Groups of one pass as datums. A group that does not train keeps its place, so that tags and indices stay true."""
     groups = list(groups)
-    kept_P = [not (remove_constant and is_constant(group)) for group in groups]
+    computed_P = compute_advantages(groups, advantage, role_baselines)
+    if advantage.credit == "turn":  # equal totals may be made of turns that differ
+        constant_P = [not bool(advantages.any()) for advantages in computed_P]
+    else:
+        constant_P = [is_constant(group) for group in groups]
+    kept_P = [not (remove_constant and constant) for constant in constant_P]
     advantages_P = [
         advantages_G if kept else torch.zeros_like(advantages_G)
-        for advantages_G, kept in zip(compute_advantages(groups, advantage, role_baselines), kept_P, strict=True)
+        for advantages_G, kept in zip(computed_P, kept_P, strict=True)
     ]
     data_D, metadata_D = assemble_training_data(groups, advantages_P, keep_zero=bool(penalties))
     metrics: dict[str, float] = {}

@@ -31,7 +31,7 @@ class ShownGroup:
     """A group with what its page says of it besides its rollouts."""
 
     group: TrajectoryGroup | FailedGroup
-    advantages_G: Sequence[float] | None = None
+    advantages_G: Sequence[float] | Sequence[Sequence[float]] | None = None
     """before a share of a batch's tokens or a penalty changes them; None: it was not sampled for training"""
     sampling_client_step: int | None = None
     """optimizer updates (batches) that its policy had seen"""
@@ -83,7 +83,7 @@ def _add_group(section: logtree.Node, shown: ShownGroup, tokenizer: Tokenizer) -
     members = [_member(group, i, shown.advantages_G) for i in range(len(group.trajectories_G))]
     section.table(members, "members")
     for i, (member, trajectory) in enumerate(zip(members, group.trajectories_G, strict=True)):
-        told = [f"{key} {member[key]:.6g}" for key in ("reward", "advantage") if key in member]
+        told = [f"{key} {_told(member[key])}" for key in ("reward", "advantage") if key in member]
         folded = section.details(", ".join([f"Member {i}: {trajectory.stop_reason}", *told]))
         _add_trajectory(folded, trajectory, tokenizer)
         if about := {**group.metrics_G[i], **(group.member_info_G[i] if group.member_info_G else {})}:
@@ -92,7 +92,14 @@ def _add_group(section: logtree.Node, shown: ShownGroup, tokenizer: Tokenizer) -
         section.details("Notes on the group").children += group.notes
 
 
-def _member(group: TrajectoryGroup, i: int, advantages_G: Sequence[float] | None) -> dict[str, Any]:
+def _told(value: float | Sequence[float]) -> str:
+    """A number, or one for each turn."""
+    return ", ".join(f"{v:.6g}" for v in value) if isinstance(value, Sequence) else f"{value:.6g}"
+
+
+def _member(
+    group: TrajectoryGroup, i: int, advantages_G: Sequence[float] | Sequence[Sequence[float]] | None
+) -> dict[str, Any]:
     trajectory = group.trajectories_G[i]
     row: dict[str, Any] = {
         "member": i,

@@ -200,7 +200,10 @@ class EnvGroupBuilder(ABC):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """A final reward and metrics per member, for rewards that depend on the whole group (judges, comparisons)."""
+        """A final reward and metrics per member, for rewards that depend on the whole group (judges, comparisons).
+
+        Where the group decides what single turns are worth, it may set the `reward` of their transitions too.
+        """
         return [(0.0, {}) for _ in trajectory_group]
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:

@@ -1,12 +1,13 @@
 """Tasks by name, ready-made from the strings that a command line gives."""
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.tasks.collatz import CollatzTask
 from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.rewards import RewardSpec
 from tinker_cookbook.tasks.summary import SummaryTask
 from tinker_cookbook.tasks.types import Task
 
-_TASKS: dict[str, type[Task]] = {task.name: task for task in (QATask, SummaryTask)}
+_TASKS: dict[str, type[Task]] = {task.name: task for task in (QATask, SummaryTask, CollatzTask)}
 
 
 def register_task(task: type[Task]) -> None:

@@ -1,0 +1,163 @@
+"""Answers accepted or rejected by a judge of one step: who names the step, what each turn is worth, what is counted."""
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.debate.arena import decode, make_renderer, speech
+from tests.fakes import ScriptedCompleter
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.debate.oversight import OversightGroupBuilder, OversightProtocol, ProtocolName
+from tinker_cookbook.debate.step_judges import ScriptedStepJudge, StepJudge
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.minibatch import prepare_minibatch
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.tasks.collatz import LABELS, next_number
+from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.steps import Step
+from tinker_cookbook.tasks.types import TaskItem
+
+RENDERER = make_renderer("qwen3_instruct")
+START = 43
+
+
+def trail(mistake_at: str = "") -> str:
+    """The answer for START; at the named step 2 too much, and right again from there."""
+    number, said = START, []
+    for label in LABELS:
+        number = next_number(number) + (2 if label == mistake_at else 0)
+        said.append(f"{label}{number}")
+    return f"{' '.join(said)} <SOLUTION>{number}</SOLUTION>"
+
+
+RIGHT, WRONG = trail(), trail("c")
+ITEM = TaskItem("start-43", str(START), RIGHT.rpartition("<SOLUTION>")[2].removesuffix("</SOLUTION>"))
+
+
+@dataclass(frozen=True)
+class SilentJudge(StepJudge):
+    """Has no verdict on this step."""
+
+    about: str
+
+    async def __call__(self, step: Step, key: tuple[int, ...]) -> bool | None:
+        return None if step.name == self.about else step.holds
+
+
+def play(
+    name: ProtocolName, members: Sequence[Sequence[str]], judge: StepJudge | None = None, key: tuple[int, int] = (0, 0)
+) -> tuple[TrajectoryGroup, ScriptedCompleter]:
+    protocol = OversightProtocol.make(name, get_task("collatz"), RENDERER, judge or ScriptedStepJudge())
+    builder = OversightGroupBuilder(protocol, ITEM, len(members), key)
+    turns: dict[int, Sequence[TokensWithLogprobs]] = {
+        i: [speech(RENDERER, text) for text in member] for i, member in enumerate(members)
+    }
+    policy = ScriptedCompleter(turns)
+
+    async def bounded() -> TrajectoryGroup:
+        async with asyncio.timeout(10):
+            return await do_group_rollout(pickle.loads(pickle.dumps(builder)), policy)
+
+    return asyncio.run(bounded()), policy
+
+
+def rewards(group: TrajectoryGroup) -> list[list[float]]:
+    return [[transition.reward for transition in trajectory.transitions] for trajectory in group.trajectories_G]
+
+
+class TestDebate:
+    def test_the_opponent_s_step_decides(self) -> None:
+        """Member 0 is right and finds the mistake; member 1 can only point at a step that holds."""
+        group, policy = play("debate", [[RIGHT, "c is wrong."], [WRONG, "b is wrong."]])
+        assert rewards(group) == [[1.0, 1.0], [0.0, 0.0]]
+        assert WRONG in decode(RENDERER, policy.heard[0][1])
+        assert RIGHT in decode(RENDERER, policy.heard[1][1])
+        assert group.metrics_G[0]["debate/pair_accuracy"] == 1.0
+        assert [metrics["debate/judge_accuracy"] for metrics in group.metrics_G] == [1.0, 1.0]
+
+    @pytest.mark.parametrize("objection", ["a is wrong.", "Everything is wrong.", "z is wrong."])
+    def test_an_objection_that_misses_lets_a_wrong_answer_pass(self, objection: str) -> None:
+        group, _ = play("debate", [[RIGHT, objection], [WRONG, "b is wrong."]])
+        assert rewards(group) == [[1.0, 0.0], [1.0, 0.0]]
+        assert group.metrics_G[1]["debate/hacking_gap"] == 1.0
+        assert group.metrics_G[0]["debate/pair_accuracy"] == 0.5
+
+    def test_an_answer_without_the_form_is_rejected_whatever_is_said(self) -> None:
+        group, _ = play("debate", [["<SOLUTION>161</SOLUTION>", "a is wrong."], [RIGHT, "a is wrong."]])
+        assert rewards(group) == [[0.0, 0.0], [1.0, 1.0]]
+
+    def test_without_a_verdict_nobody_involved_trains(self) -> None:
+        members = [[RIGHT, "c is wrong."], [WRONG, "b is wrong."], [RIGHT, "c is wrong."], [WRONG, "a is wrong."]]
+        group, _ = play("debate", members, SilentJudge("b"))
+        assert group.is_trained() == [False, False, True, True]
+        assert [metrics["debate/invalid"] for metrics in group.metrics_G] == [1.0, 0.0, 0.0, 0.0]
+
+    def test_each_turn_is_credited_with_its_own_reward(self) -> None:
+        """Answers 1 0 1 1 and speeches 1 0 0 0, each against the mean of its kind."""
+        members = [[RIGHT, "c is wrong."], [WRONG, "b is wrong."], [RIGHT, "a is wrong."], [WRONG, "d is wrong."]]
+        group, _ = play("debate", members)
+        assert rewards(group) == [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
+        batch = asyncio.run(prepare_minibatch([group], AdvantageConfig(credit="turn")))
+        found = []
+        for datum, trajectory in zip(batch.data_D, group.trajectories_G, strict=True):
+            values = datum.loss_fn_inputs["advantages"].to_numpy()[datum.loss_fn_inputs["mask"].to_numpy() > 0]
+            first = len(trajectory.transitions[0].ac.tokens)
+            assert len(set(values[:first])) == len(set(values[first:])) == 1
+            found.append((float(values[0]), float(values[first])))
+        assert found == [(0.25, 0.75), (-0.75, -0.25), (0.25, -0.25), (0.25, -0.25)]
+
+
+class TestBaselines:
+    def test_a_consultant_points_at_what_holds_and_wins(self) -> None:
+        group, _ = play("consultancy", [[WRONG, "a is right."], [WRONG, "c is right."], [RIGHT, "c is right."]])
+        assert rewards(group) == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+
+    def test_a_consultant_who_names_nothing_loses(self) -> None:
+        assert rewards(play("consultancy", [[RIGHT, "Trust me."]])[0]) == [[0.0, 0.0]]
+
+    def test_direct_judging_looks_at_each_step_about_equally_often(self) -> None:
+        checks = 700
+        accepted = sum(rewards(play("direct", [[WRONG]] * 7, key=(0, i))[0]).count([1.0]) for i in range(checks // 7))
+        assert accepted / checks == pytest.approx(6 / 7, abs=0.04)
+        assert rewards(play("direct", [[RIGHT]] * 3)[0]) == [[1.0]] * 3
+
+    def test_most_common_answer_is_accepted_even_if_it_is_wrong(self) -> None:
+        group, _ = play("self_consistency", [[RIGHT], [WRONG], [WRONG], ["no idea"]])
+        assert rewards(group) == [[0.0], [1.0], [1.0], [0.0]]
+        assert group.metrics_G[0]["debate/pair_accuracy"] == pytest.approx(0.5 + (0 - 2 / 3) / 2)
+
+    def test_where_no_answer_can_be_read_none_is_accepted(self) -> None:
+        assert rewards(play("self_consistency", [["no idea"], ["none"]])[0]) == [[0.0], [0.0]]
+
+    def test_truth(self) -> None:
+        assert rewards(play("truth", [[RIGHT], [WRONG]])[0]) == [[1.0], [0.0]]
+
+    def test_a_task_without_steps_has_no_step_to_check(self) -> None:
+        with pytest.raises(ConfigurationError, match="task=qa"):
+            OversightProtocol.make("direct", get_task("qa"), RENDERER, ScriptedStepJudge())
+        OversightProtocol.make("self_consistency", get_task("qa"), RENDERER, ScriptedStepJudge())
+
+    def test_turns_that_do_not_fit_the_context_are_an_error(self) -> None:
+        with pytest.raises(ConfigurationError, match="max_tokens=400"):
+            OversightProtocol.make("debate", get_task("collatz"), RENDERER, ScriptedStepJudge(), 0, 400, 1024)
+
+
+class TestSteps:
+    task = get_task("collatz")
+
+    def test_every_step_is_checked_against_the_one_before(self) -> None:
+        steps = self.task.steps(ITEM, WRONG)  # type: ignore[attr-defined]
+        assert [step.name for step in steps if not step.holds] == ["c"]
+        assert steps[0].claim == "43 makes 130"
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "a130 b65", RIGHT.replace("c196", "c196 c196"), RIGHT.replace("<SOLUTION>", "<SOLUTION>1"), f"h1 {RIGHT}"],
+    )
+    def test_another_form_has_no_steps(self, text: str) -> None:
+        assert self.task.steps(ITEM, text) is None  # type: ignore[attr-defined]

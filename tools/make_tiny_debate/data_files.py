@@ -1,0 +1,35 @@
+"""Writes the questions of the task collatz, the same on every machine.
+
+python -m tools.make_tiny_debate.data_files
+"""
+
+from pathlib import Path
+
+import chz
+
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.utils.files import write_jsonl
+from tools.make_tiny_debate.trails import split, trail
+
+
+def write_all(folder: Path) -> None:
+    """collatz/train.jsonl and collatz/test.jsonl below `folder`."""
+    (folder / "collatz").mkdir(parents=True, exist_ok=True)
+    for name, starts in zip(("train", "test"), split(), strict=True):
+        rows = [{"id": f"trail-{start}", "question": str(start), "answer": str(trail(start)[-1])} for start in starts]
+        write_jsonl(folder / "collatz" / f"{name}.jsonl", rows)
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Where to write."""
+
+    folder: str = chz.field(default=str(EXAMPLE_DATA), doc="folder that gets collatz/")
+
+
+def main(config: CLIConfig) -> None:
+    write_all(Path(config.folder))
+
+
+if __name__ == "__main__":
+    chz.nested_entrypoint(main)

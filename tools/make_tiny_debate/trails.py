@@ -1,0 +1,95 @@
+"""Collatz trails and the writers who follow them: some steps slip, and all writers share one misconception.
+
+A slip is anybody's, so most writers agree on the right number. The misconception is everybody's: half of a number with a 5
+or a 7 in its tens place is written 5 too low more often than not, as if the carry had been dropped. There a vote is wrong.
+"""
+
+import random
+
+from tinker_cookbook.tasks.collatz import LABELS, next_number
+
+LARGEST = 400
+MISCONCEIVED_TENS = (5, 7)
+MISCONCEPTION_RATE = 0.6
+SLIP_RATE = 0.03
+SLIPS = (1, -1, 2, -2, 3, -3, 5, -5, 10, -10)
+CYCLE = 4
+"""From here a trail repeats 4, 2, 1; starts are far enough from it."""
+
+
+def _is_small(start: int) -> bool:
+    number = start
+    for _ in range(200):
+        if number > LARGEST:
+            return False
+        number = next_number(number)
+    return True
+
+
+WORLD = [number for number in range(1, LARGEST + 1) if _is_small(number)]
+"""Every number that occurs: those whose whole trail stays small, so that no right step leads out of them."""
+_WORLD = frozenset(WORLD)
+
+
+def trail(start: int) -> list[int]:
+    """The right numbers after `start`, one for each label."""
+    numbers = [start]
+    for _ in LABELS:
+        numbers.append(next_number(numbers[-1]))
+    return numbers[1:]
+
+
+STARTS = [start for start in WORLD if start >= 5 and CYCLE not in (start, *trail(start)[:-1])]
+
+
+def split(seed: int = 7, held_out: int = 56) -> tuple[list[int], list[int]]:
+    """Starts to train on and held-out ones."""
+    starts = list(STARTS)
+    random.Random(seed).shuffle(starts)
+    return starts[held_out:], starts[:held_out]
+
+
+def is_misconceived(number: int) -> bool:
+    return number % 2 == 0 and number // 10 % 10 in MISCONCEIVED_TENS
+
+
+def slip(number: int, rng: random.Random) -> int:
+    """Another number of this world, near it."""
+    near = [number + by for by in SLIPS if number + by in _WORLD]
+    return rng.choice(near or [other for other in WORLD if other != number])
+
+
+def write(
+    start: int, rng: random.Random, slip_rate: float = SLIP_RATE, misconception_rate: float = MISCONCEPTION_RATE
+) -> list[int]:
+    """What a writer puts down after `start`. A step after a wrong number starts from that number."""
+    numbers, now = [], start
+    for _ in LABELS:
+        right = next_number(now)
+        if is_misconceived(now) and right - 5 in _WORLD and rng.random() < misconception_rate:
+            now = right - 5
+        else:
+            now = slip(right, rng) if rng.random() < slip_rate else right
+        numbers.append(now)
+    return numbers
+
+
+def write_wrong(start: int, rng: random.Random) -> list[int]:
+    """An answer with a mistake."""
+    while True:
+        numbers = write(start, rng, slip_rate=0.08, misconception_rate=0.7)
+        if mistakes(start, numbers):
+            return numbers
+
+
+def before(start: int, numbers: list[int], i: int) -> int:
+    """The number that step i starts from."""
+    return numbers[i - 1] if i else start
+
+
+def mistakes(start: int, numbers: list[int]) -> list[int]:
+    return [i for i, number in enumerate(numbers) if next_number(before(start, numbers, i)) != number]
+
+
+def draw(rng: random.Random) -> int:
+    return rng.choice(WORLD if rng.random() < 0.5 else STARTS)
