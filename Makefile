@@ -13,22 +13,26 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu test-server smoke lint llms
+.PHONY: help demo test test-faults test-gpu test-server smoke lint llms
 
 help:
-	@echo "make demo      train and sample a tiny model on the CPU, end to end"
-	@echo "make test      run the tests"
-	@echo "make test-gpu  the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
+	@echo "make demo         train and sample a tiny model on the CPU, end to end"
+	@echo "make test         run the tests"
+	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
+	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
-	@echo "make smoke     every recipe with its defaults, about a quarter of an hour"
-	@echo "make lint      ruff (rules and format) and pyright"
-	@echo "make llms      write llms.txt and llms-full.txt from the docstrings"
+	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
+	@echo "make lint         ruff (rules and format) and pyright"
+	@echo "make llms         write llms.txt and llms-full.txt from the docstrings"
 
 demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN) -m recipes.demo
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q
+
+test-faults: $(STAMP)
+	@TINKER_TEST_FAULTS=200 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/test_faults.py -n 2 -q
 
 test-gpu: $(STAMP)
 	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -q

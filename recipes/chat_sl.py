@@ -4,7 +4,7 @@
     python -m recipes.chat_sl mixture=mine.jsonl:0.7,no_robots:0.3 model_name=Qwen/Qwen3-4B-Base num_epochs=1
     python -m recipes.chat_sl mixture=tulu3 streaming=true model_name=Qwen/Qwen3-4B-Base batch_size=128 num_epochs=1
 
-A mixture is a list of datasets, each with the share of the rows that it gives: a shipped name, a .jsonl file, tulu3,
+A mixture is a list of datasets, each with the share of the rows that it gives: a shipped name, a file, tulu3,
 no_robots, or a Hugging Face dataset id. An epoch has every row at least once, small datasets with a large share come round
 several times; without shares every row comes once. The table at the end compares the loss on what was held out of all.
 """

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 import chz
 
-from tinker_cookbook import backends, config_tree, model_info
+from tinker_cookbook import backends, config_tree, environment, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
+from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
@@ -29,6 +31,11 @@ TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
 """What suits the shipped models, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 """What suits real models to begin with; rank does not matter, model size and data do."""
+
+
+def default_model() -> str:
+    """What a recipe trains or talks to unless told otherwise: TINKER_DEBATE_BASE_MODEL, else the shipped model."""
+    return environment.read("TINKER_DEBATE_BASE_MODEL") or TINY_CHAT
 
 
 def _positive(owner: Any, attribute: str) -> None:
@@ -54,8 +61,9 @@ class CommonConfig(RunOptions):
     )  # fmt: skip
 
     model_name: str = chz.field(
-        default=TINY_CHAT,
-        doc="tiny_chat or tiny_debate (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507",
+        default_factory=lambda: default_model(),
+        doc="tiny_chat or tiny_debate (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; default: "
+        "TINKER_DEBATE_BASE_MODEL, else tiny_chat",
     )
     renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; default: the model's own")
     log_path: str | None = chz.field(
@@ -130,7 +138,7 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
         check_log_dir(config.log_path, config.behavior_if_log_dir_exists)
         note_log_path(config.log_path)
         return config.log_path
-    root = os.environ.get("TINKER_DEBATE_LOG_ROOT") or Path(default_log_path(recipe, "run")).parent
+    root = environment.read("TINKER_DEBATE_LOG_ROOT") or Path(default_log_path(recipe, "run")).parent
     words = [time.strftime("%Y%m%d_%H%M%S"), *parts, *([config.name] if config.name else [])]
     folder = re.sub(r"[^A-Za-z0-9_.\-]+", "-", "_".join(words))
     unique, n = Path(root) / folder, 2
@@ -144,7 +152,9 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
     return str(unique)
 
 
-def dataset_label(dataset: str | None, default: str) -> str:
-    """How a dataset is called in a folder's name: shipped and hub names as they are, files as `custom`."""
+def dataset_label(dataset: str | Callable[..., Any] | None, default: str) -> str:
+    """How a dataset is called in a folder's name: shipped and hub names as they are, files and functions as `custom`."""
     name = dataset or default
-    return "custom" if name.endswith(".jsonl") or (os.sep in name and Path(name).exists()) else name
+    if not isinstance(name, str) or is_reference(name):
+        return "custom"
+    return "custom" if is_data_file(name) or (os.sep in name and Path(name).exists()) else name

@@ -34,7 +34,7 @@ class CLIConfig(PolicyCLIConfig):
     """Keys of `python -m recipes.eval_benchmarks`."""
 
     benchmarks: tuple[str, ...] = chz.field(
-        default=("qa/arithmetic", "qa/test"), doc="task/dataset, separated by commas; a dataset may be a .jsonl file"
+        default=("qa/arithmetic", "qa/test"), doc="task/dataset, separated by commas; a dataset may be a file"
     )
     num_samples: int = chz.field(default=4, doc="tries per question", validator=chz.validators.gt(0))
     pass_at: tuple[int, ...] = chz.field(default=(1, 4), doc="the k of pass@k, e.g. 1,4")

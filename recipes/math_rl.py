@@ -38,7 +38,7 @@ class MathDatasetBuilder(RLDatasetBuilder):
 
     model_name: str = chz.field(doc="whose tokenizer to use")
     renderer_name: str = chz.field(doc="how messages become tokens")
-    dataset: str = chz.field(doc="sums, a shipped name (arithmetic, test), a .jsonl file or a hub id")
+    dataset: str = chz.field(doc="sums, a shipped name (arithmetic, test), a .jsonl/.csv/.parquet file or a hub id")
     test_dataset: str | None = chz.field(doc="held-out problems; None: the dataset's own test split")
     grading: Grading = chz.field(doc="number, exact or math_verify")
     answer_style: AnswerStyle = chz.field(doc="tags or boxed")
@@ -54,7 +54,7 @@ class MathDatasetBuilder(RLDatasetBuilder):
 
     def load(self) -> tuple[MathTask, list[TaskItem], list[TaskItem]]:
         """The task with its training and test problems. Raises ConfigurationError for whatever cannot be had."""
-        task = MathTask(self.grading, self.answer_style)
+        task = MathTask(grading=self.grading, answer_style=self.answer_style)
         if self.dataset == SUMS:
             train, test = self._sums()
         else:
@@ -92,7 +92,9 @@ class MathDatasetBuilder(RLDatasetBuilder):
 class CLIConfig(RLConfig):
     """Keys of `python -m recipes.math_rl`."""
 
-    dataset: str = chz.field(default=SUMS, doc="sums, a shipped name (arithmetic, test), a .jsonl file, or a hub id")
+    dataset: str = chz.field(
+        default=SUMS, doc="sums, a shipped name (arithmetic, test), a .jsonl/.csv/.parquet file, or a hub id"
+    )
     test_dataset: str | None = chz.field(default=None, doc="held-out problems, if the dataset has no test split")
     grading: Grading = chz.field(default="number", doc="number, exact, or math_verify (extra: math)")
     answer_style: AnswerStyle = chz.field(default="tags", doc="the answer stands in <SOLUTION> tags, or in \\boxed{}")

@@ -2,7 +2,7 @@
 
 import chz
 
-from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS
+from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS, default_model
 from tinker_cookbook import config_tree
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
@@ -16,7 +16,9 @@ class PolicyCLIConfig:
 
     model_path: str | None = chz.field(default=None, doc="a checkpoint to sample from (tinker://...)")
     log_path: str | None = chz.field(default=None, doc="folder of a run, whose last checkpoint is taken")
-    model_name: str | None = chz.field(default=None, doc=f"a base model: a directory or a hub id; default: {TINY_CHAT}")
+    model_name: str | None = chz.field(
+        default=None, doc=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"
+    )
     renderer_name: str | None = chz.field(
         default=None, doc="how messages become tokens; default: as the checkpoint was trained, else the model's own"
     )
@@ -40,7 +42,9 @@ async def open_policy(cli: PolicyCLIConfig) -> Policy:
     base_model, path = cli.model_name, cli.model_path
     if cli.log_path is not None:
         path = last_sampler_path(cli.log_path)
-    if base_model == TINY_CHAT or not named:
+    if not named:
+        base_model = default_model()
+    if base_model == TINY_CHAT:
         base_model = str(EXAMPLE_DATA / TINY_CHAT)
     weights = config_tree.fill(WeightsConfig, cli, base_model=base_model, load_checkpoint_path=path)
     return await weights.open_policy(named[0] if named else "model_name")

@@ -1,6 +1,6 @@
 """What the recipes for reinforcement learning share: their keys, and the training loop's config made of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chz
@@ -14,6 +14,7 @@ from recipes.common import (
     CommonConfig,
     by_model,
     dataset_label,
+    default_model,
     prompt_room,
     run_config,
 )
@@ -27,7 +28,7 @@ from tinker_cookbook.rl.algorithms import PRESETS, get_preset
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.outcome import print_rl_changes
-from tinker_cookbook.tasks.registry import get_task, known_tasks
+from tinker_cookbook.tasks.registry import get_task, known_tasks, shipped_datasets
 from tinker_cookbook.tasks.rewards import REWARDS
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 
@@ -94,7 +95,7 @@ class RLConfig(CommonConfig, RLOptions):
             values = {"preset": AppliedPreset(name)} | _preset_layer(name, given)
         reference = "kl_reference_config"
         if f"{reference}.load_checkpoint_path" in given and f"{reference}.base_model" not in given:
-            model = given.get("model_name", TINY_CHAT)
+            model = given.get("model_name") or default_model()
             values[f"{reference}.base_model"] = str(EXAMPLE_DATA / TINY_CHAT) if model == TINY_CHAT else model
         return values
 
@@ -111,19 +112,26 @@ def _preset_layer(name: str, given: Mapping[str, str]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if not {key, key.partition(".")[0]} & given.keys()}
 
 
-_SHIPPED = "; ".join(f"{task.name}: {', '.join(task.shipped)}" for task in known_tasks() if task.shipped)
+_SHIPPED = "; ".join(f"{task}: {', '.join(datasets)}" for task, datasets in shipped_datasets().items())
 
 
 @chz.chz(typecheck=True)
 class TaskConfig(RLConfig):
     """Keys of the recipes that take a task."""
 
-    task: str = chz.field(default="qa", doc=" or ".join(task.name for task in known_tasks()))
-    dataset: str | None = chz.field(default=None, doc=f"shipped name ({_SHIPPED}), a .jsonl file, or a hub dataset id")
-    test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
-    reward_fn: str | None = chz.field(
+    task: str | Callable[..., Any] = chz.field(
+        default="qa", doc=f"{', '.join(known_tasks())}; or your own: package.module:object, path/file.py:object"
+    )
+    dataset: str | Callable[..., Any] | None = chz.field(
         default=None,
-        doc=f"{', '.join(REWARDS)}, or a mixture such as compression:0.5,rouge:0.3; default: the task's own",
+        doc=f"shipped name ({_SHIPPED}), a .jsonl/.csv/.parquet file, a hub dataset id, or your own "
+        "(path/file.py:function)",
+    )
+    test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
+    reward_fn: str | Callable[..., Any] | None = chz.field(
+        default=None,
+        doc=f"{', '.join(REWARDS)}, your own (path/file.py:function), or a mixture such as compression:0.5,rouge:0.3; "
+        "default: the task's own",
     )
     num_rollouts: int = chz.field(default=64, doc="rollouts per batch", validator=chz.validators.gt(0))
     num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))
@@ -166,8 +174,9 @@ def train_questions_evaluator(cli: TaskConfig, extra_request: str = "") -> TaskE
 
 def run_folder(cli: TaskConfig, mode: str) -> list[str]:
     """The words that name a run's folder: n<rollouts> g<groups> <mode> <task> <dataset>."""
-    label = dataset_label(cli.dataset, get_task(cli.task, cli.reward_fn).default_dataset)
-    return [f"n{cli.num_rollouts}", f"g{cli.num_groups}", mode, cli.task, label]
+    task = get_task(cli.task, cli.reward_fn)
+    label = dataset_label(cli.dataset, task.default_dataset)
+    return [f"n{cli.num_rollouts}", f"g{cli.num_groups}", mode, task.name, label]
 
 
 def check_groups(num_rollouts: int, num_groups: int, multiple: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import chz
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import backends, environment, model_info
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
@@ -32,7 +32,10 @@ from tinker_cookbook.utils.ml_log import setup_logging
 class CLIConfig:
     """Keys of `python -m recipes.rl_loop`."""
 
-    model_name: str = chz.field(default=str(EXAMPLE_DATA / "tiny_chat"), doc="a model directory or a hub id")
+    model_name: str = chz.field(
+        default_factory=lambda: environment.read("TINKER_DEBATE_BASE_MODEL") or str(EXAMPLE_DATA / "tiny_chat"),
+        doc="a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else the shipped tiny_chat",
+    )
     backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
     log_path: str = chz.field(
         default_factory=lambda: default_log_path("rl_loop", time.strftime("%Y%m%d_%H%M%S")),

@@ -26,7 +26,7 @@ class CLIConfig(SLConfig):
 
     dataset: str = chz.field(
         default=SHIPPED,
-        doc="conversations or library (shipped), a .jsonl file, or a Hugging Face dataset id (owner/name)",
+        doc="conversations or library (shipped), a .jsonl/.csv/.parquet file, or a hub id (owner/name)",
     )
 
 

@@ -4,6 +4,7 @@ import chz
 
 from recipes.common import SL_LEARNING_RATE, TINY_LEARNING_RATE, CommonConfig, by_model, run_config
 from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.supervised import train
@@ -22,6 +23,7 @@ class SLConfig(CommonConfig, train.SupervisedOptions):
     train_on_what: TrainOnWhat = chz.field(
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
     )
+    on_bad_row: OnBadRow = with_default(ChatDatasetBuilderCommonConfig, "on_bad_row", "raise")
     split_rewritten: bool = chz.field(
         default=True,
         doc="train each reply on the tokens the model writes: several examples per conversation where the renderer drops "

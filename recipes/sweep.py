@@ -12,7 +12,6 @@ In the folder: sweep.csv and sweep.parquet (a row per run and step), summary.jso
 """
 
 import asyncio
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import chz
 from rich.console import Console
 
-from tinker_cookbook import sweeps
+from tinker_cookbook import environment, sweeps
 from tinker_cookbook.cli_utils import EXIT_INTERRUPTED, default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.sweeps.collect import Mode, check_ranking
@@ -104,7 +103,7 @@ def what_to_run(cli: CLIConfig) -> tuple[str, dict[str, list[str]], dict[str, st
 
 def _new_folder(recipe: str) -> str:
     name = f"{time.strftime('%Y%m%d_%H%M%S')}_{recipe.rpartition('.')[2]}"
-    root = os.environ.get("TINKER_DEBATE_LOG_ROOT")
+    root = environment.read("TINKER_DEBATE_LOG_ROOT")
     return str(Path(root, name)) if root else default_log_path(RECIPE, name)
 
 

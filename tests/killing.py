@@ -33,6 +33,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,7 +142,7 @@ def read_outcome(folder: Path) -> Outcome:
     state, sampler = (_saved(folder, record[key]) for key in ("state_path", "sampler_path"))
     return Outcome(
         log_path=log_path,
-        rows=[_untimed(row) for row in _lines(log_path / "metrics.jsonl")],
+        rows=[untimed_row(row) for row in _lines(log_path / "metrics.jsonl")],
         adapter=(state / "adapter_model.safetensors").read_bytes(),
         sampler=(sampler / "adapter_model.safetensors").read_bytes(),
         optimizer=(state / "optimizer.safetensors").read_bytes(),
@@ -174,39 +175,54 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _untimed(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not key.startswith("time/")}
+def untimed_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics.jsonl without what a clock measured."""
+    return {key: value for key, value in row.items() if not key.startswith("time/") and key != "progress/seconds"}
 
 
 def run_once(start: Start, folder: Path, kill: KillPoint | None) -> None:
     """One process: to its end without a kill point, else to its death there. AssertionError for anything else."""
-    folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=_in_child, args=(start, folder, kill))
-    process.start()
+    exitcode = run_process(start, folder, None if kill is None else functools.partial(_install, kill))
+    expected = 0 if kill is None else -signal.SIGKILL
+    assert exitcode == expected, f"exit code {exitcode} with kill point {kill}:\n{output(folder)[-4000:]}"
+
+
+def run_process(start: Start, folder: Path, prepare: Callable[[], None] | None = None) -> int:
+    """Start or resume the run in a process of its own, after `prepare` (picklable) there. Returns its exit code."""
+    process = started(start, folder, prepare)
     process.join(_LIMIT_SECONDS)
     if process.is_alive():
         process.kill()
         process.join()
-        raise AssertionError(f"still running after {_LIMIT_SECONDS:g} seconds, killed at {kill}:\n{_tail(folder)}")
-    expected = 0 if kill is None else -signal.SIGKILL
-    assert process.exitcode == expected, f"exit code {process.exitcode} with kill point {kill}:\n{_tail(folder)}"
+        raise AssertionError(f"still running after {_LIMIT_SECONDS:g} seconds:\n{output(folder)[-4000:]}")
+    assert process.exitcode is not None
+    return process.exitcode
 
 
-def _tail(folder: Path) -> str:
-    return (folder / "output.txt").read_text()[-4000:]
+def started(start: Start, folder: Path, prepare: Callable[[], None] | None = None) -> BaseProcess:
+    """The process of `run_process`, which goes on by itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=_in_child, args=(start, folder, prepare))
+    process.start()
+    return process
 
 
-def _in_child(start: Start, folder: Path, kill: KillPoint | None) -> None:
-    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def output(folder: Path) -> str:
+    """What the processes in this folder have printed so far."""
+    return (folder / "output.txt").read_text()
+
+
+def _in_child(start: Start, folder: Path, prepare: Callable[[], None] | None) -> None:
+    printed = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
-        os.dup2(output, stream)
+        os.dup2(printed, stream)
     os.environ["TINKER_LOCAL_HOME"] = str(folder / "home")
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("TINKER_BACKEND", None)
-    if kill is not None:
-        _install(kill)
+    if prepare is not None:
+        prepare()
     start(folder / "log")
 
 
@@ -234,7 +250,7 @@ def _install(kill: KillPoint) -> None:
         if kill.when == "before":
             _die()
         if kill.when == "torn":
-            _write_half(*arguments[:2])
+            write_half(*arguments[:2])
             _die()
         result = original(*arguments, **options)
         return _die_after(result) if inspect.iscoroutine(result) else _die()
@@ -247,7 +263,8 @@ async def _die_after(coroutine: Any) -> None:
     _die()
 
 
-def _write_half(path: str | Path, row: dict[str, Any]) -> None:
+def write_half(path: str | Path, row: dict[str, Any]) -> None:
+    """Append half of a line."""
     line = json.dumps(row)
     with open(path, "a", encoding="utf-8") as file:
         file.write(line[: len(line) // 2])

@@ -1,6 +1,8 @@
 """Token completers over the fakes, message completers over a real snapshot, and tasks of one's own by name."""
 
 import asyncio
+import concurrent.futures
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,6 +83,41 @@ class TestTokenCompleter:
         completion = asyncio.run(policy(tinker.ModelInput.from_ints([1]), [7]))
         assert completion == TokensWithLogprobs([5, 6], [-0.5, -0.25], "length") and sampler.asked == [1]
 
+    @pytest.mark.parametrize("how", ["response", "future", "concurrent future", "sync"])
+    def test_a_client_may_have_sample_async_alone(self, how: str) -> None:
+        class AsyncOnly:
+            async def sample_async(self, prompt, num_samples, sampling_params):
+                response = await Sampler([5], [-0.5]).sample(prompt, num_samples, sampling_params)
+                return response if how == "response" else Future(response)
+
+        class Future:
+            """What the first of two awaits gives."""
+
+            def __init__(self, response: tinker.SampleResponse):
+                self.response = response
+
+            async def result_async(self) -> tinker.SampleResponse:
+                return self.response
+
+        class Concurrent:
+            def sample(self, prompt, num_samples, sampling_params):
+                done: concurrent.futures.Future[tinker.SampleResponse] = concurrent.futures.Future()
+                done.set_result(tinker.SampleResponse(sequences=[Sampler([5], [-0.5]).sequence]))
+                return done
+
+        class Sync:
+            def sample(self, prompt, num_samples, sampling_params):
+                return tinker.SampleResponse(sequences=[Sampler([5], [-0.5]).sequence])
+
+        client: Any = {"concurrent future": Concurrent, "sync": Sync}.get(how, AsyncOnly)()
+        completion = asyncio.run(TinkerTokenCompleter(client, 4)(tinker.ModelInput.from_ints([1]), [7]))
+        assert completion == TokensWithLogprobs([5], [-0.5], "stop")
+
+    def test_a_client_that_cannot_sample_is_named(self) -> None:
+        client: Any = object()
+        with pytest.raises(ConfigurationError, match="sampling_client object has neither sample nor sample_async"):
+            asyncio.run(TinkerTokenCompleter(client, 4)(tinker.ModelInput.from_ints([1]), [7]))
+
     @pytest.mark.parametrize(("logprobs", "number"), [(None, "no"), ([-0.5, -0.5], "2")])
     def test_a_sampler_without_a_logprob_for_each_token_is_refused(
         self, logprobs: list[float] | None, number: str
@@ -151,7 +188,7 @@ def test_a_task_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch
     class Riddles(QATask):
         name = "riddles"
 
-    monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))
+    monkeypatch.setattr(registry._TASKS, "_parts", dict(registry._TASKS._parts))
     with pytest.raises(ConfigurationError, match="task='riddles' is unknown"):
         registry.get_task("riddles")
     registry.register_task(Riddles)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tinker_cookbook import environment
 from tinker_cookbook.renderers.registry import _BUILT_IN
 from tinker_cookbook.rl.algorithms import PRESETS
+from tinker_local_backend import environment as engine_environment
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -91,7 +93,15 @@ def test_every_renderer_and_preset_is_explained() -> None:
 
 
 def test_every_environment_variable_is_explained() -> None:
+    engine = {name: variable.meaning for name, variable in engine_environment.VARIABLES.items()}
+    rows = re.findall(r"^\| `(TINKER_\w+)` \| (.*) \|$", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE)
+    assert dict(rows) == environment.VARIABLES | engine
+    assert len(rows) == len(dict(rows))
+
+
+def test_no_variable_is_read_past_the_tables() -> None:
+    """Also the SDK's, which stand there for the reader; a program's own environment goes to its children whole."""
     packages = ("tinker_cookbook", "tinker_local_backend", "recipes")
     sources = [path.read_text() for package in packages for path in (ROOT / package).rglob("*.py")]
-    read = {name for source in sources for name in re.findall(r'"(TINKER_[A-Z_]+)"', source)}
-    assert read == {name for name in first_column("environment.md") if name.startswith("TINKER_")}
+    named = {name for source in sources for name in re.findall(r'"(TINKER_[A-Z_]+[A-Z])"', source)}
+    assert named == environment.VARIABLES.keys() | engine_environment.VARIABLES.keys()

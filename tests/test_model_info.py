@@ -86,8 +86,8 @@ def test_released_models_have_renderers_that_exist(organization: str) -> None:
     assert any(attributes.is_chat for attributes in models.values())
 
 
-def test_gpt_oss_reasons_at_medium_effort_unless_told() -> None:
-    assert get_recommended_renderer_name("openai/gpt-oss-20b") == "gpt_oss_medium_reasoning"
+def test_gpt_oss_goes_without_a_system_message_unless_told() -> None:
+    assert get_recommended_renderer_name("openai/gpt-oss-20b") == "gpt_oss_no_sysprompt"
     assert set(get_recommended_renderer_names("openai/gpt-oss-120b")) == {
         name for name in known_renderer_names() if name.startswith("gpt_oss")
     }
@@ -147,7 +147,7 @@ def test_a_folder_by_its_template(tmp_path: Path, model_type: str, family: str) 
 
 def test_a_folder_of_gpt_oss(tmp_path: Path) -> None:
     folder = write(tmp_path, "gpt_oss", "{{ '<|start|>assistant<|channel|>final<|message|>' }}")
-    assert get_recommended_renderer_name(folder) == "gpt_oss_medium_reasoning"
+    assert get_recommended_renderer_name(folder) == "gpt_oss_no_sysprompt"
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,8 @@ def test_an_object_from_python(registry: Registry):
     [
         ("shiped", "reward_fn='shiped' is unknown; use shipped, package.module:object or path/file.py:object"),
         ("nowhere.py:score", "there is no file"),
-        ("no_such_module_at_all:score", "importing no_such_module_at_all failed: ModuleNotFoundError"),
+        ("no_such_module_at_all:score", "reward_fn='no_such_module_at_all:score' is unknown; use shipped, package"),
+        ("json.no_such_module:score", r"importing json\.no_such_module failed: ModuleNotFoundError"),
         ("json:score", "json has no score"),
         ("json:dumps.deeper", "json has no dumps.deeper"),
         ("json:loads", "will be called with"),

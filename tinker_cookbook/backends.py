@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Literal, cast
 
+from tinker_cookbook import environment, server_watch
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import ConfigurationError
 
@@ -25,7 +26,7 @@ def resolve_backend(backend: str | None = None) -> Backend:
     """The backend that this name, or the environment, asks for. Raises ConfigurationError for an unknown name."""
     source, name = "backend", backend
     if name is None:
-        source, name = "TINKER_BACKEND", os.environ.get("TINKER_BACKEND")
+        source, name = "TINKER_BACKEND", environment.read("TINKER_BACKEND")
     if name is None:
         name = "local"
     if name not in _ALIASES:
@@ -43,16 +44,21 @@ def check_backend(
         field: what the user calls the model, for errors.
 
     Raises:
-        ConfigurationError: unknown backend, hosted without a key, a base_url with the local engine, no such model.
+        ConfigurationError: unknown backend, hosted without a key, a base_url with the local engine, a TINKER_LOCAL_*
+            variable that the engine does not understand, no such model.
     """
     resolved = resolve_backend(backend)
     if resolved == "tinker":
-        if not os.environ.get("TINKER_API_KEY"):
+        if environment.read("TINKER_API_KEY") is None:
             raise ConfigurationError(
                 "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
                 "or use backend=local"
             )
-        if base_url is None and model_name is not None and Path(model_name).is_dir():
+        if (
+            (base_url or environment.read("TINKER_BASE_URL")) is None
+            and model_name is not None
+            and Path(model_name).is_dir()
+        ):
             raise ConfigurationError(
                 f"{field}={model_name!r} is a local directory; the hosted service takes the names it serves, "
                 "such as Qwen/Qwen3-4B-Instruct-2507"
@@ -62,6 +68,13 @@ def check_backend(
         raise ConfigurationError(
             f"base_url={base_url!r} is for servers that speak the Tinker protocol; set backend=tinker with it, or drop it"
         )
+    chosen = (backend, environment.read("TINKER_BACKEND"), os.environ.get("TINKER_LOCAL_BACKEND"))
+    if environment.read("TINKER_BASE_URL") is not None and not any(chosen):
+        raise ConfigurationError(
+            "TINKER_BASE_URL is set, but no backend is chosen, and the local engine has no use for it: set backend=tinker "
+            "to run there, or backend=local to run here"
+        )
+    _check_local_environment()
     if model_name is None:
         return resolved
     from tinker_local_backend import ModelLoadError
@@ -83,7 +96,10 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     if resolve_backend(backend) == "tinker":
         import tinker
 
-        return cast(ServiceClient, tinker.ServiceClient(base_url=base_url))
+        client = tinker.ServiceClient(base_url=base_url)
+        server_watch.ServerWatch(*server_watch.server_address(base_url), client)
+        return cast(ServiceClient, client)
+    _check_local_environment()
     import tinker_local_backend
 
     home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves where this pointed when it was made
@@ -91,6 +107,26 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     if client is None:
         client = _local_clients[home] = tinker_local_backend.ServiceClient(deterministic=True)
     return cast(ServiceClient, client)
+
+
+def _check_local_environment() -> None:
+    """Raise ConfigurationError for a TINKER_LOCAL_* variable that is set and not understood, or not supported."""
+    from tinker_local_backend import RequestError
+    from tinker_local_backend.environment import check_environment
+
+    try:
+        check_environment()
+    except RequestError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def describe_engine(backend: str | None = None, base_url: str | None = None) -> dict[str, str | None]:
+    """Where models run: `backend`, and of the local engine device, dtype and versions, of the hosted one its address."""
+    if resolve_backend(backend) == "tinker":
+        return {"backend": "tinker", "base_url": base_url or environment.read("TINKER_BASE_URL")}
+    from tinker_local_backend.environment import describe
+
+    return {"backend": "local", **describe()}
 
 
 def is_engine_error(error: BaseException) -> bool:

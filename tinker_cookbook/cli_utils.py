@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn, get_args
 import chz
 from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
 
-from tinker_cookbook import config_tree
+from tinker_cookbook import config_tree, environment
 from tinker_cookbook.backends import is_engine_error
 from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCookbookError
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
@@ -32,8 +32,6 @@ from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
 
 LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
-
-TRACEBACK_ENV = "TINKER_COOKBOOK_TRACEBACK"
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -124,6 +122,7 @@ def run_recipe(
     note_log_path(None)
     with _sigterm_as_ctrl_c() as received:
         try:
+            environment.check_environment()
             result = main(config)
             if inspect.iscoroutine(result):
                 # On Ctrl-C asyncio.run cancels the main task, waits until it has cleaned up, then raises KeyboardInterrupt.
@@ -243,7 +242,7 @@ def _saved(log_path: Path) -> str:
 
 
 def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:
-    if os.environ.get(TRACEBACK_ENV, "") not in ("", "0"):
+    if environment.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
         traceback.print_exception(error)
     print(f"{prefix}{message}", file=sys.stderr)
     raise SystemExit(code) from None

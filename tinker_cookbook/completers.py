@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from tinker.types import SampleResponse
 
 StopCondition = list[str] | list[int]
 
@@ -89,7 +95,7 @@ class TinkerTokenCompleter(TokenCompleter):
         params = tinker.SamplingParams(
             max_tokens=limit, temperature=self.temperature, stop=stop, seed=seed, top_k=self.top_k, top_p=self.top_p
         )
-        sequence = (await self.sampling_client.sample(model_input, 1, params)).sequences[0]
+        sequence = (await _sample(self.sampling_client, model_input, params)).sequences[0]
         logprobs = sequence.logprobs
         if logprobs is None or len(logprobs) != len(sequence.tokens):
             raise DataValidationError(
@@ -102,6 +108,22 @@ class TinkerTokenCompleter(TokenCompleter):
         if self.seed is None:
             return self
         return dataclasses.replace(self, seed=derive_seed(self.seed, *key))
+
+
+async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tinker.SamplingParams) -> SampleResponse:
+    """One completion, by whichever of `sample` and `sample_async` the client has.
+
+    What these return is awaited as often as it takes: a future of the SDK, a concurrent one, or one within another.
+    """
+    call = getattr(client, "sample", None) or getattr(client, "sample_async", None)
+    if call is None:
+        raise ConfigurationError(f"sampling_client {type(client).__name__} has neither sample nor sample_async")
+    found: Any = call(prompt, 1, params)
+    while not hasattr(found, "sequences"):
+        if isinstance(found, concurrent.futures.Future):
+            found = asyncio.wrap_future(cast("concurrent.futures.Future[Any]", found))
+        found = await (found if inspect.isawaitable(found) else found.result_async())
+    return found
 
 
 class TinkerMessageCompleter(MessageCompleter):

@@ -1,7 +1,7 @@
 """What is known of a model without loading it: which renderers fit it, and how long its context is.
 
 The patterns say what a released model's hub name means. They name only models whose chat format a renderer writes: a near
-relative (Qwen3.5, Thinking-2507, Qwen2.5-1M, DeepSeek-V3) is no match. A local folder is told by its files.
+relative (Thinking-2507, Qwen2.5-1M, DeepSeek-V3) is no match. A local folder is told by its files.
 """
 
 from __future__ import annotations
@@ -58,11 +58,22 @@ _S = r"(?P<s>\d+(\.\d+)?B(-A\d+(\.\d+)?B)?)"
 _QWEN3_HYBRID = ("qwen3", "qwen3_disable_thinking")
 _DEEPSEEK = ("deepseekv3", "deepseekv3_disable_thinking", "deepseekv3_thinking")
 _GPT_OSS = (
+    "gpt_oss_no_sysprompt",
     "gpt_oss_medium_reasoning",
     "gpt_oss_low_reasoning",
     "gpt_oss_high_reasoning",
-    "gpt_oss_no_sysprompt",
 )
+_QWEN3_5 = ("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking")
+_QWEN3_8 = (
+    "qwen3_8_xhigh_reasoning",
+    "qwen3_8_disable_thinking",
+    "qwen3_8_medium_reasoning",
+    "qwen3_8_low_reasoning",
+)
+_KIMI_K25 = ("kimi_k25", "kimi_k25_disable_thinking")
+_KIMI_K26 = ("kimi_k26", "kimi_k26_disable_thinking", "kimi_k26_preserve_thinking")
+_NEMOTRON3 = ("nemotron3", "nemotron3_disable_thinking", "nemotron3_preserve_thinking")
+_NEMOTRON3_ULTRA = ("nemotron3_ultra", "nemotron3_ultra_disable_thinking", "nemotron3_ultra_preserve_thinking")
 
 
 def _family(pattern: str, renderers: tuple[str, ...], version: str = "", size: str = "", vl: bool = False) -> _Family:
@@ -73,6 +84,10 @@ _FAMILIES = (
     _family(rf"Qwen/Qwen(?P<v>3)-{_S}-Instruct-2507(-FP8)?", ("qwen3_instruct",)),
     _family(rf"Qwen/Qwen(?P<v>3)-{_S}-Base", _BASE),
     _family(rf"Qwen/Qwen(?P<v>3)-{_S}(-FP8)?", _QWEN3_HYBRID),
+    _family(rf"Qwen/Qwen(?P<v>3)-VL-{_S}-Instruct(-FP8)?", ("qwen3_vl_instruct",), vl=True),
+    _family(rf"Qwen/Qwen(?P<v>3\.5)-{_S}-Base", _BASE, vl=True),
+    _family(rf"Qwen/Qwen(?P<v>3\.[56])-{_S}(-FP8)?", _QWEN3_5, vl=True),
+    _family(rf"Qwen/Qwen(?P<v>3\.8)-{_S}(-FP8)?", _QWEN3_8, vl=True),
     _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-)?{_S}-Instruct", ("qwen2_5",)),
     _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-|Math-)?{_S}", _BASE),
     # The plain form of Llama 3.0, which the later ones read too (see renderers/llama3.py).
@@ -95,6 +110,15 @@ _FAMILIES = (
     _family(r"deepseek-ai/DeepSeek-V(?P<v>3\.1)", _DEEPSEEK, size="671B-A37B"),
     _family(r"deepseek-ai/DeepSeek-V(?P<v>3(\.1)?)-Base", _BASE, size="671B-A37B"),
     _family(r"openai/gpt-oss-(?P<s>20b|120b)", _GPT_OSS),
+    _family(r"moonshotai/Kimi-(?P<v>K2)-Thinking", ("kimi_k2",), size="1T-A32B"),
+    _family(r"moonshotai/Kimi-(?P<v>K2\.5)", _KIMI_K25, size="1T-A32B", vl=True),
+    _family(r"moonshotai/Kimi-(?P<v>K2\.6)", _KIMI_K26, size="1T-A32B", vl=True),
+    _family(rf"nvidia/NVIDIA-Nemotron-(?P<v>3)-Nano-{_S}-BF16", _NEMOTRON3),
+    _family(rf"nvidia/NVIDIA-Nemotron-(?P<v>3)-Super-{_S}-BF16", (*_NEMOTRON3, "nemotron3_low_thinking")),
+    _family(
+        rf"nvidia/NVIDIA-Nemotron-(?P<v>3)-Ultra-{_S}-BF16", (*_NEMOTRON3_ULTRA, "nemotron3_ultra_medium_thinking")
+    ),
+    _family(rf"nvidia/NVIDIA-Nemotron-(?P<v>3\.5)-Lightning-{_S}-BF16", _NEMOTRON3_ULTRA),
     # Whoever made it, a base model has no format of its own.
     _family(r"[^/]+/[^/]+-Base", _BASE),
 )
@@ -111,6 +135,9 @@ _QWEN_NAMES = (
     *(f"Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")),
     *(f"Qwen3-{size}-Base" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "30B-A3B")),
     *(f"Qwen3-{size}-Instruct-2507" for size in ("4B", "30B-A3B", "235B-A22B")),
+    *(f"Qwen3-VL-{size}-Instruct" for size in ("30B-A3B", "235B-A22B")),
+    *(f"Qwen3.5-{size}" for size in ("4B", "9B", "9B-Base", "27B", "35B-A3B", "35B-A3B-Base", "397B-A17B")),
+    *("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-27B"),
     *(f"Qwen2.5-{size}{kind}" for size in _QWEN25_SIZES for kind in ("", "-Instruct")),
     *(f"Qwen2.5-Coder-{size}{kind}" for size in _QWEN25_SIZES[:-1] for kind in ("", "-Instruct")),
 )
@@ -126,6 +153,11 @@ _GEMMA_NAMES = (
 )
 _DEEPSEEK_NAMES = ("DeepSeek-V3.1", "DeepSeek-V3.1-Base", "DeepSeek-V3-Base")
 _GPT_OSS_NAMES = ("gpt-oss-20b", "gpt-oss-120b")
+_MOONSHOT_NAMES = ("Kimi-K2-Thinking", "Kimi-K2.5", "Kimi-K2.6")
+_NVIDIA_NAMES = (
+    *("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
+    *("NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16"),
+)
 
 
 def get_llama_info() -> dict[str, ModelAttributes]:
@@ -134,7 +166,7 @@ def get_llama_info() -> dict[str, ModelAttributes]:
 
 
 def get_qwen_info() -> dict[str, ModelAttributes]:
-    """Qwen3 and Qwen2.5 text models, by name without the organization."""
+    """Qwen3 to Qwen3.8 and Qwen2.5, by name without the organization; of those that see, the text."""
     return _attributes_of_all("Qwen", _QWEN_NAMES)
 
 
@@ -156,6 +188,16 @@ def get_deepseek_info() -> dict[str, ModelAttributes]:
 def get_gpt_oss_info() -> dict[str, ModelAttributes]:
     """OpenAI's gpt-oss models, by name without the organization."""
     return _attributes_of_all("openai", _GPT_OSS_NAMES)
+
+
+def get_moonshot_info() -> dict[str, ModelAttributes]:
+    """Moonshot's Kimi K2 models, by name without the organization; of those that see, the text."""
+    return _attributes_of_all("moonshotai", _MOONSHOT_NAMES)
+
+
+def get_nvidia_info() -> dict[str, ModelAttributes]:
+    """NVIDIA's Nemotron 3 and 3.5 text models, by name without the organization."""
+    return _attributes_of_all("nvidia", _NVIDIA_NAMES)
 
 
 def _attributes_of(hub_name: str) -> ModelAttributes | None:
@@ -219,7 +261,8 @@ def get_recommended_renderer_names(model_name: str) -> list[str]:
 
 
 def get_recommended_renderer_name(model_name: str) -> str:
-    """The first of get_recommended_renderer_names: the one that equals the model's chat template as it is."""
+    """The first of get_recommended_renderer_names. It equals the model's chat template as it is; that of gpt-oss leaves the
+    template's system message out, as on the hosted service."""
     return get_recommended_renderer_names(model_name)[0]
 
 
@@ -295,7 +338,10 @@ class _Template(NamedTuple):
 # A space after [INST] marks a SentencePiece tokenizer, the other tokens the versions from 11 on.
 _NO_TEKKEN = ("[INST] ", "[ARGS]", "[THINK]")
 _QWEN3_TYPES, _MISTRAL_TYPES = ("qwen3", "qwen3_moe"), ("mistral", "mistral3")
+_QWEN3_5_TYPES = ("qwen3_5", "qwen3_5_moe")
 _TEMPLATES = (
+    _Template(_QWEN3_5_TYPES, _QWEN3_8, ("<|im_start|>", "<function=", "reasoning_effort")),
+    _Template(_QWEN3_5_TYPES, _QWEN3_5, ("<|im_start|>", "<function=", "enable_thinking")),
     _Template(_QWEN3_TYPES, _QWEN3_HYBRID, ("<|im_start|>", "think")),
     _Template(_QWEN3_TYPES, ("qwen3_instruct",), ("<|im_start|>",)),
     _Template(("qwen2",), ("qwen2_5",), ("<|im_start|>", QWEN2_5_SYSTEM_PROMPT), ("<think>",)),

@@ -81,13 +81,23 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self._parts
 
-    def resolve(self, said: Any) -> T:
-        """The part that a text or an object stands for. Raises ConfigurationError for anything else."""
+    def resolve(self, said: Any, also: Iterable[str] = ()) -> T:
+        """The part that a text or an object stands for. Raises ConfigurationError for anything else.
+
+        `also` are other names that errors list as known.
+        """
         if not isinstance(said, str):
             return self.kind.check(said, describe(said))
         if said in self._parts:
             return self._parts[said]
-        return self.kind.check(load_object(self.kind, said, self._parts), repr(said))
+        return self.kind.check(load_object(self.kind, said, [*also, *self._parts]), repr(said))
+
+
+def is_reference(said: str) -> bool:
+    """Whether a text has the form `package.module:object` or `path/file.py:object`."""
+    place, colon, name = said.rpartition(":")
+    is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+    return bool(colon) and is_place and all(part.isidentifier() for part in name.split("."))
 
 
 def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
@@ -97,18 +107,21 @@ def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
         ConfigurationError: neither a known name nor of these forms, no such file, module or object, or an error while the
             module was imported. The message names the known names and shows what is wanted.
     """
-    place, colon, name = said.rpartition(":")
-    if not colon or not place or not all(part.isidentifier() for part in name.split(".")):
-        names = ", ".join(known)
-        raise ConfigurationError(
-            f"{kind.key}={said!r} is unknown; use {names + ', ' if names else ''}package.module:object or "
-            f"path/file.py:object. {kind.help()}"
-        )
+    place, _, name = said.rpartition(":")
+    names = ", ".join(known)
+    unknown = ConfigurationError(
+        f"{kind.key}={said!r} is unknown; use {names + ', ' if names else ''}package.module:object or "
+        f"path/file.py:object. {kind.help()}"
+    )
+    if not is_reference(said):
+        raise unknown
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except FileNotFoundError as error:
         raise ConfigurationError(f"{kind.key}={said!r}: there is no file {error.filename}") from None
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]:
+            raise unknown from None
         # Whatever the user's code raises; its traceback is the way to the line.
         raise ConfigurationError(
             f"{kind.key}={said!r}: importing {place} failed: {type(error).__name__}: {error}"

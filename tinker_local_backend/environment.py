@@ -1,19 +1,184 @@
-"""Settings that come from environment variables, read with an error that names the variable."""
+"""The engine's environment variables: one table, through which every value is read and checked.
 
+A TINKER_LOCAL_* variable that is not in the table, or has a value that is not understood or not supported, is an error when a
+client is made: what somebody has set must never be ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
 import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tinker_local_backend.errors import RequestError
 
+if TYPE_CHECKING:
+    import torch
 
-def env_int(name: str, minimum: int | None = None) -> int | None:
-    """The integer in this variable; None when it is unset or empty. Raises RequestError for anything else."""
-    value = os.environ.get(name)
-    if value is None or value == "":
+logger = logging.getLogger(__name__)
+
+PREFIX = "TINKER_LOCAL_"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """parse: the value of the text; its ValueError says what is wrong ("must be ...")."""
+
+    meaning: str
+    parse: Callable[[str], Any] = str
+
+
+def _integer(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise ValueError("must be an integer") from None
+        if number < minimum:
+            raise ValueError(f"must be at least {minimum}")
+        return number
+
+    return parse
+
+
+def _one_of(*choices: str, otherwise: str = "") -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be {' or '.join(choices)}{otherwise}")
+        return text
+
+    return parse
+
+
+def _device(text: str) -> torch.device:
+    """A device that is there."""
+    import torch
+
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError("must be cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+        raise ValueError(f"asks for CUDA, but torch {torch.__version__} {built}; unset it, or set it to cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"asks for a device that is not there; there are {torch.cuda.device_count()}, from cuda:0")
+    return device
+
+
+def _backend(text: str) -> str:
+    if text == "unsloth":
+        logger.warning(
+            "TINKER_LOCAL_BACKEND=unsloth is not supported and has no effect: models are those of transformers"
+        )
+        return text
+    return _one_of("transformers")(text)
+
+
+VARIABLES = {
+    "TINKER_LOCAL_BACKEND": Variable(
+        "`transformers`, the only one; `unsloth` has no effect, and a warning says so", _backend
+    ),
+    "TINKER_LOCAL_HOME": Variable("where local checkpoints live; default: the user's data folder"),
+    "TINKER_LOCAL_API_KEYS": Variable(
+        "the server's tenants and their keys, `alice=tml-...,bob=tml-...` ([server.md](server.md))"
+    ),
+    "TINKER_LOCAL_DEVICE": Variable("`cuda`, `cuda:1`, `cpu`; default: CUDA when there is one", _device),
+    "TINKER_LOCAL_DTYPE": Variable(
+        "`float32` or `bfloat16` for the base model; default: bfloat16 on CUDA, float32 on a CPU",
+        _one_of("float32", "bfloat16"),
+    ),
+    "TINKER_LOCAL_SAMPLER": Variable(
+        "`transformers`, the only one: the engine samples with the model that it trains",
+        _one_of("transformers", otherwise=": this engine has no other sampler; unset it"),
+    ),
+    "TINKER_LOCAL_SEED": Variable("seed for everything that is given none", _integer(0)),
+    "TINKER_LOCAL_GRAD_ACCUM_STEPS": Variable(
+        "split each forward_backward into at least this many passes", _integer(1)
+    ),
+    "TINKER_LOCAL_ACTIVATION_MB": Variable(
+        "memory for the activations of one training pass; default 1,024 on a CPU, half of what is free on CUDA",
+        _integer(1),
+    ),
+    "TINKER_LOCAL_KV_CACHE_TOKENS": Variable(
+        "bound on the KV cache of the sampler; default 2 GiB on a CPU, half of what is free on CUDA", _integer(1)
+    ),
+}
+"""By name: what the engine reads from the environment."""
+
+
+def read(name: str) -> Any:
+    """The value of a variable of the table; None when it is unset or empty. Raises RequestError for one that is wrong."""
+    text = os.environ.get(name)
+    if not text:
         return None
     try:
-        number = int(value)
-    except ValueError:
-        raise RequestError(f"{name} must be an integer, got {value!r}") from None
-    if minimum is not None and number < minimum:
-        raise RequestError(f"{name} must be at least {minimum}, got {number}")
-    return number
+        return VARIABLES[name].parse(text)
+    except ValueError as error:
+        raise RequestError(f"{name}={text!r} {error}") from None
+
+
+def check_environment() -> None:
+    """Check every TINKER_LOCAL_* variable that is set, and warn of a GPU that torch cannot use.
+
+    Raises RequestError for an unknown one, with the list of those that are known, and for a wrong value.
+    """
+    for name in sorted(os.environ):
+        if name in VARIABLES:
+            read(name)
+        elif name.startswith(PREFIX):
+            close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise RequestError(f"{name} is set, but there is no such variable; {hint}Known: {', '.join(VARIABLES)}")
+    _warn_of_an_idle_gpu()
+
+
+def _warn_of_an_idle_gpu() -> None:
+    import torch
+
+    has_gpu = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    if not has_gpu or torch.cuda.is_available() or read("TINKER_LOCAL_DEVICE") is not None:
+        return
+    if torch.version.cuda is None:
+        fix = f"torch {torch.__version__} is built for CPUs only; install a CUDA build (see docs/gpu.md)"
+    else:
+        fix = f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it; update the driver or install another build"
+    logger.warning(
+        "this machine has an NVIDIA GPU, but the engine runs on the CPU: %s. TINKER_LOCAL_DEVICE=cpu means it", fix
+    )
+
+
+def default_device() -> torch.device:
+    """CUDA when torch sees one, else the CPU; TINKER_LOCAL_DEVICE overrides. Raises RequestError for one that is not there."""
+    import torch
+
+    return read("TINKER_LOCAL_DEVICE") or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on CUDA, float32 elsewhere; TINKER_LOCAL_DTYPE overrides. Adapters are float32 always."""
+    import torch
+
+    name = read("TINKER_LOCAL_DTYPE") or ("bfloat16" if device.type == "cuda" else "float32")
+    return getattr(torch, name)
+
+
+def describe() -> dict[str, str | None]:
+    """Where and how models will run: device, its name, dtype, the versions of torch and of the CUDA that it is built with."""
+    import torch
+
+    device = default_device()
+    return {
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "dtype": str(default_dtype(device)).removeprefix("torch."),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+    }

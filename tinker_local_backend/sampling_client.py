@@ -66,7 +66,7 @@ class SamplingClient:
         shape of the batch (in float32 this hardly ever shows; in bfloat16 it can flip a token).
 
         Room in the KV cache is reserved for prompt + max_tokens of every sample: a max_tokens far above what is needed (None
-        means the whole context) leaves fewer sequences running at a time.
+        means the rest of the context, or of the cache if that is less) leaves fewer sequences running at a time.
 
         Args:
             include_prompt_logprobs: logprob of every prompt token at temperature 1 (NaN for the first).

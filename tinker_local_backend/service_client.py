@@ -13,13 +13,14 @@ from tinker import types
 from tinker_local_backend.engine.base_model import check_model_name
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
+from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
 from tinker_local_backend.hosted_only import refuse_arguments, say_without_effect
 from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage.info import check_user_metadata, read_info
-from tinker_local_backend.storage.paths import CheckpointPath, local_home
+from tinker_local_backend.storage.paths import CheckpointPath, check_writable, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
 from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
 
@@ -37,7 +38,7 @@ class ServiceClient:
         home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
 
     Raises:
-        RequestError: an argument that this client does not know.
+        RequestError: an argument that this client does not know, or an environment variable (see environment.py).
 
     Close it (or use `with`) to free the models; it also closes when it is garbage or the program ends.
     """
@@ -63,6 +64,7 @@ class ServiceClient:
             api_key=api_key,
             default_headers_overrides=default_headers_overrides,
         )
+        check_environment()
         self._home = Path(home) if home is not None else local_home()
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)
@@ -113,6 +115,7 @@ class ServiceClient:
         `user_metadata` goes with the run and every checkpoint of it. The optimizer is AdamW.
         """
         check_model_name(base_model)
+        check_writable(self._home)
         refuse_arguments(optimizer=_other_than_adamw(optimizer))
         metadata = check_user_metadata(user_metadata)
         spec = LoraSpec(rank, train_attn, train_mlp, train_unembed)
@@ -154,6 +157,7 @@ class ServiceClient:
     def _from_state(
         self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
     ) -> ClientFuture[TrainingClient]:
+        check_writable(self._home)
         parsed = CheckpointPath.parse(path)
         info = read_info(self._home, parsed)
         if base_model is not None and base_model != info.base_model:

@@ -144,6 +144,9 @@ def pretend() -> Iterator[None]:
         for name in ("memory_reserved", "memory_allocated"):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda device=None: 0))
         stack.enter_context(mock.patch.object(torch.cuda, "empty_cache", lambda: None))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
+        stack.enter_context(mock.patch.object(torch.cuda, "device_count", lambda: 1))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_name", lambda device=None: "a pretended GPU"))
         # Checkpointing compares devices of what it keeps, below Python, where these tensors are on the CPU.
         without_device = {"default": lambda tensor: (tensor.shape, tensor.dtype)}
         stack.enter_context(mock.patch.object(checkpointing, "_allowed_determinism_checks_to_fns", without_device))

@@ -35,7 +35,7 @@ class CLIConfig(TeacherKeys, train_off_policy.OffPolicyOptions):
     """Keys of `python -m recipes.distillation.off_policy`."""
 
     dataset: str = chz.field(
-        default=SHIPPED, doc="conversations (shipped), a .jsonl file, or a Hugging Face dataset id (owner/name)"
+        default=SHIPPED, doc="conversations (shipped), a .jsonl/.csv/.parquet file, or a hub id (owner/name)"
     )
     test_size: int = chz.field(default=32, doc="conversations held out", validator=chz.validators.ge(0))
     batch_size: int = with_default(train_off_policy.OffPolicyOptions, "batch_size", 16)

@@ -13,7 +13,6 @@ demonstration.
 import random
 
 import chz
-from tinker_cookbook.tasks.prompts import QA_SYSTEM
 
 from recipes.common import (
     MAX_TOKENS,
@@ -31,10 +30,14 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.distillation import sdft
 from tinker_cookbook.distillation.demonstrations import Demonstration, DemonstrationDataset
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.rl.item_dataset import evaluation_set
 from tinker_cookbook.runs.outcome import print_changes
-from tinker_cookbook.tasks.single_turn import load_task_items, single_turn_group
+from tinker_cookbook.tasks.datasets import load_items
+from tinker_cookbook.tasks.qa import QA_SYSTEM
+from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.single_turn import single_turn_group
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -90,7 +93,12 @@ def made_up_demonstrations(cli: CLIConfig, items: list[TaskItem]) -> list[list[M
 
 async def main(cli: CLIConfig) -> None:
     cli = settle(cli)
-    task, train, test = load_task_items("qa", None, cli.dataset, None, cli.groups_per_batch)
+    task = get_task("qa")
+    train, test = load_items(task, cli.dataset or task.default_dataset)
+    if len(train) < cli.groups_per_batch:
+        raise ConfigurationError(
+            f"groups_per_batch={cli.groups_per_batch}, but the dataset has {len(train)} questions; lower it"
+        )
     renderer_name = str(cli.renderer_name)
     renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
     room = prompt_room(cli)

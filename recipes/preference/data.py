@@ -5,6 +5,8 @@ from pathlib import Path
 import chz
 
 from recipes.common import CommonConfig
+from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.data.rows import OnBadRow, is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.preference_datasets import (
@@ -12,6 +14,7 @@ from tinker_cookbook.preference.preference_datasets import (
     ComparisonBuilderFromJsonl,
     ComparisonDatasetBuilder,
 )
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
 SHIPPED = "comparisons"
 SHIPPED_TEST_SIZE = 32
@@ -22,11 +25,10 @@ class ComparisonConfig(CommonConfig):
     """Keys of every recipe that learns from comparisons."""
 
     dataset: str = chz.field(
-        default=SHIPPED, doc="comparisons (shipped), a .jsonl file, a hub id (owner/name) or a saved dataset's folder"
+        default=SHIPPED,
+        doc="comparisons (shipped), a .jsonl/.csv/.parquet file, a hub id (owner/name) or a saved dataset's folder",
     )
-    test_dataset: str | None = chz.field(
-        default=None, doc="with a .jsonl dataset: a .jsonl file of held-out comparisons"
-    )
+    test_dataset: str | None = chz.field(default=None, doc="with a file as dataset: a file of held-out comparisons")
     test_split: str | None = chz.field(default=None, doc="with a hub dataset: its split of held-out comparisons")
     train_split: str = chz.field(default="train", doc="with a hub dataset: its split to train on")
     prompt_column: str | None = chz.field(
@@ -36,23 +38,22 @@ class ComparisonConfig(CommonConfig):
         default=None,
         doc=f"comparisons held out of the training ones; default: {SHIPPED_TEST_SIZE} of the shipped, else 0",
     )
+    on_bad_row: OnBadRow = with_default(ChatDatasetBuilderCommonConfig, "on_bad_row", "raise")
     batch_size: int = chz.field(default=16, doc="comparisons per step", validator=chz.validators.gt(0))
     max_length: int = chz.field(default=1024, doc="longest sequence in tokens", validator=chz.validators.gt(1))
 
 
 def comparison_source(cli: ComparisonConfig) -> ComparisonDatasetBuilder:
     """Where the comparisons come from. Raises ConfigurationError for a key that the source does not take."""
-    is_file = cli.dataset == SHIPPED or cli.dataset.endswith(".jsonl")
+    is_file = cli.dataset == SHIPPED or is_data_file(cli.dataset)
     if not is_file and cli.test_dataset is not None:
         raise ConfigurationError(
-            f"test_dataset={cli.test_dataset!r} goes with a .jsonl dataset; set test_split instead"
+            f"test_dataset={cli.test_dataset!r} goes with a file as dataset; set test_split instead"
         )
     if is_file and cli.test_split is not None:
         raise ConfigurationError(f"test_split={cli.test_split!r} goes with a hub dataset; set test_dataset instead")
     if is_file and (cli.train_split, cli.prompt_column) != ("train", "prompt"):
-        raise ConfigurationError(
-            "train_split and prompt_column go with a hub dataset; leave them out with a .jsonl file"
-        )
+        raise ConfigurationError("train_split and prompt_column go with a hub dataset; leave them out with a file")
     if not is_file:
         return cli.fill(
             ComparisonBuilderFromHF,

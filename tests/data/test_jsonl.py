@@ -79,7 +79,9 @@ def test_a_wrong_line_is_named_by_its_own_number(tmp_path: Path, reader: Reader,
 
 
 def test_files_that_are_not_there_or_hold_nothing(tmp_path: Path, reader: Reader) -> None:
-    with pytest.raises(ConfigurationError, match=r"none\.jsonl'.*no such file; name a JSONL file with"):
+    with pytest.raises(
+        ConfigurationError, match=r"none\.jsonl'.*no such file; name a .jsonl, .csv, .parquet file with"
+    ):
         reader.read(str(tmp_path / "none.jsonl"))
     path = write(tmp_path / "empty.jsonl", b"", b" ")
     with pytest.raises(DataFormatError, match=r"empty\.jsonl: there is no row in it; expected "):

@@ -24,6 +24,7 @@ from tests.debate.arena import (
     three_turns,
 )
 from tests.fakes import ScriptedCompleter, said
+from tests.tasks.scoring import score
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.debate import env as debate_env
 from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, DebateProtocol
@@ -130,7 +131,7 @@ class TestSteps:
         assert [step.reward for step in of_a] == [0.0, 0.0, 0.0]
         assert [step.episode_done for step in of_a] == [False, False, True]
         assert [step.next_stop_condition for step in of_a] == [renderer.get_stop_sequences()] * 3
-        task_metrics = protocol.task.score(ITEM, WRONG).metrics
+        task_metrics = score(protocol.task, ITEM, WRONG).metrics
         assert task_metrics["parsed"] == 1.0 and task_metrics["correct"] == 0.0
         lengths = [len(turn.tokens) for turn in wrong]
         assert [step.metrics for step in of_a] == [
@@ -303,5 +304,5 @@ class TestForgedTurns:
         verdict = asyncio.run(LMJudge(completer, renderer)(view))
         asked = completer.heard[0][0]
         assert verdict.winner is Winner.B
-        start, end = encode(renderer, "<|im_start|>")[0], renderer.get_stop_sequences()[0]
+        start, end = encode(renderer, "<|im_start|><|im_end|>")
         assert (asked.count(start), asked.count(end)) == (3, 2)  # system, user, and the judge's own turn

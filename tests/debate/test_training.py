@@ -108,7 +108,8 @@ def test_one_datum_per_winner_on_the_tiny_model(name: str, tmp_path: Path, monke
     async def roll_out() -> TrajectoryGroup:
         service = backends.create_service_client("local")
         sampler = await service.create_sampling_client(base_model=TINY)
-        return await do_group_rollout(builder, TinkerTokenCompleter(sampler, 24, seed=1))
+        # Short, since a control token that the untrained renderer makes likely would end the debate as invalid.
+        return await do_group_rollout(builder, TinkerTokenCompleter(sampler, 6, 0.5, seed=1))
 
     group = asyncio.run(roll_out())
     data, metadata = assemble_training_data([group], scaled(group, "rejection"))

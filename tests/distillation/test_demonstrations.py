@@ -27,7 +27,7 @@ from tinker_cookbook.distillation.demonstrations import (
 )
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.rl.one_turn import OneTurnGroupBuilder
+from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 MODEL = str(EXAMPLE_DATA / "tiny_chat")

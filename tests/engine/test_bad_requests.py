@@ -1,7 +1,6 @@
 """What cannot be carried out is refused with a message that says which field, what was wrong and what to do instead."""
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,7 +197,7 @@ def test_a_bad_loss_config_is_refused(training: TrainingClient, loss_fn: str, co
 def test_a_bad_number_of_accumulation_steps_is_refused(training: TrainingClient, steps: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_LOCAL_GRAD_ACCUM_STEPS", steps)
-        with pytest.raises(RequestError, match=f"TINKER_LOCAL_GRAD_ACCUM_STEPS .*{re.escape(steps)}"):
+        with pytest.raises(RequestError, match=f"TINKER_LOCAL_GRAD_ACCUM_STEPS={steps!r} must be"):
             training.forward_backward([policy()], "ppo").result()
 
 
@@ -233,14 +232,6 @@ def test_bad_sampling_parameters_are_refused_at_the_call(sampler: SamplingClient
 def test_a_number_of_samples_below_one_is_refused(sampler: SamplingClient, samples: int) -> None:
     with pytest.raises(RequestError, match=f"num_samples must be at least 1, got {samples}"):
         sampler.sample(prompt(TOKENS), samples, params())
-
-
-def test_strings_and_ids_in_one_stop_list_are_refused(sampler: SamplingClient) -> None:
-    mixed = tinker.SamplingParams.model_construct(
-        **{**params().model_dump(), "stop": ["x", 5]}  # what the SDK's own check would not let through
-    )
-    with pytest.raises(RequestError, match=r"stop mixes strings and token ids: \['x', 5\]; give one kind"):
-        sampler.sample(prompt(TOKENS), 1, mixed)
 
 
 def test_without_max_tokens_a_sample_may_fill_the_context(sampler: SamplingClient) -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.engine import helpers, selection
 from tests.engine.devices import Place, PlaceError, here, place_from
 from tests.engine.helpers import assert_close, assert_near, assert_repeats, assert_same_tokens, near, tolerance
-from tinker_local_backend.engine.base_model import default_device, default_dtype
+from tinker_local_backend.environment import default_device, default_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -144,7 +144,7 @@ def test_cancelling_one_request_of_a_batch_changes_nothing_in_the_others(
 @pytest.mark.parametrize("name", ["TINKER_LOCAL_KV_CACHE_TOKENS", "TINKER_LOCAL_SEED"])
 def test_a_setting_that_is_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "many")
-    with pytest.raises(RequestError, match=f"{name} must be an integer, got 'many'"):
+    with pytest.raises(RequestError, match=f"{name}='many' must be an integer"):
         ServiceClient(home=tmp_path)
 
 

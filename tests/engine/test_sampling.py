@@ -197,6 +197,17 @@ def test_a_stop_string_ends_a_sequence_also_across_token_borders(sampler: Sampli
         assert sequence.stop_reason == "stop"
 
 
+def test_strings_and_ids_in_one_list_are_stops_alike(sampler: SamplingClient) -> None:
+    """The SDK's own check lets no such list through; the server's OpenAI-compatible routes make them."""
+    tokens = sequences(sampler, PROMPTS[1], seed=4, max_tokens=8, stop=[])[0].tokens
+    text = sampler.get_tokenizer().decode(tokens[2])
+    for stop, length in ((["no such text", tokens[5]], 6), ([text, tokens[5]], 3)):
+        mixed = tinker.SamplingParams.model_construct(**{**params(8, seed=4).model_dump(), "stop": stop})
+        (sequence,) = sampler.sample(prompt(PROMPTS[1]), 1, mixed).result().sequences
+        assert sequence.stop_reason == "stop"
+        assert len(sequence.tokens) == length
+
+
 def test_a_stop_string_in_the_prompt_does_not_stop(sampler: SamplingClient) -> None:
     tokens = sampler.get_tokenizer().encode("What is 7 + 5? STOP")
     (sequence,) = sequences(sampler, tokens, max_tokens=6, seed=0, stop=["STOP"])

@@ -24,7 +24,9 @@ from tinker_cookbook.preference.envs import (
 from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
 from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, get_renderer, get_text_content
+from tinker_cookbook.rl.rollout_strategy import MinViableGroup
 from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
@@ -70,20 +72,48 @@ class TestPairs:
 
     @given(n=st.integers(2, 12), chunk=st.integers(2, 12))
     def test_in_chunks_everybody_meets_those_of_the_chunk(self, n: int, chunk: int) -> None:
-        if n % chunk == 1:
-            with pytest.raises(ConfigurationError, match="without an opponent"):
-                get_pairs_chunked(n, BOTH, chunk)
-            return
         pairs = get_pairs_chunked(n, BOTH, chunk)
+        last = max(0, (n - 2) // chunk)  # whom a single leftover member joins
         met = {i: {j for a, b in pairs for j in (a, b) if i in (a, b) and j != i} for i in range(n)}
-        assert all(met[i] == {j for j in range(n) if j != i and j // chunk == i // chunk} for i in range(n))
+        of = [min(i // chunk, last) for i in range(n)]
+        assert all(met[i] == {j for j in range(n) if j != i and of[j] == of[i]} and met[i] for i in range(n))
         counts = Counter(i for pair in pairs for i in pair)
         assert all(counts[i] == 2 * len(met[i]) for i in range(n))
 
-    @pytest.mark.parametrize(("n", "chunk"), [(1, 4), (4, 1)])
-    def test_nobody_plays_alone(self, n: int, chunk: int) -> None:
+    def test_chunks_of_one_are_refused_and_one_alone_has_no_pairs(self) -> None:
         with pytest.raises(ConfigurationError, match="without an opponent"):
-            get_pairs_chunked(n, ONE, chunk)
+            get_pairs_chunked(4, ONE, 1)
+        assert get_pairs_chunked(1, ONE, 4) == []
+
+
+class TestGroupsWithMissingMembers:
+    """MinViableGroup grades those that came through."""
+
+    @staticmethod
+    def roll_out(size: int, least: int, failing: set[int]) -> TrajectoryGroup:
+        class Fails(ScriptedCompleter):
+            async def __call__(self, model_input, stop, *, max_tokens=None):
+                if self._key in failing:
+                    raise OSError("lost")
+                return await super().__call__(model_input, stop, max_tokens=max_tokens)
+
+            def fork(self, *key):
+                forked = super().fork(*key)
+                forked.__class__ = Fails
+                return forked
+
+        turns = {i: [said(TOKENIZER.encode("x" * (i + 1) + "<|im_end|>"))] for i in range(size)}
+        builder = PairwisePreferenceGroupBuilder(PROMPT, RENDERER, BOTH, Longer(), size)
+        strategy = MinViableGroup(min_successful=least, max_retries=0)
+        return asyncio.run(do_group_rollout(builder, Fails(turns), strategy))
+
+    def test_a_leftover_member_joins_the_last_chunk(self) -> None:
+        group = self.roll_out(6, 5, {2})
+        assert group.get_total_rewards() == pytest.approx([-0.5, -0.25, 0.0, 0.25, 0.5])
+
+    def test_one_alone_neither_wins_nor_loses(self) -> None:
+        group = self.roll_out(2, 1, {1})
+        assert group.get_total_rewards() == [0.0] and group.metrics_G == [{"win_minus_loss": 0.0}]
 
 
 class TestRewards:
@@ -159,8 +189,8 @@ class TestDataset:
         found = asyncio.run(asyncio.run(group.make_envs())[0].initial_observation())
         assert isinstance(found, tuple) and found[1] == RENDERER.get_stop_sequences()
 
-    def test_a_group_size_that_leaves_somebody_alone_is_refused_in_the_config(self) -> None:
-        with pytest.raises(ConfigurationError, match="5 members in chunks of 4"):
+    def test_chunks_that_leave_everybody_alone_are_refused_in_the_config(self) -> None:
+        with pytest.raises(ConfigurationError, match="chunks of 1 leave everybody without an opponent"):
             PairwisePreferenceRLDatasetBuilder(
                 comparison_builder=ComparisonBuilderFromJsonl(train_path="p.jsonl"),
                 preference_model_builder=LongerBuilder(),
@@ -168,4 +198,5 @@ class TestDataset:
                 policy_renderer_name="qwen3_instruct",
                 batch_size=8,
                 group_size=5,
+                matchup_group_size=1,
             )

@@ -1,6 +1,7 @@
 """What a mistake on the command line gives: one message that names the fix, the right exit code, and nothing begun."""
 
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -180,13 +181,17 @@ class TestNothingToLearn:
 
     def test_ends_with_the_rewards_and_what_to_change(self, fails: Fails, workplace: Path) -> None:
         message = fails(debate_rs_grpo, "judge=scripted:TIE", f"log_path={workplace / 'run'}", *self.ARGV, code=1)
-        assert "every advantage of this batch is zero" in message and "on_zero_advantages=skip" in message
+        assert "every advantage of this batch is zero" in message and "The last 3 steps trained nothing" in message
         rows = [line.split() for line in message.splitlines() if line.startswith("  group ")]
-        assert [row[1] for row in rows] == ["0:", "1:"]
+        assert [row[1] for row in rows] == ["0:", "1:"] * 2  # of the first batch, and of the one that ends the run
         assert all(all(cell.endswith("(rejected)") for cell in row[2:6]) for row in rows)
         assert all(row[6:] == ["<-", "no", "survivors"] for row in rows)
         log = (workplace / "run" / "logs.log").read_text()
-        assert "ZeroAdvantageError" in log and not (workplace / "run" / "checkpoints.jsonl").exists()
+        assert (
+            "ZeroAdvantageError" in log and log.count("every advantage of this batch is zero") == 2
+        )  # the first, the last
+        (stopped,) = [json.loads(line) for line in (workplace / "run" / "checkpoints.jsonl").read_text().splitlines()]
+        assert stopped["batch"] == 3
 
     def test_a_context_too_short_for_the_prompt_is_one_message(self, fails: Fails, workplace: Path) -> None:
         message = fails(rl_basic, "max_tokens=100000", f"log_path={workplace / 'run'}", "eval_every=0", code=1)

@@ -269,8 +269,8 @@ class TestToolUse:
         for question in questions:
             assert question.answer not in question.text.rpartition(". ")[2]
             call = tool_use.ToolCall.FunctionBody(name="search", arguments=json.dumps(question.arguments))
-            message, good = asyncio.run(tool.call(tool_use.ToolCall(function=call)))
-            assert good
+            message, error = asyncio.run(tool.call(tool_use.ToolCall(function=call)))
+            assert error is None
             found += question.answer in str(message["content"])
         assert found >= 0.9 * len(questions)
 
@@ -280,7 +280,7 @@ class TestToolUse:
         return (await env.grade(messages))[0], len(messages)
 
     @pytest.mark.parametrize("task", ["calculator", "search"])
-    def test_a_player_that_calls_is_right_and_one_that_gives_up_is_not(self, task: tool_use.Task) -> None:
+    def test_a_player_that_calls_is_right_and_one_that_gives_up_is_not(self, task: tool_use.ToolTask) -> None:
         renderer = make_renderer("qwen3_instruct")
         rewards: dict[int, set[float]] = {}
         for seed in range(120):

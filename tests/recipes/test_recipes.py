@@ -14,6 +14,7 @@ import pytest
 
 from recipes import debate_rs_grpo, demo, rl_basic, single_turn, sl_basic
 from tests.child import python_path
+from tests.killing import untimed_row
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.supervised import train as supervised_train
 
@@ -39,7 +40,7 @@ def rows(log_path: Path) -> list[dict[str, Any]]:
 def untimed_bytes(log_path: Path) -> bytes:
     lines = []
     for line in (log_path / "metrics.jsonl").read_text().splitlines():
-        lines.append(json.dumps({key: value for key, value in json.loads(line).items() if not key.startswith("time/")}))
+        lines.append(json.dumps(untimed_row(json.loads(line))))
     return "\n".join(lines).encode()
 
 

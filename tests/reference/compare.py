@@ -65,9 +65,18 @@ def _named(family: Family, observed: dict[str, Any], texts: list[str]) -> Iterat
     for name, (split, *modes) in zip([n for n in cases.MODES_OF if n in names], observed["modes"], strict=True):
         yield f"split: {name}", "refused" if isinstance(split, dict) else "\n\n".join(shown(one, True) for one in split)
         for mode, example in zip(cases.MODES, modes, strict=True):
-            yield f"{mode}: {name}", shown(example, weighted=True)
+            # The tokens are those of the example above, of which the mode selects.
+            yield f"{mode}: {name}", "refused" if isinstance(example, dict) else str(example[1])
     pairs = [f"{name} | {prompt}" for name in cases.SPECS for prompt in cases.SYSTEM_PROMPTS]
     for name, prefix in zip(pairs, observed["tools"], strict=False):
         yield f"tools: {name}", shown(prefix)
     for reply, parsed in zip(replies_of(family), observed["replies"], strict=True):
-        yield f"reply: {reply}", shown(parsed)
+        yield f"{_kind_of(reply, family)}: {reply}", shown(parsed)
+
+
+def _kind_of(reply: str, family: Family) -> str:
+    ends = (family.end, "<|call|>") if family.calls == "harmony" else (family.end,)
+    end = next((end for end in ends if reply.endswith(end)), None)
+    if any(end in reply[:-1] for end in ends if not reply.endswith(end)) or (end and end in reply.removesuffix(end)):
+        return "overlong reply"
+    return "cut-off reply" if end is None else "reply"

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from tests.reference.compare import GOLDEN
-from tinker_cookbook import hyperparam_utils
+from tinker_cookbook import hyperparam_utils, model_info
 from tinker_cookbook.exceptions import ConfigurationError
 
 RECORDED: dict[str, dict[str, Any]] = json.loads((GOLDEN / "models.json").read_text(encoding="utf-8"))
@@ -17,6 +17,14 @@ NOT_KNOWN_HERE = {
     "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16",
 }
 HERE = sorted(RECORDED.keys() - NOT_KNOWN_HERE)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_what_the_name_says(name: str) -> None:
+    attributes, recorded = model_info.get_model_attributes(name), RECORDED[name]
+    assert (attributes.is_chat, attributes.is_vl) == (recorded["is_chat"], recorded["is_vl"])
+    assert attributes.recommended_renderers[0] == recorded["renderers"][0]
+    assert set(attributes.recommended_renderers) >= set(recorded["renderers"])
 
 
 @pytest.mark.parametrize("name", HERE)

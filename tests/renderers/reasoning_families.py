@@ -4,11 +4,13 @@ The templates say in our own words what the two families document: the model car
 Harmony format.
 """
 
+import json
 from functools import cache
 
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.reference.subjects import KIMI as KIMI_TOKENS
 from tests.renderers import synthetic
 from tests.renderers.synthetic import make_tokenizer, template_tokens
 from tinker_cookbook.renderers import Message, Renderer, ToolCall
@@ -110,6 +112,13 @@ def harmony_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+@cache
+def kimi_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer(markers=KIMI_TOKENS)
+    tokenizer.bos_token, tokenizer.eos_token = "[BOS]", "[EOS]"
+    return tokenizer
+
+
 DEEPSEEK = {
     "disable_thinking": lambda: DeepSeekV3DisableThinkingRenderer(deepseek_tokenizer()),
     "thinking": lambda: DeepSeekV3ThinkingRenderer(deepseek_tokenizer()),
@@ -141,6 +150,51 @@ def _with_single_calls(messages: list[Message]) -> list[Message]:
         if message["role"] != "tool" or kept[-1]["role"] != "tool":
             kept.append(message)
     return kept
+
+
+def trimmed(thinking: bool = True) -> st.SearchStrategy[list[Message]]:
+    """Conversations in the form that formats give back which take white space off, and whose tool calls have tags."""
+    return synthetic.conversation(thinking=thinking, calls=tagged_call()).map(_trimmed)
+
+
+def tagged_call() -> st.SearchStrategy[ToolCall]:
+    """A call with values that a format without types gives back."""
+    values = st.integers() | synthetic.text(start="a") | st.none() | st.booleans() | st.just({"k": ["é", None]})
+    arguments = st.dictionaries(st.sampled_from(["a", "b c", "é"]), values, max_size=2)
+    return arguments.map(lambda found: call("add_2", json.dumps(found, ensure_ascii=False)))
+
+
+def _trimmed(messages: list[Message]) -> list[Message]:
+    for message in messages:
+        if message["role"] != "assistant":
+            continue
+        if isinstance(message["content"], str):
+            message["content"] = message["content"].strip()
+            continue
+        for part in message["content"]:
+            if part["type"] == "thinking":
+                part["thinking"] = part["thinking"].strip() or "hm"
+            elif part["type"] == "text":
+                part["text"] = part["text"].strip()
+    return messages
+
+
+def with_kimi_ids(thinking: bool = True) -> st.SearchStrategy[list[Message]]:
+    """Conversations in which calls and results carry ids."""
+    return synthetic.conversation(thinking=thinking).map(_with_kimi_ids)
+
+
+def _with_kimi_ids(messages: list[Message]) -> list[Message]:
+    number, waiting = 0, []
+    for message in messages:
+        if message["role"] == "tool":
+            message["tool_call_id"] = waiting.pop(0)
+        elif calls := message.get("tool_calls"):
+            waiting = [f"functions.{call.function.name}:{number + i}" for i, call in enumerate(calls)]
+            number += len(calls)
+            named = zip(calls, waiting, strict=True)
+            message["tool_calls"] = [call.model_copy(update={"id": call_id}) for call, call_id in named]
+    return messages
 
 
 def call(name: str = "add", arguments: str = '{"a": 1}') -> ToolCall:

@@ -144,7 +144,9 @@ def tool_call() -> st.SearchStrategy[ToolCall]:
 
 
 @st.composite
-def assistant(draw: st.DrawFn, thinking: bool, calls: int = 0) -> Message:
+def assistant(
+    draw: st.DrawFn, thinking: bool, calls: int = 0, call: st.SearchStrategy[ToolCall] | None = None
+) -> Message:
     body = draw(assistant_text())
     message = Message(role="assistant", content=body)
     if thinking and draw(st.booleans()):
@@ -152,27 +154,31 @@ def assistant(draw: st.DrawFn, thinking: bool, calls: int = 0) -> Message:
         if body:
             message["content"].append(TextPart(type="text", text=body))
     if calls:
-        message["tool_calls"] = draw(st.lists(tool_call(), min_size=1, max_size=calls))
+        message["tool_calls"] = draw(st.lists(tool_call() if call is None else call, min_size=1, max_size=calls))
     return message
 
 
 @st.composite
-def turn(draw: st.DrawFn, thinking: bool, tools: bool) -> list[Message]:
+def turn(
+    draw: st.DrawFn, thinking: bool, tools: bool, call: st.SearchStrategy[ToolCall] | None = None
+) -> list[Message]:
     """One user message and everything up to and including the final answer."""
     messages = [Message(role="user", content=draw(text()))]
     if tools and draw(st.booleans()):
-        messages.append(draw(assistant(thinking, calls=2)))
+        messages.append(draw(assistant(thinking, calls=2, call=call)))
         messages += [Message(role="tool", content=draw(text())) for _ in messages[-1].get("tool_calls", [])]
     messages.append(draw(assistant(thinking)))
     return messages
 
 
 @st.composite
-def conversation(draw: st.DrawFn, thinking: bool = True, tools: bool = True) -> list[Message]:
+def conversation(
+    draw: st.DrawFn, thinking: bool = True, tools: bool = True, calls: st.SearchStrategy[ToolCall] | None = None
+) -> list[Message]:
     """Ends with an assistant message; drop the last message to get one that asks for an answer."""
     messages = [Message(role="system", content=draw(text()))] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
-        messages += draw(turn(thinking, tools))
+        messages += draw(turn(thinking, tools, calls))
     return messages
 
 

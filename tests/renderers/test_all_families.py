@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.renderers import families
-from tests.renderers.reasoning_families import call, deepseek_tokenizer, harmony_tokenizer, one_call_at_a_time
+from tests.renderers.reasoning_families import (
+    call,
+    deepseek_tokenizer,
+    harmony_tokenizer,
+    kimi_tokenizer,
+    one_call_at_a_time,
+    trimmed,
+    with_kimi_ids,
+)
 from tests.renderers.synthetic import conversation, make_tokenizer
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import (
+    ImagePart,
     Message,
     ParseTermination,
     Renderer,
@@ -27,6 +36,7 @@ from tinker_cookbook.renderers import (
     ToolSpec,
     TrainOnWhat,
     ensure_list,
+    formats,
     get_registered_renderer_names,
     get_renderer,
     known_renderer_names,
@@ -56,6 +66,14 @@ def _without_tools(thinking: bool = False) -> st.SearchStrategy[list[Message]]:
 _QWEN = Entry(make_tokenizer, conversation, ("<|im_end|>",))
 _DEEPSEEK = Entry(deepseek_tokenizer, lambda: conversation(thinking=False), ("<｜end▁of▁sentence｜>",))
 _GPT_OSS = Entry(harmony_tokenizer, one_call_at_a_time, ("<|return|>", "<|call|>"), extends=False, streams=False)
+_TAGGED = Entry(make_tokenizer, trimmed, ("<|im_end|>",), extends=False, provisional=True)
+_TAGGED_DISABLED = _TAGGED._replace(
+    conversations=lambda: trimmed(thinking=False), disables_thinking=True, provisional=False
+)
+_KIMI = Entry(kimi_tokenizer, with_kimi_ids, ("<|im_end|>",), extends=False, provisional=True)
+_KIMI_DISABLED = _KIMI._replace(
+    conversations=lambda: with_kimi_ids(thinking=False), disables_thinking=True, provisional=False
+)
 
 
 def _of_table(name: str, extends: bool) -> Entry:
@@ -81,6 +99,21 @@ ENTRIES = {
     "mistral": _of_table("mistral", extends=False),
     "mistral_v3": _of_table("mistral_v3", extends=False),
     "gemma": _of_table("gemma", extends=True),
+    "qwen3_vl_instruct": _QWEN,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_preserve_thinking"), _TAGGED),
+    **{f"qwen3_8_{effort}_reasoning": _TAGGED for effort in ("xhigh", "medium", "low")},
+    **{f"nemotron3_{kind}thinking": _TAGGED for kind in ("preserve_", "low_", "ultra_preserve_", "ultra_medium_")},
+    **dict.fromkeys(("nemotron3", "nemotron3_ultra"), _TAGGED),
+    "qwen3_5_disable_thinking": _TAGGED_DISABLED,
+    "qwen3_8_disable_thinking": _TAGGED_DISABLED,
+    "nemotron3_disable_thinking": _TAGGED_DISABLED,
+    "nemotron3_ultra_disable_thinking": _TAGGED_DISABLED,
+    "kimi_k2": _KIMI._replace(provisional=False),
+    "kimi_k25": _KIMI,
+    "kimi_k26": _KIMI,
+    "kimi_k25_disable_thinking": _KIMI_DISABLED,
+    "kimi_k26_disable_thinking": _KIMI_DISABLED,
+    "kimi_k26_preserve_thinking": _KIMI._replace(extends=True),
     "deepseekv3": _DEEPSEEK._replace(disables_thinking=True),
     "deepseekv3_disable_thinking": _DEEPSEEK._replace(disables_thinking=True),
     "deepseekv3_thinking": _DEEPSEEK._replace(conversations=conversation, extends=False, provisional=True),
@@ -268,11 +301,50 @@ def test_reasoning_is_refused_where_thinking_is_disabled(name: str) -> None:
         make(name).build_supervised_example([USER, Message(role="assistant", content=[*parts])])
 
 
+NAMING = {"role_colon": "Narrator:", "llama3": "<|start_header_id|>narrator<|end_header_id|>"}
+CHATML = ("qwen", "nemotron")
+
+
 @every_name
-def test_a_role_that_no_format_has(name: str) -> None:
+def test_another_role_speaks_under_its_name(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    formats._say_other_role.cache_clear()
+    renderer, answer = make(name), Message(role="assistant", content="A")
+    other = Message(role="narrator", content="Once.")
+    prompts = [renderer.build_generation_prompt([USER, answer, other, answer, other]) for _ in range(2)]
+    text = str(renderer.tokenizer.decode(prompts[0].to_ints()))
+    naming = NAMING.get(name) or ("<|im_start|>narrator\n" if name.startswith(CHATML) else None)
+    assert text.count(naming if naming is not None else "narrator: Once.") == 2
+    if naming is None:
+        as_user = Message(role="user", content="narrator: Once.")
+        assert prompts[0] == renderer.build_generation_prompt([USER, answer, as_user, answer, as_user])
+    assert text.count("Once.") == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "'narrator'" in told[0]
+
+
+@every_name
+def test_a_role_is_a_name(name: str) -> None:
     ctx = RenderContext(idx=1, is_last=True, prev_message=USER, last_user_index=0)
-    with pytest.raises(RendererError, match="role 'narrator'"):
-        make(name).render_message(Message(role="narrator", content="x"), ctx)
+    for role in ("", "a b", "user\n"):
+        with pytest.raises(RendererError, match=r"message 1: role .* must be a name"):
+            make(name).render_message(Message(role=role, content="x"), ctx)
+
+
+@every_name
+def test_a_developer_speaks_as_the_system(name: str) -> None:
+    developer, system = (Message(role=role, content="Be brief.") for role in ("developer", "system"))
+    prompts = [make(name).build_generation_prompt([opening, USER]) for opening in (developer, system)]
+    assert prompts[0] == prompts[1]
+
+
+@every_name
+def test_thinking_of_others_than_the_assistant_is_text_in_tags(name: str) -> None:
+    parts = [ThinkingPart(type="thinking", thinking="hm"), TextPart(type="text", text="U")]
+    written = Message(role="user", content="<think>\nhm\n</think>\n\nU")
+    prompts = [make(name).build_generation_prompt([m]) for m in (Message(role="user", content=[*parts]), written)]
+    assert prompts[0] == prompts[1]
+    with pytest.raises(RendererError, match="parts of type image"):
+        make(name).build_generation_prompt([Message(role="user", content=[ImagePart(type="image", image="x.png")])])
 
 
 @every_name

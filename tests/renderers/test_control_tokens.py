@@ -12,7 +12,7 @@ from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.renderers.families import FAMILIES, family_tokenizer
-from tests.renderers.reasoning_families import DEEPSEEK_TOKENS, HARMONY_TOKENS, harmony_tokenizer
+from tests.renderers.reasoning_families import DEEPSEEK_TOKENS, HARMONY_TOKENS, KIMI_TOKENS, harmony_tokenizer
 from tests.renderers.synthetic import make_tokenizer
 from tests.renderers.test_all_families import ENTRIES, every_name, make
 from tinker_cookbook.exceptions import RendererError
@@ -36,7 +36,13 @@ CONTROL = {
     **{name: [token for token in family.special if "TOOL_CALLS" not in token] for name, family in FAMILIES.items()},
     **{
         name: ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-        for name in ("qwen3", "qwen3_disable_thinking", "qwen3_instruct")
+        for name in ENTRIES
+        if name.startswith(("qwen3", "nemotron3"))
+    },
+    **{
+        name: [token for token in KIMI_TOKENS if not any(tag in token for tag in TAGS)]
+        for name in ENTRIES
+        if name.startswith("kimi")
     },
     "role_colon": ["<|im_end|>", "<|endoftext|>"],
     **{
@@ -92,7 +98,7 @@ def nasty(name: str) -> st.SearchStrategy[str]:
 def conversation(name: str, say: Callable[[str], str]) -> list[Message]:
     """Every place that the format has for text, filled by `say(what stands there otherwise)`."""
     thinks = ENTRIES[name].conversations is not None and name in ("qwen3", "qwen3_instruct", "deepseekv3_thinking")
-    thinks = thinks or name.startswith("gpt_oss")
+    thinks = thinks or ENTRIES[name].provisional or name.startswith("gpt_oss")
     question, later = Message(role="user", content=say("q")), Message(role="user", content=say("q2"))
     answer: list[ContentPart] = [TextPart(type="text", text=say("x"))]
     if thinks:

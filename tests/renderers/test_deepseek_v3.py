@@ -406,7 +406,6 @@ def test_a_tag_that_arrives_in_parts_is_one_tag() -> None:
             "disables thinking",
         ),
         ("thinking", [USER, Message(role="system", content="S")], "one system text, at the very beginning"),
-        ("thinking", [Message(role="developer", content="S")], "has no role 'developer'"),
         ("thinking", [answer(ImagePart(type="image", image="a.png"))], "cannot hold image"),
         ("thinking", [USER, answer(think("a</think>b"))], "its reasoning holds '</think>'"),
         ("thinking", [Message(role="user", content="", tool_calls=[call()])], "only an assistant message can call"),

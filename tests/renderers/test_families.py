@@ -294,13 +294,6 @@ def test_parsing_never_raises_and_streams_agree(name: str, ids: list[int]) -> No
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
-@every_family
-@pytest.mark.parametrize("role", ["narrator", "ipython"])
-def test_a_role_that_the_format_lacks(name: str, role: str) -> None:
-    with pytest.raises(RendererError, match=f"message 1: the .* format has no role '{role}'"):
-        make(name).build_generation_prompt([Message(role="user", content="U"), Message(role=role, content="x")])
-
-
 @pytest.mark.parametrize("name", ["llama3", "gemma", "mistral", "mistral_v3"])
 def test_reasoning_cannot_be_written(name: str) -> None:
     parts = [ThinkingPart(type="thinking", thinking="hm"), TextPart(type="text", text="A")]

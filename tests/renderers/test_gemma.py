@@ -19,7 +19,7 @@ def said(*roles: Role) -> list[Message]:
         (("user", "user"), "message 1: role 'user' cannot follow 'user'"),
         (("user", "assistant", "assistant"), "message 2: role 'assistant' cannot follow 'assistant'"),
         (("user", "system"), "message 1: role 'system' cannot follow 'user'"),
-        (("user", "tool"), "message 1: the Gemma format has no role 'tool'"),
+        (("user", "tool"), "message 1: role 'user' cannot follow 'user'"),
     ],
 )
 def test_turns_alternate(roles: tuple[Role, ...], error: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.renderers.reasoning_families import trimmed
 from tests.renderers.synthetic import conversation, make_tokenizer
 from tinker_cookbook.renderers import (
     Message,
@@ -26,6 +27,7 @@ from tinker_cookbook.renderers import (
 from tinker_cookbook.renderers.qwen3 import Qwen3DisableThinkingRenderer, Qwen3Renderer
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
 
+CLOSED = ("qwen3_5_disable_thinking", "nemotron3_disable_thinking", "nemotron3_ultra_disable_thinking")
 MAKERS: dict[str, Callable[[], Renderer]] = {
     "role_colon": lambda: get_renderer("role_colon", make_tokenizer()),
     "qwen3": lambda: get_renderer("qwen3", make_tokenizer()),
@@ -35,11 +37,18 @@ MAKERS: dict[str, Callable[[], Renderer]] = {
         make_tokenizer(), strip_thinking_from_history=False
     ),
     "qwen3_instruct": lambda: get_renderer("qwen3_instruct", make_tokenizer()),
+    **{
+        name: lambda name=name: get_renderer(name, make_tokenizer())
+        for name in ("qwen3_5", "qwen3_5_preserve_thinking", "qwen3_8_low_reasoning", "nemotron3", "nemotron3_ultra")
+    },
+    **{name: lambda name=name: get_renderer(name, make_tokenizer()) for name in CLOSED},
 }
 every_renderer = pytest.mark.parametrize("name", MAKERS)
 
 
 def draw_conversation(data: st.DataObject, name: str) -> list[Message]:
+    if name.startswith(("qwen3_5", "qwen3_8", "nemotron3")):
+        return data.draw(trimmed(thinking=name not in CLOSED))
     thinking = name in ("qwen3", "qwen3_keep", "qwen3_instruct")
     messages = data.draw(conversation(thinking=thinking, tools=name != "role_colon"))
     if name == "role_colon":  # its text may hold angle brackets, but not its own labels
@@ -153,7 +162,7 @@ BITS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_keep", "qwen3_instruct"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_keep", "qwen3_instruct", *CLOSED])
 @given(bits=st.lists(st.sampled_from(BITS), max_size=14), ends=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_stream_agrees_with_the_whole(name: str, bits: list[str], ends: bool) -> None:

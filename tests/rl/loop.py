@@ -2,14 +2,18 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import chz
+import pytest
 import tinker
 
+from tests.killing import untimed_row
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
 
@@ -91,10 +95,15 @@ def make_config(log_path: Path, dataset: RLDatasetBuilder | None = None, **chang
     return train.Config(**{**base, **changes})
 
 
+def trains_nothing() -> AbstractContextManager[Any]:
+    """For a run without any advantage in fewer batches than end it."""
+    return pytest.raises(TrainingError, match="come to its end and trained nothing")
+
+
 def rows(log_path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (log_path / name).read_text().splitlines()]
 
 
 def untimed(log_path: Path) -> list[dict[str, Any]]:
     """The metrics without what a clock measured."""
-    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows(log_path)]
+    return [untimed_row(row) for row in rows(log_path)]

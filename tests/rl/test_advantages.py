@@ -173,9 +173,16 @@ class TestZeroAdvantages:
             "  group   0: 0.25 0.25\n"
             "  group   1: 1 0.5(rejected)   <- 1 survivor\n"
             "  group   2: 0.333(rejected) 2(rejected)   <- no survivors\n"
-            "Use larger groups, a task or reward that varies, a higher temperature, a judge or filter that rejects less, or "
-            "on_zero_advantages=skip to skip such steps and count them."
+            "Use larger groups, a task or reward that varies, a higher temperature, or a judge or filter that rejects less. "
+            "Rejection leaves members of equal reward (accept_min_reward with rewards of 0 and 1, say): "
+            "advantage.baseline=constant trains each of them alike."
         )
+
+    def test_survivors_are_spoken_of_only_where_there_are_some(self) -> None:
+        for groups in ([group([0.5, 0.5])], [group([1.0, 0.0], trained=[False, False])]):
+            with pytest.raises(ZeroAdvantageError) as raised:
+                check_advantages(groups, compute_advantages(groups))
+            assert "baseline=constant" not in str(raised.value)
 
     def test_each_member_must_be_said_to_train_or_not(self) -> None:
         with pytest.raises(ValueError, match="zip"):

@@ -21,6 +21,7 @@ from tests.rl.loop import (
     WhichWeights,
     make_config,
     rows,
+    trains_nothing,
     untimed,
 )
 from tinker_cookbook import backends
@@ -111,11 +112,15 @@ class TestAsync:
         assert service.trainers[0].weights == 6
 
     def test_groups_start_in_order_as_slots_become_free(self, service: FakeServiceClient, tmp_path: Path) -> None:
-        run(
-            make_config(
-                tmp_path, NumberDatasetBuilder(batches=3, groups=2, members=1), on_zero_advantages="skip", **ahead(2)
+        with trains_nothing():
+            run(
+                make_config(
+                    tmp_path,
+                    NumberDatasetBuilder(batches=3, groups=2, members=1),
+                    on_zero_advantages="skip",
+                    **ahead(2),
+                )
             )
-        )
         order = [(call.prompt[2], call.prompt[0]) for call in service.sampled]
         assert order == sorted(order)
 
@@ -235,7 +240,9 @@ class TestTrouble:
         constant = NumberDatasetBuilder(batches=3, groups=3, constant_groups=3)
         with pytest.raises(ZeroAdvantageError, match="group   1: 1 1 1 1"):
             run(make_config(tmp_path / "raise", constant, **mode))
-        run(make_config(tmp_path / "skip", constant, on_zero_advantages="skip", **mode))
+        assert [row["train/skipped_steps"] for row in rows(tmp_path / "raise")] == [1, 1, 1]
+        with trains_nothing():
+            run(make_config(tmp_path / "skip", constant, on_zero_advantages="skip", **mode))
         assert [row["train/skipped_steps"] for row in rows(tmp_path / "skip")] == [1, 1, 1]
         assert all(trainer.weights == 0 for trainer in service.trainers)
 
@@ -262,7 +269,8 @@ class TestTrouble:
             return InitialObservationOverflow(float(self.prompt.to_ints()[1]))
 
         monkeypatch.setattr(NumberEnv, "initial_observation", too_long)
-        run(make_config(tmp_path, on_zero_advantages="skip", num_substeps=2, **mode, **penalties))
+        with trains_nothing():
+            run(make_config(tmp_path, on_zero_advantages="skip", num_substeps=2, **mode, **penalties))
         assert [row["train/skipped_steps"] for row in rows(tmp_path)] == [1] * 4
         assert service.trainers[0].passes == [] and service.trainers[0].adam == []
 
@@ -363,7 +371,7 @@ class TestFirstFailure:
         constant = NumberDatasetBuilder(batches=2, groups=3, constant_groups=3)
         begun = asyncio.Event()  # the first batch is done when the second has begun
         with pytest.raises(ZeroAdvantageError):
-            run(make_config(tmp_path, constant, **ahead(1)))
+            run(make_config(tmp_path, constant, on_zero_advantages="raise", **ahead(1)))
 
 
 def name(builder: object) -> tuple[int, int]:

@@ -55,7 +55,7 @@ def attempt(builder: ProblemGroupBuilder, *replies: TokensWithLogprobs):
         (speech("=13"), {}, 1, 0, 0.0),
         (speech("13"), {}, 0, 0, -0.1),
         (speech("=12", stopped=False), {}, 0, 1, 0.9),
-        (speech("=12", stopped=False), {"require_stop_sequence_for_format": False}, 1, 1, 1.0),
+        (speech("=12", stopped=False), {"require_stop_sequence_for_format": False}, 0, 1, 0.9),
         (speech("12"), {"format_coef": 0.5}, 0, 1, 0.5),
     ],
 )
@@ -64,6 +64,29 @@ def test_reward_is_format_coef_times_format_less_one_plus_correct(reply, options
     (transition,) = group.trajectories_G[0].transitions
     assert transition.reward == pytest.approx(reward)
     assert transition.metrics == {"format": well_formed, "correct": correct, "stop/completed": 1}
+
+
+@pytest.mark.parametrize(
+    ("end", "required", "well_formed"),
+    [
+        ("\n\nUser:", True, 1),
+        ("\n\nUser:", False, 1),
+        ("<|im_end|>", True, 0),
+        ("<|im_end|>", False, 1),
+        ("", False, 0),
+    ],
+)
+def test_the_end_of_text_is_not_the_stop_sequence_and_a_reply_without_either_has_no_format(
+    end: str, required: bool, well_formed: int
+) -> None:
+    """In role_colon a reply may end with the next speaker's name, its stop sequence, or with the end-of-text token."""
+    renderer = get_renderer("role_colon", get_tokenizer(TINY), model_name=TINY)
+    reply = said(renderer.tokenizer.encode(f"=12{end}", add_special_tokens=False), "stop" if end else "length")
+    env = partial(SumEnv, renderer, require_stop_sequence_for_format=required)
+    group, _ = attempt(ProblemGroupBuilder(env, 1), reply)
+    (transition,) = group.trajectories_G[0].transitions
+    assert transition.metrics["format"] == well_formed and transition.metrics["correct"] == 1
+    assert transition.reward == pytest.approx(0.9 + 0.1 * well_formed)
 
 
 def test_the_prompt_is_the_prefix_and_the_question() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes import FakeServiceClient, said
 from tests.rl.arena import Members, TalkEnv, Talker, ToldEnv, run
-from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, untimed
+from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, trains_nothing, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
@@ -84,8 +84,8 @@ class TestConfig:
         clamp = TerminationRewardPolicy(zero_reward_on_limit=True, limit_stop_reasons=reasons)
         rollout = RolloutConfig(limits=RolloutLimits(max_turns=2), hooks=StopsAtTwo, termination=clamp)
         data = NumberDatasetBuilder(batches=1, with_test=True)
-        settings = {"eval_every": 1, "rollout": rollout, "on_zero_advantages": "skip", **PACINGS[pacing]}
-        asyncio.run(train.main(make_config(tmp_path, data, **settings)))
+        with trains_nothing():
+            asyncio.run(train.main(make_config(tmp_path, data, eval_every=1, rollout=rollout, **PACINGS[pacing])))
         row = untimed(tmp_path)[0]
         for prefix in ("", "test/"):
             assert row[f"{prefix}env/all/turns_per_episode"] == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.fakes import said
 from tests.rl.arena import TalkEnv, Talker, ToldEnv, forever, run, seconds
 from tinker_cookbook.completers import TokenCompleter, TokensWithLogprobs
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
@@ -23,7 +23,7 @@ from tinker_cookbook.rl.rollout_runner import (
     stop_reason_from_metrics,
 )
 from tinker_cookbook.rl.rollouts import do_single_rollout
-from tinker_cookbook.rl.types import InitialObservationOverflow, StopReason, Trajectory
+from tinker_cookbook.rl.types import InitialObservationOverflow, StepResult, StopReason, Trajectory
 
 
 def stops(trajectory: Trajectory) -> list[list[str]]:
@@ -95,6 +95,26 @@ class TestTurn:
         assert trajectory.final_ob.to_ints() == [1, 2, 3, 4, 99, 50, 5, 6, 99]
         assert env.metrics == {"good": 1}, "the env's own dict is left alone"
 
+    def test_the_last_step_needs_no_next_observation(self) -> None:
+        class NoNext(TalkEnv):
+            async def step(self, action, *, extra=None):
+                result = await super().step(action, extra=extra)
+                return StepResult(result.reward, True, None, None)
+
+        trajectory = run(run_rollout(Talker(said([4])), NoNext()))
+        assert ended(trajectory, "completed", 1) and trajectory.final_ob.length == 0
+        assert len(trajectory_to_data(trajectory, 1.0)) == 1
+
+    def test_a_step_that_is_not_the_last_does(self) -> None:
+        class NoNext(TalkEnv):
+            async def step(self, action, *, extra=None):
+                return StepResult(0.0, False, None, [7])
+
+        with pytest.raises(
+            DataValidationError, match=r"NoNext\.step: next_observation is None, but the rollout goes on"
+        ):
+            run(run_rollout(Talker(said([4])), NoNext()))
+
     def test_max_turns_comes_before_the_hook_and_budgets_after_it(self) -> None:
         log: list[str] = []
         env = TalkEnv(turns=9, log=log)
@@ -142,6 +162,17 @@ class TestEnds:
         (only,) = trajectory.transitions
         assert (only.reward, only.ob.length, only.ac.tokens, only.logs) == (-0.5, 0, [], {"why": "long"})
         assert trajectory_to_data(trajectory, 1.0) == []
+
+    def test_an_overflow_has_one_stop_reason_the_env_s_own_if_it_gives_one(self) -> None:
+        for told, reason in (({}, "context_overflow"), ({"stop/too_big": 1}, "too_big")):
+
+            class TooLong(TalkEnv):
+                async def initial_observation(self, told: Any = told) -> Any:
+                    return InitialObservationOverflow(-0.5, {"overflow": 1, **told})
+
+            trajectory = run(run_rollout(Talker(), TooLong()))
+            assert trajectory.stop_reason == reason
+            assert trajectory.transitions[0].metrics == {"overflow": 1, f"stop/{reason}": 1}
 
     def test_a_budget_that_the_first_prompt_exhausts_leaves_one_empty_turn_without_data(self) -> None:
         trajectory = run(run_rollout(Talker(), TalkEnv(), limits=RolloutLimits(max_trajectory_tokens=4)))

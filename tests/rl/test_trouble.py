@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from recipes import rl_basic
-from tests.rl.loop import rows
+from tests.rl.loop import rows, trains_nothing
 from tinker_cookbook.exceptions import ZeroAdvantageError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
@@ -102,8 +102,10 @@ def test_all_rewards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rl_basic.ArithmeticEnv, "check_format", lambda self, reply: True)
     keys: dict[str, Any] = {"max_tokens": 64}
     with pytest.raises(ZeroAdvantageError, match="every advantage of this batch is zero"):
-        run(tmp_path / "raise", **keys)
-    run(tmp_path / "skip", on_zero_advantages="skip", **keys)
+        run(tmp_path / "stop", **keys)
+    assert len(rows(tmp_path / "stop")) == 3
+    with trains_nothing():
+        run(tmp_path / "skip", on_zero_advantages="skip", **keys)
     assert [row["train/skipped_steps"] for row in rows(tmp_path / "skip")] == [1, 1, 1]
 
 

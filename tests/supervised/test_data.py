@@ -161,7 +161,7 @@ def test_malformed_line(tmp_path: Path, bad: str, what: str) -> None:
     message = str(caught.value)
     assert message.startswith(f"{path}:3: ")
     assert what in message
-    assert message.endswith('; expected {"messages": [{"role": "user", "content": "..."}, ...]}')
+    assert '; expected {"messages": [{"role": "user", "content": "..."}, ...]}' in message
 
 
 def test_nothing_left_to_train_on(file_path: str) -> None:

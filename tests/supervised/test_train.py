@@ -225,7 +225,7 @@ class TestResume:
         monkeypatch.setattr(epochs, "CHECKED_BATCHES", 1)
         whole = run(tmp_path / "whole", monkeypatch, submit_ahead=2)
         data = train.check_config(config(tmp_path))
-        order = [datum.model_input.to_ints()[0] - 100 for i in range(5) for datum in data.get_batch(i)]
+        order = [datum.model_input.to_ints()[0] - 100 for i in range(5) for datum in data.get_batch(i).data]
         REFUSED.append(order[7])
         with pytest.raises(DataValidationError, match=f"row {order[7]} is refused"):
             run(tmp_path / "stopped", monkeypatch, submit_ahead=2)
@@ -320,10 +320,10 @@ class TestResume:
 
         def first_long_batch(seed: int) -> int:
             data = epochs.EpochData(config(tmp_path, seed=seed), lambda data, where: None)
-            return [max(datum.model_input.length for datum in data.get_batch(i)) for i in range(5)].index(7)
+            return [max(datum.model_input.length for datum in data.get_batch(i).data) for i in range(5)].index(7)
 
         seed, late = next((s, late) for s in range(20) if (late := first_long_batch(s)) > 0)
-        with pytest.raises(ConfigurationError, match=f"batch {late} has an example of 7 tokens"):
+        with pytest.raises(DataValidationError, match=f"batch {late}: an example of 7 tokens"):
             run(tmp_path, monkeypatch, seed=seed)
         (record,) = checkpoints(tmp_path)
         assert record["batch"] == late
@@ -360,6 +360,6 @@ def test_an_example_beyond_the_context_is_found_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("tinker_cookbook.model_info.get_context_length", lambda name: 6)
     with pytest.raises(
-        ConfigurationError, match=r"batch \d has an example of 7 tokens, .* a context of 6; set .* to 6"
+        DataValidationError, match=r"batch \d: an example of 7 tokens, .* a context of 6; set .* to 6"
     ):
         train.check_config(config(tmp_path))

@@ -17,6 +17,7 @@ import pytest
 
 from recipes import sweep
 from tests.child import python_path
+from tests.killing import untimed_row
 from tests.sweeps import toy
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
@@ -247,7 +248,7 @@ class TestSharedBase:
             assert any(row.get("groups/trained", 0) > 0 for row in mine)
             assert len(mine) == len(theirs) == 3
             for row, other in zip(mine, theirs, strict=True):
-                untimed = {key: value for key, value in row.items() if not key.startswith("time/")}
+                untimed = untimed_row(row)
                 assert untimed == pytest.approx({key: other[key] for key in untimed}, rel=1e-4, abs=1e-6)
         first, last = (read_jsonl(Path(together[i].log_path) / "metrics.jsonl") for i in (0, 2))
         assert first[1]["optim/entropy"] != last[1]["optim/entropy"]  # the learning rates did differ

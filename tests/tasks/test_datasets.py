@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.tasks.scoring import score
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
@@ -101,10 +102,9 @@ class TestFiles:
             SingleTurnDatasetBuilder(task="qa", dataset="test", **NINE_GROUPS).check()
 
 
-@pytest.mark.parametrize("name", ["qa", "summary"])
+@pytest.mark.parametrize("name", ["qa", "summary", "math"])
 def test_tasks_pickle(name: str) -> None:
     task = get_task(name)
     item = TaskItem("i", "q" * 50, "r")
-    assert pickle.loads(pickle.dumps(task)).score(item, "<SOLUTION>r</SOLUTION>") == task.score(
-        item, "<SOLUTION>r</SOLUTION>"
-    )
+    reply = "<SOLUTION>r</SOLUTION>"
+    assert score(pickle.loads(pickle.dumps(task)), item, reply) == score(task, item, reply)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tasks.scoring import score
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.math import (
     GRADERS,
@@ -19,6 +20,7 @@ from tinker_cookbook.tasks.math import (
     same_number,
     same_text,
 )
+from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import TaskItem
 
 
@@ -74,26 +76,23 @@ def test_latex(answer: str, reference: str, same: bool) -> None:
     assert same_mathematics(answer, reference) is same
 
 
-def test_without_the_package_the_mend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'tinker-cookbook-local\[math\]'"):
-        MathTask("math_verify")
-    assert MathTask("number").score(TaskItem("1", "?", "2"), "<SOLUTION>2.0</SOLUTION>").correct
+        MathTask(grading="math_verify")
+    assert score(MathTask(grading="number"), TaskItem("1", "?", "2"), "<SOLUTION>2.0</SOLUTION>").correct
 
 
 @pytest.mark.parametrize("grading", sorted(set(GRADERS) - {"math_verify"}))
 def test_scores(grading: str) -> None:
     item = TaskItem("1", "What is 6 * 7?", "42")
-    tags = MathTask(grading)  # pyright: ignore[reportArgumentType]
-    assert [tags.score(item, text).reward for text in ("<SOLUTION>42</SOLUTION>", "42", "<SOLUTION>41</SOLUTION>")] == [
-        1,
-        0,
-        0,
-    ]
-    assert tags.score(item, "42").metrics["parsed"] == 0
-    boxed = MathTask(grading, "boxed")  # pyright: ignore[reportArgumentType]
-    assert boxed.score(TaskItem("1", "?", r"Thus \boxed{42}"), r"It is \boxed{42}.").correct
-    assert not boxed.score(item, "<SOLUTION>42</SOLUTION>").correct
+    tags = MathTask(grading=grading)  # pyright: ignore[reportArgumentType]
+    replies = ("<SOLUTION>42</SOLUTION>", "42", "<SOLUTION>41</SOLUTION>")
+    assert [score(tags, item, text).reward for text in replies] == [1, 0, 0]
+    assert score(tags, item, "42").metrics["parsed"] == 0
+    boxed = MathTask(grading=grading, answer_style="boxed")  # pyright: ignore[reportArgumentType]
+    assert score(boxed, TaskItem("1", "?", r"Thus \boxed{42}"), r"It is \boxed{42}.").correct
+    assert not score(boxed, item, "<SOLUTION>42</SOLUTION>").correct
     assert "boxed" in boxed.messages(item)[0]["content"] and len(boxed.messages(item)) == 2
     asks_itself = TaskItem("1", r"What is 6 * 7? Answer in \boxed{}.", "42")
     assert boxed.messages(asks_itself) == [{"role": "user", "content": asks_itself.question}]
@@ -114,3 +113,10 @@ def test_sums_that_there_are_not_are_refused() -> None:
     for operators in ("", "+/"):
         with pytest.raises(ConfigurationError, match="must be one or more of"):
             generate_sums(5, 1, 9, random.Random(0), operators)
+
+
+def test_a_reward_of_another_kind_leaves_right_as_it_is() -> None:
+    task = get_task("math", "length_penalty")
+    assert isinstance(task, MathTask)
+    scored = score(task, TaskItem("1", "What is 6 * 7?", "42"), "<SOLUTION>42.0</SOLUTION>")
+    assert scored.correct and scored.reward == scored.metrics["reward/length_penalty"] == 4 / 50

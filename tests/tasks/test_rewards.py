@@ -1,15 +1,19 @@
 """What a reply is worth: golden numbers of each reward function, mixtures of them, and how a reply is read."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
+from tests.tasks.scoring import score
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.rewards import (
     REWARDS,
     RewardSpec,
+    WeightedReward,
     compression,
     exact_match,
     fluency,
@@ -87,25 +91,25 @@ class TestFunctions:
 class TestSpec:
     def test_weighted_mean_with_each_function_s_own_value(self) -> None:
         spec = RewardSpec.parse("compression:0.5, rouge:0.3")
-        reward, scores = spec("the cat slept", "y" * 260, "the cat sat down")
+        reward, scores = asyncio.run(spec("the cat slept", "y" * 260, "the cat sat down", ""))
         assert scores == pytest.approx({"compression": 0.5, "rouge": 4 / 7})
         assert reward == pytest.approx((0.5 * 0.5 + 0.3 * 4 / 7) / 0.8)
 
     def test_one_function_needs_no_weight(self) -> None:
-        assert RewardSpec.parse("exact_match") == RewardSpec((("exact_match", 1.0),))
-        assert RewardSpec.parse("exact_match:7")("12", "", "12")[0] == 1.0
+        assert RewardSpec.parse("exact_match") == RewardSpec((WeightedReward("exact_match"),))
+        assert asyncio.run(RewardSpec.parse("exact_match:7")("12", "", "12", ""))[0] == 1.0
 
     @pytest.mark.parametrize("solution", [None, ""])
     def test_without_a_solution_all_is_zero(self, solution: str | None) -> None:
         expected = (0.0, {"compression": 0.0, "fluency": 0.0})
-        assert RewardSpec.parse("compression,fluency")(solution, "q", "") == expected
+        assert asyncio.run(RewardSpec.parse("compression,fluency")(solution, "q", "", "")) == expected
 
     @pytest.mark.parametrize(
         ("text", "complaint"),
         [
             ("compresion:0.5", "'compresion' is unknown; use exact_match, compression, rouge, length_penalty, fluency"),
-            ("", "'' is unknown"),
-            ("rouge:0.5,", "'' is unknown"),
+            ("", "is unknown"),
+            ("rouge:0.5,", "is unknown"),
             ("rouge:much", "'much' is not a weight; write rouge:0.5"),
             ("rouge:", "'' is not a weight"),
             ("rouge:0", "weight of rouge must be positive"),
@@ -115,10 +119,10 @@ class TestSpec:
             ("rouge:0.5,rouge:0.5", "names a function twice"),
         ],
     )
-    def test_mistakes_name_spec_part_and_mend(self, text: str, complaint: str) -> None:
+    def test_mistakes_name_the_part_and_the_fix(self, text: str, complaint: str) -> None:
         with pytest.raises(ConfigurationError) as raised:
             RewardSpec.parse(text)
-        assert f"reward_fn={text!r}" in str(raised.value) and complaint in str(raised.value)
+        assert "reward_fn=" in str(raised.value) and complaint in str(raised.value)
 
 
 class TestReading:
@@ -157,21 +161,21 @@ class TestReading:
 
 class TestTasks:
     def test_qa_scores_a_reply(self) -> None:
-        score = get_task("qa").score(TaskItem("i", "What is 7 + 5?", "12"), "Sure: <SOLUTION>12</SOLUTION>")
-        assert (score.reward, score.correct) == (1.0, True)
-        assert score.metrics == {"correct": 1.0, "parsed": 1.0, "task_reward": 1.0, "reward/exact_match": 1.0}
+        scored = score(get_task("qa"), TaskItem("i", "What is 7 + 5?", "12"), "Sure: <SOLUTION>12</SOLUTION>")
+        assert (scored.reward, scored.correct) == (1.0, True)
+        assert scored.metrics == {"correct": 1.0, "parsed": 1.0, "task_reward": 1.0, "reward/exact_match": 1.0}
 
     def test_qa_without_tags_is_wrong(self) -> None:
-        score = get_task("qa").score(TaskItem("i", "What is 7 + 5?", "12"), "12")
-        assert (score.reward, score.correct, score.metrics["parsed"]) == (0.0, False, 0.0)
+        scored = score(get_task("qa"), TaskItem("i", "What is 7 + 5?", "12"), "12")
+        assert (scored.reward, scored.correct, scored.metrics["parsed"]) == (0.0, False, 0.0)
 
     def test_summary_has_a_reward_and_no_right(self) -> None:
         item = TaskItem("i", "y" * 260, "the cat sat down")
-        score = get_task("summary").score(item, "<SOLUTION>the cat slept</SOLUTION>")
-        assert score.correct is None and score.reward == pytest.approx((0.5 * 0.5 + 0.3 * 4 / 7) / 0.8)
-        assert score.metrics["summary_len"] == 13 and score.metrics["article_len"] == 260
-        assert score.metrics["compression_ratio"] == pytest.approx(0.05)
-        assert {"reward/compression", "reward/rouge", "task_reward", "parsed"} <= score.metrics.keys()
+        scored = score(get_task("summary"), item, "<SOLUTION>the cat slept</SOLUTION>")
+        assert scored.correct is None and scored.reward == pytest.approx((0.5 * 0.5 + 0.3 * 4 / 7) / 0.8)
+        assert scored.metrics["summary_len"] == 13 and scored.metrics["article_len"] == 260
+        assert scored.metrics["compression_ratio"] == pytest.approx(0.05)
+        assert {"reward/compression", "reward/rouge", "task_reward", "parsed"} <= scored.metrics.keys()
 
     def test_a_judge_of_summaries_sees_the_first_2000_characters(self) -> None:
         task = get_task("summary")
@@ -179,5 +183,5 @@ class TestTasks:
         assert get_task("qa").judge_context(TaskItem("i", "q" * 3000, "r")) == "q" * 3000
 
     def test_unknown_task(self) -> None:
-        with pytest.raises(ConfigurationError, match="task='poetry' is unknown; use qa, summary"):
+        with pytest.raises(ConfigurationError, match="task='poetry' is unknown; use qa, summary, math"):
             get_task("poetry")

@@ -2,17 +2,18 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
 from tests.debate.arena import decode, make_renderer, reply_ids
 from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.exceptions import ConfigurationError, RendererError
+from tinker_cookbook.exceptions import ConfigurationError, RendererError, TrainingError
 from tinker_cookbook.renderers import Message, ToolCall
 from tinker_cookbook.rl.data_processing import trajectory_to_data
-from tinker_cookbook.rl.message_env import EnvFromMessageEnv
-from tinker_cookbook.rl.rollout_limits import RolloutLimits
+from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Metrics, Trajectory
@@ -80,6 +81,86 @@ def test_calls_beyond_the_limit_end_the_episode_unrun() -> None:
     assert play([call("1"), "1692"], make_env(max_tool_calls=1)).stop_reason == "completed"
     with pytest.raises(ConfigurationError, match="max_tool_calls=0"):
         make_env(max_tool_calls=0)
+
+
+BAD_CALL = '<tool_call>\n{"name": "calculate", "arguments": {\n</tool_call>'
+
+
+class TestTrouble:
+    """Calls that cannot be parsed, and exceptions inside a tool."""
+
+    @staticmethod
+    def play(replies: list[str], **options: Any) -> Trajectory:
+        @function_tool
+        def calculate(expression: str) -> str:
+            """Fail."""
+            raise ConnectionError("no line")
+
+        messages = tool_conversation(QWEN, TOOLS, "Be exact.", "What is 47 * 36?")
+        return play(replies, ToolUseEnv(messages, ToolRegistry([calculate]), grade, **options))
+
+    @pytest.mark.parametrize(
+        ("reply", "told", "counted"),
+        [
+            (BAD_CALL, "Error: this tool call cannot be read: ", (1, 1, 1, 0)),
+            (call("1"), "Error: calculate failed: ConnectionError: no line", (1, 1, 0, 1)),
+            (f"{call('1')}\n{BAD_CALL}", "Error: this tool call cannot be read: ", (2, 2, 1, 1)),
+        ],
+    )
+    def test_the_model_is_told_and_goes_on(self, reply: str, told: str, counted: tuple[int, ...]) -> None:
+        trajectory = self.play([reply, "1692"])
+        assert [turn.reward for turn in trajectory.transitions] == [0, 1] and trajectory.stop_reason == "completed"
+        shown = decode(QWEN, trajectory.transitions[1].ob.to_ints())
+        assert f"<tool_response>\n{told}" in shown
+        metrics = trajectory.transitions[-1].metrics
+        names = ("tool_calls", "tool_errors", "unparsed_tool_calls", "tool_exceptions")
+        assert tuple(metrics[name] for name in names) == counted
+        assert trajectory.transitions[0].metrics["parse_error"] == float(BAD_CALL in reply)
+        (datum,) = trajectory_to_data(trajectory, 1.0)
+        assert sum(datum.loss_fn_inputs["mask"].tolist()) == len(reply_ids(QWEN, reply)) + len(reply_ids(QWEN, "1692"))
+
+    @pytest.mark.parametrize("reply", [BAD_CALL, call("1")])
+    def test_the_episode_may_end_instead(self, reply: str) -> None:
+        trajectory = self.play([reply, "1692"], tool_errors="end")
+        assert (len(trajectory.transitions), trajectory.stop_reason) == (1, "tool_error")
+        assert trajectory.transitions[0].reward == 0
+
+    def test_or_the_run(self) -> None:
+        with pytest.raises(ConnectionError, match="no line"):
+            self.play([call("1")], tool_errors="raise")
+        with pytest.raises(TrainingError, match="tool_errors=raise, and a tool call cannot be parsed"):
+            self.play([BAD_CALL], tool_errors="raise")
+
+    def test_the_run_s_settings_count_more_than_the_env_s(self) -> None:
+        env = make_env()
+        policy = ScriptedCompleter({0: [said(reply_ids(QWEN, BAD_CALL))]})
+        config = RolloutConfig(tool_errors="end")
+        trajectory = asyncio.run(run_rollout(policy, EnvFromMessageEnv(QWEN, env), config=config))
+        assert trajectory.stop_reason == "tool_error"
+
+    def test_calls_that_cannot_be_parsed_count_towards_the_limit(self) -> None:
+        trajectory = play([BAD_CALL, BAD_CALL, "1692"], limits=RolloutLimits(max_tool_calls=1))
+        assert (len(trajectory.transitions), trajectory.stop_reason) == (2, "max_tool_calls")
+
+    def test_a_parse_error_policy_still_answers_in_its_own_way(self) -> None:
+        policy = ParseErrorPolicy(max_consecutive=1, penalty_per_error=0.5)
+        adapter = EnvFromMessageEnv(QWEN, make_env(), parse_error_policy=policy)
+        turns = [said(reply_ids(QWEN, reply)) for reply in (BAD_CALL, "1692")]
+        trajectory = asyncio.run(run_rollout(ScriptedCompleter({0: turns}), adapter))
+        assert [turn.reward for turn in trajectory.transitions] == [-0.5, 1]
+        assert "could not be read" in decode(QWEN, trajectory.transitions[1].ob.to_ints())
+
+    def test_an_env_without_tools_ends_as_before(self) -> None:
+        class Plain(MessageEnv):
+            async def initial_observation(self) -> list[Message]:
+                return [{"role": "user", "content": "?"}]
+
+            async def step(self, message: Message) -> MessageStepResult:
+                raise AssertionError("a reply that cannot be parsed does not reach this env")
+
+        adapter = EnvFromMessageEnv(QWEN, Plain())
+        trajectory = asyncio.run(run_rollout(ScriptedCompleter({0: [said(reply_ids(QWEN, BAD_CALL))]}), adapter))
+        assert trajectory.stop_reason == "parse_error" and trajectory.transitions[0].reward == -1.0
 
 
 def test_how_calls_run_is_the_env_s_unless_the_run_says_sequential() -> None:

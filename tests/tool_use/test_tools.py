@@ -45,9 +45,9 @@ def make_call(name: str, arguments: object, call_id: str | None = None) -> ToolC
 
 
 def answer(name: str, arguments: object) -> str:
-    message, good = asyncio.run(ToolRegistry([repeat, later, broken, picky]).call(make_call(name, arguments)))
+    message, error = asyncio.run(ToolRegistry([repeat, later, broken, picky]).call(make_call(name, arguments)))
     assert message["role"] == "tool" and message.get("name") == name
-    assert isinstance(message["content"], str) and good is not message["content"].startswith("Error: ")
+    assert isinstance(message["content"], str) and (error is not None) is message["content"].startswith("Error: ")
     return message["content"]
 
 
@@ -102,9 +102,20 @@ def test_a_call_that_cannot_be_made_is_answered(name: str, arguments: object, me
     assert message in answer(name, arguments)
 
 
-def test_a_bug_in_a_tool_is_raised() -> None:
-    with pytest.raises(ZeroDivisionError):
-        answer("broken", {})
+def test_a_bug_in_a_tool_is_told_to_the_model_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert answer("broken", {}) == "Error: broken failed: ZeroDivisionError: a bug"
+    (record,) = caplog.records
+    assert record.getMessage() == "tool broken failed on {}" and record.exc_info is not None
+
+
+def test_a_mistake_in_the_configuration_of_a_tool_is_raised() -> None:
+    @function_tool
+    def unset() -> str:
+        """Needs a key."""
+        raise ConfigurationError("SEARCH_KEY is not set: export it")
+
+    with pytest.raises(ConfigurationError, match="SEARCH_KEY"):
+        asyncio.run(ToolRegistry([unset]).call(make_call("unset", {})))
 
 
 def test_a_tool_that_returns_no_string_is_a_bug() -> None:

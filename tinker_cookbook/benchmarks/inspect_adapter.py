@@ -24,6 +24,7 @@ from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.weights_config import Policy
 
 MAX_CONNECTIONS = 256
@@ -278,7 +279,7 @@ def task_of_items(spec: str, split: Literal["train", "test"] = "test", max_items
     @inspect.scorer.scorer(metrics=[inspect.scorer.mean(), inspect.scorer.stderr()], name="task_reward")
     def task_reward() -> Any:
         async def score(state: Any, target: Any) -> Any:
-            scored = task.score(by_id[state.sample_id], state.output.completion)
+            scored = await resolved(task.score(by_id[state.sample_id], state.output.completion))
             return inspect.scorer.Score(value=scored.reward, answer=state.output.completion, metadata=scored.metrics)
 
         return score

@@ -18,6 +18,7 @@ import chz
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.metric_util import dataset_to_env_group_builders
@@ -134,7 +135,7 @@ def task_items(spec: str, split: Literal["train", "test"] = "test") -> tuple[Tas
         )
     task = get_task(task_name)
     train, test = load_items(task, dataset)
-    items = train if split == "train" or dataset.endswith(".jsonl") else test
+    items = train if split == "train" or is_data_file(dataset) else test
     if not items:
         raise ConfigurationError(f"benchmark {spec!r}: has no {split} items; try split=train")
     return task, items

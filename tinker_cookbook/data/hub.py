@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tinker_cookbook.data.rows import Row, parse_rows
+from tinker_cookbook.data.rows import BadRows, Row, parse_rows
 from tinker_cookbook.exceptions import ConfigurationError
 
 T = TypeVar("T")
@@ -76,7 +76,13 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
     return splits[split]
 
 
-def read_rows(rows: Iterable[Mapping[str, Any]], source: str, parse: Callable[[Row], T], expected: str) -> list[T]:
+def read_rows(
+    rows: Iterable[Mapping[str, Any]],
+    source: str,
+    parse: Callable[[Row], T],
+    expected: str,
+    bad: BadRows | None = None,
+) -> list[T]:
     """Every row of a loaded split as `parse` reads it (see `parse_rows`), in order. `source` names it: owner/name[train]."""
     placed = (Row(f"{source}[{i}]", i, row) for i, row in enumerate(rows))
-    return parse_rows(placed, parse, source, expected)
+    return parse_rows(placed, parse, source, expected, bad)

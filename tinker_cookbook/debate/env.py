@@ -94,7 +94,7 @@ class DebateEnv(Env):
         round_ = len(transcript.turns[self.seat])
         malformed = renderer.holds_control_token(action)
         turn = Turn(action, reply_text(renderer, action), decode_reply(renderer, action), malformed)
-        transcript.speak(self.seat, turn)
+        await transcript.speak(self.seat, turn)
         opponent = await transcript.hear(self.seat.opponent, round_)
         done, reward = round_ + 1 == NUM_ROUNDS, 0.0
         if not done:

@@ -9,14 +9,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import chz
 
 from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, judge_user_prompt
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.own_parts import Kind, describe, load_object, parameter_problem
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
+from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
 
@@ -76,6 +79,23 @@ class ScriptedJudge(Judge):
 
     async def __call__(self, view: DebateView) -> Verdict:
         return Verdict(self.decide(view), reasoning="scripted")
+
+
+@dataclass(frozen=True)
+class FunctionJudge(Judge):
+    """A judge of one's own: a function of the view, sync or async, that returns a Winner, its name, or a Verdict."""
+
+    decide: Callable[[DebateView], Any]
+
+    async def __call__(self, view: DebateView) -> Verdict:
+        """Raises DataValidationError for an answer that is no verdict."""
+        said = await resolved(self.decide(view))
+        if isinstance(said, Verdict):
+            return said
+        if said not in set(Winner):
+            names = ", ".join(winner.value for winner in Winner)
+            raise DataValidationError(f"judge {describe(self.decide)} returned {said!r}; a verdict is one of {names}")
+        return Verdict(Winner(said))
 
 
 @dataclass(frozen=True)
@@ -185,7 +205,9 @@ WEIGHTS = "judge.weights"
 class JudgeConfig:
     """Which judge, and for `lm` which weights. They are frozen: a base model or a checkpoint, never the live policy."""
 
-    name: str = chz.field(default="lm", doc="a name of JUDGES: mock, confidence, lm, scripted:...")
+    name: str | Callable[..., Any] = chz.field(
+        default="lm", doc="mock, confidence, lm, scripted:...; or your own: package.module:object, path/file.py:object"
+    )
     weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
     system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm judge is told")
     max_tokens: int = chz.field(default=96, doc="longest verdict")
@@ -210,20 +232,66 @@ async def _lm(config: JudgeConfig) -> Judge:
     return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room)
 
 
-JUDGES: dict[str, Callable[[JudgeConfig], Judge | Awaitable[Judge]]] = {
+JudgeBuilder = Callable[["JudgeConfig"], Judge | Awaitable[Judge]]
+"""What makes the judge of a config."""
+
+
+def _scripted(name: str, config: JudgeConfig) -> Judge:
+    return ScriptedJudge(SCRIPTS[name])
+
+
+JUDGES: dict[str, JudgeBuilder] = {
     "mock": lambda config: MockJudge(config.seed or 0),
     "confidence": lambda _: ConfidenceJudge(),
     "lm": _lm,
-    **{f"scripted:{name}": lambda config: ScriptedJudge(SCRIPTS[config.name.partition(":")[2]]) for name in SCRIPTS},
+    **{f"scripted:{name}": partial(_scripted, name) for name in SCRIPTS},
 }
-"""Name -> what makes the judge of a config."""
+"""Name -> what makes the judge of a config: the library's, and those of `register_judge`."""
 JUDGE_NAMES = ", ".join(JUDGES)
 
 
+def _problem(found: Any) -> str | None:
+    if isinstance(found, type):
+        return None if issubclass(found, Judge) else f"is a class that is no Judge: {found.__name__}"
+    return None if isinstance(found, Judge) else parameter_problem(found, ("view",))
+
+
+JUDGE_KIND = Kind(
+    key="judge.name",
+    wanted="def judge(view: DebateView) -> Winner, sync or async; or a Judge, or a subclass that takes a JudgeConfig",
+    example='''
+def judge(view):  # a tinker_cookbook.debate.judges.DebateView
+    """Whoever said less wins."""
+    a, b = len(" ".join(view.rounds_a)), len(" ".join(view.rounds_b))
+    return "TIE" if a == b else "A" if a < b else "B"
+''',
+    problem=_problem,
+)
+
+
+def register_judge(name: str, builder: JudgeBuilder) -> None:
+    """Make a judge known under a name. Raises ConfigurationError for a name that is taken, or a builder that takes no config."""
+    if name in JUDGES:
+        raise ConfigurationError(f"judge.name={name!r} is taken; choose another")
+    if problem := parameter_problem(builder, ("config",)):
+        raise ConfigurationError(f"register_judge({name!r}): the builder {problem}")
+    JUDGES[name] = builder
+
+
+def _own_judge(config: JudgeConfig) -> Judge:
+    if isinstance(config.name, str):
+        found = JUDGE_KIND.check(load_object(JUDGE_KIND, config.name, JUDGES), repr(config.name))
+    else:
+        found = JUDGE_KIND.check(config.name, describe(config.name))
+    if isinstance(found, type):
+        return found(config)
+    return found if isinstance(found, Judge) else FunctionJudge(found)
+
+
 def check_judge(config: JudgeConfig) -> None:
-    """Raise ConfigurationError for a name that is not in JUDGES, or for weights of an lm judge that cannot be opened."""
+    """Raise ConfigurationError for a name that means no judge, or for weights of an lm judge that cannot be opened."""
     if config.name not in JUDGES:
-        raise ConfigurationError(f"judge.name={config.name!r} is unknown; use {JUDGE_NAMES}")
+        _own_judge(config)
     if config.name == "lm":
         config.weights.check(WEIGHTS)
 
@@ -231,5 +299,6 @@ def check_judge(config: JudgeConfig) -> None:
 async def make_judge(config: JudgeConfig) -> Judge:
     """The judge that the config asks for. Raises ConfigurationError for an unknown name."""
     check_judge(config)
-    judge = JUDGES[config.name](config)
-    return judge if isinstance(judge, Judge) else await judge
+    if not isinstance(config.name, str) or config.name not in JUDGES:
+        return _own_judge(config)
+    return await resolved(JUDGES[config.name](config))

@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from tinker_cookbook.debate.judges import DebateView, Verdict
 from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_confidence, parse_solution
+from tinker_cookbook.utils.misc_utils import resolved
 
 NUM_ROUNDS = 3
 
@@ -47,12 +48,12 @@ class Transcript:
         self.judge_seconds = 0.0
         self._spoken = {(seat, round_): asyncio.Event() for seat in Seat for round_ in range(NUM_ROUNDS)}
 
-    def speak(self, seat: Seat, turn: Turn) -> None:
+    async def speak(self, seat: Seat, turn: Turn) -> None:
         """Add a seat's next turn. The first one fixes its solution and task reward."""
         round_ = len(self.turns[seat])
         self.turns[seat].append(turn)
         if round_ == 0:
-            self.scores[seat] = self.task.score(self.item, turn.text)
+            self.scores[seat] = await resolved(self.task.score(self.item, turn.text))
         self._spoken[seat, round_].set()
 
     async def hear(self, seat: Seat, round_: int) -> Turn:

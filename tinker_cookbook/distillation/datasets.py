@@ -17,7 +17,7 @@ import chz
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
 from tinker_cookbook.data.mixing import Mixer, blocks
-from tinker_cookbook.data.rows import Row, read_file
+from tinker_cookbook.data.rows import Row, is_data_file, read_file
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Content, Message, Renderer, get_renderer
@@ -53,7 +53,7 @@ def load_prompts(source: str, split: str = "train") -> list[list[Message]]:
     path = Path(source).expanduser()
     if path.suffix == ".txt":
         return [[{"role": "user", "content": line}] for line in read_lines(path)]
-    if path.suffix == ".jsonl" or path.is_file():
+    if is_data_file(source) or path.is_file():
         return read_file(path, _prompt, _EXPECTED, "dataset_name")
     if (found := hub.find(source, HUB_PROMPTS)) is not None:
         rows = hub.load(found.repository, split, found.config)

@@ -23,7 +23,8 @@ class TeacherConfig(ScorerConfig):
 class TeachesDataset(Protocol):
     """A dataset's config, which names its teacher."""
 
-    teacher_config: TeacherConfig
+    @property
+    def teacher_config(self) -> TeacherConfig: ...
 
 
 def teachers_by_field(dataset_configs: Sequence[TeachesDataset]) -> dict[str, TeacherConfig]:

@@ -176,9 +176,12 @@ class _Loop(StepLoop):
         super().__init__(session, rounds, plan.end, submit_ahead=1, update_span="train")
         self._config, self._mixture, self._score = config, plan.mixture, score
 
-    async def read(self, step: int, metrics: Metrics) -> Batch:
+    async def read(self, step: int, metrics: Metrics) -> Batch | None:
+        examples = self._mixture.get_batch(step)
+        if not examples:
+            return None
         with timed("teacher", metrics):
-            batch = await self._score(self._mixture.get_batch(step))
+            batch = await self._score(examples)
         return Batch(batch.soft_data(), "cross_entropy", batch.report)
 
     def adam_params(self, step: int) -> tinker.AdamParams:

@@ -58,7 +58,7 @@ async def run_evaluators(
     for evaluator in evaluators:
         if isinstance(evaluator, TrainingClientEvaluator):
             measured = await evaluator(client)
-        elif isinstance(evaluator, SamplingClientEvaluator):
+        elif isinstance(evaluator, SamplingClientEvaluator):  # pyright: ignore[reportUnnecessaryIsInstance]
             if snapshot is None:
                 snapshot = await client.save_weights_and_get_sampling_client()
             measured = await evaluator(snapshot)

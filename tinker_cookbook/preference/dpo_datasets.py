@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import chz
 
-from tinker_cookbook.data.rows import located
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
@@ -27,18 +26,17 @@ class PairRenderer:
     train_on_what: TrainOnWhat
 
     def __call__(self, row: ComparisonRow) -> list[tinker.Datum]:
-        """Raises, naming the place of the row: RendererError, or DataValidationError when truncation leaves no pair."""
+        """Raises RendererError, or DataValidationError when truncation leaves no pair."""
         labeled = row.labeled
         assert labeled.chosen is not None and labeled.rejected is not None, "ties are left out before"
         prompt = labeled.comparison.prompt_conversation
-        with located(row.place):
-            pair = [self._datum(prompt, labeled.chosen, "chosen"), self._datum(prompt, labeled.rejected, "rejected")]
-            if _is_same(*pair):
-                raise DataValidationError(
-                    f"chosen and rejected are the same {pair[0].model_input.length + 1} tokens with "
-                    f"max_length={self.max_length}; raise max_length, or leave the comparison out"
-                )
-            return pair
+        pair = [self._datum(prompt, labeled.chosen, "chosen"), self._datum(prompt, labeled.rejected, "rejected")]
+        if _is_same(*pair):
+            raise DataValidationError(
+                f"chosen and rejected are the same {pair[0].model_input.length + 1} tokens with "
+                f"max_length={self.max_length}; raise max_length, or leave the comparison out"
+            )
+        return pair
 
     def _datum(self, prompt: list[Message], completion: list[Message], which: str) -> tinker.Datum:
         conversation = [*prompt, *completion]
@@ -72,15 +70,15 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
             raise ConfigurationError("split_rewritten=True: a pair is two sequences; leave split_rewritten out")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-        train, test = self.comparison_builder.get_rows()
         config = self.common_config
+        train, test = self.comparison_builder.get_rows(config.on_bad_row)
         to_pair = PairRenderer(
             self.renderer, config.max_length, config.train_on_what or TrainOnWhat.LAST_ASSISTANT_TURN
         )
         train_pairs = _without_ties(train, "training")
         if not train_pairs:
             raise ConfigurationError("there is nothing to train on: all training comparisons are ties")
-        return train_and_test(train_pairs, _without_ties(test or [], "test"), config.batch_size, to_pair)
+        return train_and_test(train_pairs, _without_ties(test or [], "test"), config, to_pair)
 
 
 def _without_ties(rows: Rows, which: str) -> Rows:

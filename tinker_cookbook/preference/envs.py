@@ -65,20 +65,21 @@ def get_pairs(n: int, pattern: TournamentPattern) -> list[tuple[int, int]]:
 
 
 def get_pairs_chunked(n: int, pattern: TournamentPattern, chunk_size: int) -> list[tuple[int, int]]:
-    """The pairs within consecutive chunks of at most `chunk_size` members: fewer comparisons for large groups.
+    """The pairs within consecutive chunks of `chunk_size` members: fewer comparisons for large groups.
 
-    Raises ConfigurationError when a chunk would have a single member, whom nobody meets.
+    The last chunk may be smaller; a single member that would be left over joins the chunk before. Of one member alone there
+    are no pairs. Raises ConfigurationError for chunks of fewer than 2.
     """
-    if n < 2 or chunk_size < 2 or n % chunk_size == 1:
+    if chunk_size < 2:
         raise ConfigurationError(
-            f"{n} members in chunks of {chunk_size} leave somebody without an opponent; use chunks and groups of at least "
-            "2, and a last chunk of more than 1"
+            f"chunks of {chunk_size} leave everybody without an opponent; use chunks of at least 2"
         )
-    pairs = []
-    for start in range(0, n, chunk_size):
-        size = min(chunk_size, n - start)
-        pairs += [(start + i, start + j) for i, j in get_pairs(size, pattern)]
-    return pairs
+    starts = [start for start in range(0, n, chunk_size) if start == 0 or n - start > 1]
+    return [
+        (start + i, start + j)
+        for start, end in zip(starts, [*starts[1:], n], strict=True)
+        for i, j in get_pairs(end - start, pattern)
+    ]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
             matchups[j] += 1
         rewards: list[tuple[float, Metrics]] = []
         for reply, total, count in zip(said, won, matchups, strict=True):
-            win_minus_loss = total / count
+            win_minus_loss = total / count if count else 0.0  # nobody else of the group came through
             reward = win_minus_loss + self.format_coef * (float(reply is not None and reply.is_clean) - 1)
             rewards.append((reward, {"win_minus_loss": win_minus_loss}))
         return rewards

@@ -1,8 +1,7 @@
 """Where labeled comparisons come from, and how they become examples that train a preference model.
 
-A line of a JSONL file is `{"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]},
-"label": "A"}`, with messages as in conversation files. A Hugging Face dataset has columns for the prompt, the chosen and
-the rejected reply.
+A row is `{"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"}`, with
+messages as in conversation files, or has columns for the prompt, the chosen and the rejected reply (text, or lists of messages).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import chz
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
-from tinker_cookbook.data.rows import Row, located, read_file
+from tinker_cookbook.data.rows import BadRows, OnBadRow, Row, read_file
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.types import (
     Comparison,
@@ -26,14 +25,17 @@ from tinker_cookbook.preference.types import (
 )
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
-from tinker_cookbook.supervised.conversations import messages_of_row
+from tinker_cookbook.supervised.conversations import messages_of_row, turn_of_row
 from tinker_cookbook.supervised.data import train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
 _COMPARISON_KEYS = ("prompt_conversation", "completion_A", "completion_B")
-_EXPECTED = '{"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"}'
+_EXPECTED = (
+    '{"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"} or '
+    '{"prompt": ..., "chosen": ..., "rejected": ...}'
+)
 
 
 class ComparisonRow(NamedTuple):
@@ -59,9 +61,13 @@ class ComparisonDatasetBuilder:
         """Training comparisons, and test comparisons where the source has its own."""
         raise NotImplementedError(f"{type(self).__name__} must define read")
 
-    def get_rows(self) -> tuple[Rows, Rows | None]:
+    def read_usable(self, bad: BadRows) -> tuple[Rows, Rows | None]:
+        """As `read`, for a source that can leave out rows which it cannot read."""
+        return self.read()
+
+    def get_rows(self, on_bad_row: OnBadRow = "raise") -> tuple[Rows, Rows | None]:
         """Training and test comparisons after the split. Raises ConfigurationError when nothing is left to train on."""
-        rows, test = self.read()
+        rows, test = self.read_usable(BadRows(on_bad_row))
         if self.test_size and test is not None:
             raise ConfigurationError(
                 f"test_size={self.test_size}: the comparisons have a test set of their own; set test_size=0"
@@ -77,25 +83,32 @@ class ComparisonDatasetBuilder:
 
 @chz.chz(typecheck=True)
 class ComparisonBuilderFromJsonl(ComparisonDatasetBuilder):
-    """Labeled comparisons from JSONL files."""
+    """Labeled comparisons from files."""
 
-    train_path: str = chz.field(doc="JSONL file, one labeled comparison per line")
-    test_path: str | None = chz.field(default=None, doc="JSONL file of held-out comparisons")
+    train_path: str = chz.field(doc=".jsonl, .csv or .parquet file, one comparison per row")
+    test_path: str | None = chz.field(default=None, doc="file of held-out comparisons")
 
     def read(self) -> tuple[Rows, Rows | None]:
-        train = read_comparisons(self.train_path, "train_path")
-        return train, None if self.test_path is None else read_comparisons(self.test_path, "test_path")
+        return self.read_usable(BadRows())
+
+    def read_usable(self, bad: BadRows) -> tuple[Rows, Rows | None]:
+        train = read_comparisons(self.train_path, "train_path", bad)
+        return train, None if self.test_path is None else read_comparisons(self.test_path, "test_path", bad)
 
 
-def read_comparisons(file_path: str, field: str = "file_path") -> Rows:
-    """Every comparison of a JSONL file, checked. Blank lines and keys that are not known do not matter.
+def read_comparisons(file_path: str, field: str = "file_path", bad: BadRows | None = None) -> Rows:
+    """Every comparison of a file, checked. Blank lines and keys that are not known do not matter.
 
-    Raises ConfigurationError when there is no such file, and DataFormatError `path:line: what is wrong; expected form`.
+    Raises ConfigurationError when there is no such file, and DataFormatError `path:line: what is wrong; expected form`
+    for the first malformed row unless `bad` leaves such rows out.
     """
-    return read_file(file_path, _parse, _EXPECTED, field)
+    return read_file(file_path, _parse, _EXPECTED, field, bad)
 
 
 def _parse(row: Row) -> ComparisonRow:
+    if "comparison" not in row.content and {"chosen", "rejected"} <= row.content.keys():
+        columns = Columns("prompt" if "prompt" in row.content else None, "chosen", "rejected")
+        return columns.read(row, "file")
     comparison, label = row.content.get("comparison"), cast(Any, row.content.get("label"))
     if not isinstance(comparison, Mapping):
         raise DataFormatError(f"'comparison' is {comparison!r} and not an object")
@@ -121,52 +134,56 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
     rejected_column: str = chz.field(default="rejected", doc="the worse reply")
 
     def read(self) -> tuple[Rows, Rows | None]:
-        return self._rows(self.train_split), None if self.test_split is None else self._rows(self.test_split)
+        return self.read_usable(BadRows())
 
-    def _rows(self, split: str) -> Rows:
-        def parse(row: Row) -> ComparisonRow:
-            labeled = LabeledComparison(self._comparison(row.content), "A")
-            return ComparisonRow(row.place, labeled.swap() if derive_seed("side", split, row.number) & 1 else labeled)
+    def read_usable(self, bad: BadRows) -> tuple[Rows, Rows | None]:
+        train = self._rows(self.train_split, bad)
+        return train, None if self.test_split is None else self._rows(self.test_split, bad)
 
+    def _rows(self, split: str, bad: BadRows) -> Rows:
+        columns = Columns(self.prompt_column, self.chosen_column, self.rejected_column)
+        expected = f"columns {', '.join(name for name in columns if name is not None)}"
         rows = hub.load(self.dataset_name, split, self.dataset_config)
-        columns = [name for name in (self.prompt_column, self.chosen_column, self.rejected_column) if name is not None]
-        return hub.read_rows(rows, f"{self.dataset_name}[{split}]", parse, f"columns {', '.join(columns)}")
+        return hub.read_rows(rows, f"{self.dataset_name}[{split}]", lambda row: columns.read(row, split), expected, bad)
+
+
+class Columns(NamedTuple):
+    """Where a row has its prompt (None: what chosen and rejected begin with), the better reply and the worse one."""
+
+    prompt: str | None
+    chosen: str
+    rejected: str
+
+    def read(self, row: Row, split: str) -> ComparisonRow:
+        """The row, whose chosen reply comes to stand at A or at B as split and number say. Raises ValueError."""
+        labeled = LabeledComparison(self._comparison(row.content), "A")
+        return ComparisonRow(row.place, labeled.swap() if derive_seed("side", split, row.number) & 1 else labeled)
 
     def _comparison(self, row: Mapping[str, Any]) -> Comparison:
         """With the chosen reply at A."""
-        chosen, rejected = (self._column(row, name, "assistant") for name in (self.chosen_column, self.rejected_column))
-        if self.prompt_column is None:
+        chosen, rejected = (turn_of_row(row, name, "assistant") for name in (self.chosen, self.rejected))
+        if self.prompt is None:
             prompt = _common_beginning(chosen, rejected)
             if not prompt:
                 raise ValueError(
-                    f"{self.chosen_column!r} and {self.rejected_column!r} have no beginning in common; name prompt_column"
+                    f"{self.chosen!r} and {self.rejected!r} have no beginning in common; name prompt_column"
                 )
         else:
-            prompt = self._column(row, self.prompt_column, "user")
+            prompt = turn_of_row(row, self.prompt, "user")
         replies = [
             messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
             for messages in (chosen, rejected)
         ]
-        for name, reply in zip((self.chosen_column, self.rejected_column), replies, strict=True):
+        for name, reply in zip((self.chosen, self.rejected), replies, strict=True):
             if not reply:
                 raise ValueError(f"{name!r} has nothing after the prompt")
             if reply[0]["role"] in ("system", "user"):
-                other = "the other reply" if self.prompt_column is None else repr(self.prompt_column)
+                other = "the other reply" if self.prompt is None else repr(self.prompt)
                 raise ValueError(
                     f"{name!r} has another prompt than {other}, and after what they share a {reply[0]['role']} message; both "
                     "replies must answer one prompt (prompt_column=None: what chosen and rejected begin with)"
                 )
         return Comparison(prompt, *replies)
-
-    def _column(self, row: Mapping[str, Any], name: str, role: str) -> list[Message]:
-        if name not in row:
-            raise ValueError(f"there is no column {name!r}; it has {', '.join(sorted(row))}")
-        value = row[name]
-        if isinstance(value, str) and value.strip():
-            return [{"role": role, "content": value}]
-        if isinstance(value, list):
-            return messages_of_row(row, name)
-        raise ValueError(f"column {name!r} must be text or a list of messages, not {value!r}")
 
 
 def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
@@ -198,10 +215,10 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
             raise ConfigurationError("split_rewritten=True: a comparison is one example; leave split_rewritten out")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-        train, test = self.comparison_builder.get_rows()
         renderer, config = ComparisonRendererFromChatRenderer(self.renderer), self.common_config
+        train, test = self.comparison_builder.get_rows(config.on_bad_row)
         to_datums = partial(_label_datums, renderer=renderer, max_length=config.max_length)
-        return train_and_test(self._ordered(train), self._ordered(test or []), config.batch_size, to_datums)
+        return train_and_test(self._ordered(train), self._ordered(test or []), config, to_datums)
 
     def _ordered(self, rows: Rows) -> Rows:
         if not self.both_orders:
@@ -210,11 +227,10 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
 
 
 def _label_datums(row: ComparisonRow, renderer: ComparisonRenderer, max_length: int | None) -> list[tinker.Datum]:
-    with located(row.place):
-        tokens, weights = renderer.to_model_input_weights(row.labeled)
-        if max_length is not None and tokens.length > max_length:
-            raise DataFormatError(
-                f"the comparison has {tokens.length} tokens, max_length={max_length} would cut off its label; "
-                "raise max_length or leave the comparison out"
-            )
-        return [datum_from_model_input_weights(tokens, weights, reduction="mean")]
+    tokens, weights = renderer.to_model_input_weights(row.labeled)
+    if max_length is not None and tokens.length > max_length:
+        raise DataFormatError(
+            f"the comparison has {tokens.length} tokens, max_length={max_length} would cut off its label; "
+            "raise max_length or leave the comparison out"
+        )
+    return [datum_from_model_input_weights(tokens, weights, reduction="mean")]

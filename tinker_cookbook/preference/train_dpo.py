@@ -106,8 +106,10 @@ class _Loop(EpochLoop):
             partial(dpo_loss_fn, beta=config.dpo_beta, loss_type=config.loss_type),
         )
 
-    async def read(self, step: int, metrics: Metrics) -> Batch:
+    async def read(self, step: int, metrics: Metrics) -> Batch | None:
         data = self.draw(step, metrics)
+        if not data:
+            return None
         with timed("get_ref_logprobs", metrics):
             reference_logprobs = await compute_reference_logprobs(self._reference, data)
         return Batch(data, self._loss_fn(reference_logprobs), partial(_report, data))

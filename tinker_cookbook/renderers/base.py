@@ -115,8 +115,8 @@ class Renderer(ABC):
 
     def holds_control_token(self, response: list[int]) -> bool:
         """Whether sampled tokens hold a control token before the one that ends them, and so more than one turn."""
-        endings = {self.tokenizer.eos_token_id, *(stop for stop in self.get_stop_sequences() if isinstance(stop, int))}
-        body = response[:-1] if response[-1:] and response[-1] in endings else response
+        endings = (self.tokenizer.eos_token_id, *self.get_stop_sequences())
+        body = response[:-1] if response and response[-1] in endings else response
         return not self.control_ids.isdisjoint(body)
 
     def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:

@@ -1,9 +1,9 @@
 """A scanner for text with think blocks and tool calls, fed in pieces of any size.
 
 The same scanner serves parsing in one go and streaming, so the two cannot disagree. The families differ in the tags of
-tool calls and in the line breaks that a format adds around blocks: Qwen's has one inside each think tag, two after
-</think>, one before <tool_call>. These are taken off, and no more: writing the pieces back in canonical form gives the
-text that the model wrote.
+tool calls, in the line breaks that a format adds around blocks (Qwen3's has one inside each think tag, two after </think>,
+one before <tool_call>), and in whether the prompt has opened the first block. These line breaks are taken off, and no
+more: writing the pieces back in canonical form gives the text that the model wrote.
 """
 
 from enum import Enum
@@ -30,25 +30,43 @@ class Piece(NamedTuple):
     text: str
 
 
+class LineBreaks(NamedTuple):
+    """How many a format puts after <think>, before </think>, after it, and before a tool call that follows text."""
+
+    after_open: int = 1
+    before_close: int = 1
+    after_close: int = 2
+    before_call: int = 1
+
+
+QWEN3_BREAKS = LineBreaks()
+
+
 class BlockScanner:
     """Feed text with `feed`, end with `finish`; both return the pieces that are settled by then.
 
     Args:
         tool_tags: what opens and what closes a tool call; None where tool calls are text.
         thinks: whether think tags open and close blocks; otherwise they are text.
-        adds_line_breaks: whether the format puts line breaks around blocks, which are then no part of what was said.
+        line_breaks: those that the format puts around blocks, which are no part of what was said; None for a format
+            that puts none, also not between tool calls.
+        opened: whether the prompt may have opened a think block. If so, what comes before the first </think> or tool
+            call is taken for reasoning; `opening_unclosed` then tells whether a </think> has confirmed it.
     """
 
     def __init__(
         self,
         tool_tags: tuple[str, str] | None = (TOOL_OPEN, TOOL_CLOSE),
         thinks: bool = True,
-        adds_line_breaks: bool = True,
+        line_breaks: LineBreaks | None = QWEN3_BREAKS,
+        opened: bool = False,
     ) -> None:
         self._opening_tags = ((THINK_OPEN,) if thinks else ()) + (tool_tags[:1] if tool_tags else ())
         self._tool_close = tool_tags[1] if tool_tags else ""
-        self._adds_line_breaks = adds_line_breaks
-        self._kind = BlockKind.TEXT
+        self._separates_calls = line_breaks is not None
+        self._breaks = line_breaks or LineBreaks(0, 0, 0, 0)
+        self._kind = BlockKind.THINKING if opened else BlockKind.TEXT
+        self._at_start = self._in_opening = self.opening_unclosed = opened
         self._buffer = ""
         self._newlines_to_drop = 0
         self._after_tool_call = False
@@ -62,6 +80,15 @@ class BlockScanner:
         return self._scan(final=True)
 
     def _scan(self, final: bool) -> list[Piece]:
+        # The response may begin with <think> itself, where the prompt supplies none.
+        if self._at_start:
+            if self._buffer.startswith(THINK_OPEN):
+                self._buffer = self._buffer.removeprefix(THINK_OPEN)
+                self._newlines_to_drop = self._breaks.after_open
+                self._in_opening = self.opening_unclosed = False
+            elif THINK_OPEN.startswith(self._buffer) and not final:
+                return []
+            self._at_start = False
         pieces: list[Piece] = []
         while self._step(pieces, final):
             pass
@@ -71,7 +98,9 @@ class BlockScanner:
         """The tags that end what is being read."""
         if self._kind is BlockKind.TEXT:
             return self._opening_tags
-        return (THINK_CLOSE,) if self._kind is BlockKind.THINKING else (self._tool_close,)
+        if self._kind is BlockKind.TOOL_CALL:
+            return (self._tool_close,)
+        return (THINK_CLOSE, *self._opening_tags[1:]) if self._in_opening else (THINK_CLOSE,)
 
     def _step(self, pieces: list[Piece], final: bool) -> bool:
         """Consume up to and including the next tag. False when the buffer holds no further whole tag."""
@@ -81,7 +110,7 @@ class BlockScanner:
         if found:
             at, tag = min(found)
             before, self._buffer = self._buffer[:at], self._buffer[at + len(tag) :]
-            if self._adds_line_breaks and tag != THINK_OPEN and self._kind is not BlockKind.TOOL_CALL:
+            for _ in range(self._breaks_before(tag)):
                 before = before.removesuffix("\n")
             self._emit(pieces, before, final=True)
             self._enter(tag, pieces)
@@ -97,7 +126,9 @@ class BlockScanner:
 
     def _enter(self, tag: str, pieces: list[Piece]) -> None:
         """Go on behind `tag`."""
-        self._after_tool_call = self._adds_line_breaks and self._kind is BlockKind.TOOL_CALL
+        if self._in_opening:
+            self._in_opening, self.opening_unclosed = False, tag != THINK_CLOSE
+        self._after_tool_call = self._separates_calls and self._kind is BlockKind.TOOL_CALL
         self._newlines_to_drop = 0
         if tag == THINK_OPEN:
             self._kind = BlockKind.THINKING
@@ -106,8 +137,15 @@ class BlockScanner:
             self._kind = BlockKind.TOOL_CALL
         else:
             self._kind = BlockKind.TEXT
-        if self._adds_line_breaks:
-            self._newlines_to_drop = {THINK_OPEN: 1, THINK_CLOSE: 2}.get(tag, 0)
+        self._newlines_to_drop = {THINK_OPEN: self._breaks.after_open, THINK_CLOSE: self._breaks.after_close}.get(
+            tag, 0
+        )
+
+    def _breaks_before(self, tag: str) -> int:
+        """How many line breaks before `tag` belong to it."""
+        if tag == THINK_OPEN or self._kind is BlockKind.TOOL_CALL:
+            return 0
+        return self._breaks.before_close if tag == THINK_CLOSE else self._breaks.before_call
 
     def _emit(self, pieces: list[Piece], text: str, final: bool) -> None:
         # White space that only separates tool calls, or trails the last one, is format and not text.
@@ -128,7 +166,8 @@ class BlockScanner:
             self._newlines_to_drop -= 1
 
     def _unsettled_suffix(self, tags: tuple[str, ...]) -> int:
-        """Length of the end of the buffer that may turn out to be a tag, or the line break that belongs to one."""
+        """Length of the end of the buffer that may turn out to be a tag, or the line breaks that belong to one."""
         longest = max((n for tag in tags for n in range(len(tag)) if self._buffer.endswith(tag[:n])), default=0)
         before = self._buffer[: len(self._buffer) - longest]
-        return longest + (1 if self._adds_line_breaks and before.endswith("\n") else 0)
+        breaks = max((self._breaks_before(tag) for tag in tags), default=0)
+        return longest + min(breaks, len(before) - len(before.rstrip("\n")))

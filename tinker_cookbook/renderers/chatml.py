@@ -44,6 +44,7 @@ class ChatMLRenderer(EndTokenRenderer):
 
     format_name, roles, calls_tools = "Qwen", ("system", "user", "assistant", "tool"), True
     end, control_tokens = _END, (_START, _END)
+    names_speakers = True
     reserved_tokens = ("<|endoftext|>",)
     has_extension_property = True
 

@@ -16,22 +16,14 @@ import re
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.base import RenderContext
-from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockKind, BlockScanner, Piece
-from tinker_cookbook.renderers.content import (
-    assistant_message,
-    check_arguments,
-    ensure_list,
-    ensure_text,
-    parse_pieces,
-    text_of,
-)
-from tinker_cookbook.renderers.decoding import decode_tokens
-from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
+from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockScanner
+from tinker_cookbook.renderers.content import check_arguments, ensure_list, ensure_text, text_of, thinking_of
+from tinker_cookbook.renderers.formats import Row, Token
+from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
 from tinker_cookbook.renderers.types import (
     Content,
     ContentPart,
     Message,
-    ParseTermination,
     TextPart,
     ThinkingPart,
     ToolCall,
@@ -61,12 +53,13 @@ Where:
 - For multiple tool calls, chain them directly without separators or spaces"""
 
 
-class DeepSeekV3DisableThinkingRenderer(EndTokenRenderer):
+class DeepSeekV3DisableThinkingRenderer(OpenedThinkRenderer):
     """The hybrid model told not to think. Reasoning to write is an error; think tags that it writes are text."""
 
     format_name, roles, calls_tools = "DeepSeek", ("system", "user", "assistant", "tool"), True
     bos, end = Token("<｜begin▁of▁sentence｜>"), _EOS
     control_tokens = (_EOS, _USER, _ASSISTANT, _RESULT_BEGIN, _RESULT_END)
+    tool_tags, thinking_renderer = (CALLS_BEGIN, CALLS_END), "deepseekv3_thinking"
     tags = (THINK_OPEN, THINK_CLOSE, CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, CALL_SEP)
     disables_thinking = True
     has_extension_property = True
@@ -78,8 +71,9 @@ class DeepSeekV3DisableThinkingRenderer(EndTokenRenderer):
         role = message["role"]
         if role == "assistant":
             self._parts(message, ctx)
-            body = self._body(_parts_of(message["content"], ctx), ctx)
-            return self._header(ctx), [body, _calls_text(message), _EOS]
+            parts = _parts_of(message["content"])
+            self._check_reasoning(thinking_of(parts), ctx)
+            return self._header(ctx), [self._body(parts, ctx), _calls_text(message), _EOS]
         text = ensure_text(message["content"])
         if role == "user":
             return [_USER], [text]
@@ -103,11 +97,6 @@ class DeepSeekV3DisableThinkingRenderer(EndTokenRenderer):
         return False
 
     def _body(self, parts: list[ContentPart], ctx: RenderContext) -> str:
-        if any(part["type"] == "thinking" for part in parts):
-            raise RendererError(
-                f"message {ctx.idx} holds reasoning, but this renderer disables thinking: "
-                "remove its thinking part, or use the renderer deepseekv3_thinking"
-            )
         return text_of(parts)
 
     def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
@@ -121,23 +110,12 @@ class DeepSeekV3DisableThinkingRenderer(EndTokenRenderer):
 
     # Reading --------------------------------------------------------------------------------------------------------
 
-    def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
-        """A response ends in <｜end▁of▁sentence｜> iff the model ended it; any other is MALFORMED.
+    def _new_scanner(self) -> BlockScanner:
+        thinks = not self.disables_thinking
+        return BlockScanner(self.tool_tags, thinks=thinks, line_breaks=None, opened=thinks)
 
-        For a model that thinks, what comes before the first </think> is reasoning. A response without one is a plain
-        answer if it ended or called a tool (after a tool result the prompt opens no think block), and reasoning if it
-        was cut off, so that it never passes for an answer. A stream takes it for reasoning throughout.
-        """
-        tokens, termination = self._split_ending(self._normalize_response_tokens(response))
-        scanner = self._new_scanner()
-        pieces = scanner.finish(decode_tokens(self.tokenizer, tokens))
-        called = any(piece.kind in (BlockKind.TOOL_CALL, BlockKind.UNCLOSED_TOOL_CALL) for piece in pieces)
-        if scanner.opening_unclosed and (termination.is_clean or called) and pieces[:1]:
-            pieces[0] = pieces[0]._replace(kind=BlockKind.TEXT) if pieces[0].kind is BlockKind.THINKING else pieces[0]
-        return _message(pieces), termination
-
-    def _new_scanner(self) -> "DeepSeekScanner":
-        return DeepSeekScanner(thinks=not self.disables_thinking)
+    def _read_calls(self, body: str) -> list[ToolCall | UnparsedToolCall]:
+        return parse_calls(body)
 
 
 class DeepSeekV3ThinkingRenderer(DeepSeekV3DisableThinkingRenderer):
@@ -166,7 +144,7 @@ class DeepSeekV3ThinkingRenderer(DeepSeekV3DisableThinkingRenderer):
         return written.removeprefix(THINK_OPEN) if written.startswith(THINK_OPEN) else THINK_CLOSE + written
 
 
-def _parts_of(content: Content, ctx: RenderContext) -> list[ContentPart]:
+def _parts_of(content: Content) -> list[ContentPart]:
     """Parts without empty reasoning. A string is split at its first </think>, as the chat template splits it; text
     parts are taken as they are."""
     if isinstance(content, str) and THINK_CLOSE in content:
@@ -175,13 +153,7 @@ def _parts_of(content: Content, ctx: RenderContext) -> list[ContentPart]:
             ThinkingPart(type="thinking", thinking=reasoning.removeprefix(THINK_OPEN)),
             TextPart(type="text", text=text),
         ]
-    parts = [part for part in ensure_list(content) if part["type"] != "thinking" or part["thinking"]]
-    for part in parts:
-        if part["type"] == "thinking" and THINK_CLOSE in part["thinking"]:
-            raise RendererError(
-                f"message {ctx.idx}: its reasoning holds {THINK_CLOSE!r}, which would end it; remove it"
-            )
-    return parts
+    return [part for part in ensure_list(content) if part["type"] != "thinking" or part["thinking"]]
 
 
 def _calls_text(message: Message) -> str:
@@ -194,54 +166,6 @@ def _calls_text(message: Message) -> str:
     calls += [raw for raw in unparsed if not raw.startswith(CALLS_BEGIN)]
     section = CALLS_BEGIN + "".join(calls) + CALLS_END if calls else ""
     return section + "".join(raw for raw in unparsed if raw.startswith(CALLS_BEGIN))
-
-
-class DeepSeekScanner(BlockScanner):
-    """The blocks of a response. A TOOL_CALL piece is a whole section of calls.
-
-    thinks: whether the prompt may have opened a think block. If so, what comes before the first </think> or section of
-        calls is taken for reasoning; `opening_unclosed` then tells whether a </think> has confirmed it. If not, think
-        tags are text.
-    """
-
-    def __init__(self, thinks: bool) -> None:
-        super().__init__((CALLS_BEGIN, CALLS_END), thinks, adds_line_breaks=False)
-        self._kind = BlockKind.THINKING if thinks else BlockKind.TEXT
-        self._at_start = self._in_opening = self.opening_unclosed = thinks
-
-    def _scan(self, final: bool) -> list[Piece]:
-        # The response may begin with <think> itself, where the prompt supplies none.
-        if self._at_start:
-            if self._buffer.startswith(THINK_OPEN):
-                self._buffer = self._buffer.removeprefix(THINK_OPEN)
-                self._in_opening = self.opening_unclosed = False
-            elif THINK_OPEN.startswith(self._buffer) and not final:
-                return []
-            self._at_start = False
-        return super()._scan(final)
-
-    def _tags(self) -> tuple[str, ...]:
-        return (*super()._tags(), CALLS_BEGIN) if self._in_opening else super()._tags()
-
-    def _enter(self, tag: str, pieces: list[Piece]) -> None:
-        if self._in_opening and tag == THINK_CLOSE:
-            self.opening_unclosed = False
-        self._in_opening = False
-        super()._enter(tag, pieces)
-
-
-def _message(pieces: list[Piece]) -> Message:
-    # A block with nothing in it is no block.
-    following = [*(piece.kind for piece in pieces), None][1:]
-    pieces = [
-        piece
-        for piece, after in zip(pieces, following, strict=True)
-        if piece.kind is not BlockKind.THINK_START or after is BlockKind.THINKING
-    ]
-    parts, calls = parse_pieces(pieces, (CALLS_BEGIN, CALLS_END), parse_calls)
-    # A string with </think> in it would be read as reasoning when it is written again.
-    plain = all(part["type"] == "text" and THINK_CLOSE not in part["text"] for part in parts)
-    return assistant_message(text_of(parts) if plain else parts, calls)
 
 
 def parse_calls(section: str) -> list[ToolCall | UnparsedToolCall]:

@@ -4,8 +4,11 @@ A family names its tokens and says how one message is written (`_write`). One wh
 how they are read (`_read_message`, `_new_scanner`).
 """
 
+import logging
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from typing import ClassVar
 
@@ -22,9 +25,12 @@ from tinker_cookbook.renderers.types import (
     StreamingMessageHeader,
     StreamingTextDelta,
     StreamingThinkingDelta,
+    TextPart,
     ToolSpec,
 )
 from tinker_cookbook.tokenizer_utils import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Token(str):
@@ -39,7 +45,9 @@ class FormatRenderer(Renderer):
     """Declared by class attributes. Raises RendererError when the tokenizer has no single id for a token of the format.
 
     format_name: what errors call the format.
-    roles: those that it can write; one that calls tools has `calls_tools`.
+    roles: those that it was made for; one that calls tools has `calls_tools`. A developer's message is written as the
+        system's; one of any other role under its own name where headers name speakers (`names_speakers`), else as the user's,
+        behind `<role>: `. A warning tells of it.
     control_tokens: as in Renderer. `bos` is not among them; it opens every conversation.
     tags: tokens that are written within messages, as part of the text.
     """
@@ -47,6 +55,7 @@ class FormatRenderer(Renderer):
     format_name: ClassVar[str]
     roles: ClassVar[tuple[str, ...]]
     calls_tools: ClassVar[bool] = False
+    names_speakers: ClassVar[bool] = False
     bos: ClassVar[Token | None] = None
     tags: ClassVar[tuple[str, ...]] = ()
 
@@ -59,14 +68,36 @@ class FormatRenderer(Renderer):
     def _bos_tokens(self) -> list[int]:
         return [self.ids[self.bos]] if self.bos else []
 
+    def _arranged(self, messages: list[Message]) -> list[Message]:
+        return [self._understood(message, i) for i, message in enumerate(messages)]
+
+    def _understood(self, message: Message, at: int) -> Message:
+        """The message in a role that the format has, with thinking as text where it is not the assistant's."""
+        role, content = message["role"], message["content"]
+        if role == "assistant":
+            return message
+        understood = message.copy()
+        if isinstance(content, list):
+            understood["content"] = [
+                TextPart(type="text", text=f"<think>\n{part['thinking']}\n</think>\n\n")
+                if part["type"] == "thinking"
+                else part
+                for part in content
+            ]
+        if role == "developer" and role not in self.roles:
+            understood["role"] = "system"
+        elif role not in self.roles:
+            if not re.fullmatch(r"\w[\w.\-]*", role):
+                raise RendererError(f"message {at}: role {role!r} must be a name of letters, digits, '_', '-' or '.'")
+            _say_other_role(role, self.roles, self.format_name)
+            if not self.names_speakers:
+                understood["role"] = "user"
+                understood["content"] = [TextPart(type="text", text=f"{role}: "), *ensure_list(understood["content"])]
+        return understood
+
     def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
+        message = self._understood(message, ctx.idx)
         role = message["role"]
-        if role not in self.roles:
-            advice = "; use a model and renderer that have tools, such as qwen3" if role == "tool" else ""
-            raise RendererError(
-                f"message {ctx.idx}: the {self.format_name} format has no role {role!r}; "
-                f"it has {', '.join(self.roles)}{advice}"
-            )
         if message.get("tool_calls") or message.get("unparsed_tool_calls"):
             if not self.calls_tools:
                 raise RendererError(
@@ -110,6 +141,17 @@ class FormatRenderer(Renderer):
         raise NotImplementedError
 
 
+@cache
+def _say_other_role(role: str, known: tuple[str, ...], format_name: str) -> None:
+    """Said once: it may be a typing error."""
+    logger.warning(
+        "the %s format was made for the roles %s; messages of role %r are written with that name",
+        format_name,
+        known,
+        role,
+    )
+
+
 class EndTokenRenderer(FormatRenderer):
     """Messages end in the token `end`, which is also the stop sequence."""
 
@@ -149,7 +191,7 @@ class EndTokenRenderer(FormatRenderer):
 
     def _new_scanner(self) -> BlockScanner:
         """What takes a response apart; by default it is text and nothing else."""
-        return BlockScanner(tool_tags=None, thinks=False, adds_line_breaks=False)
+        return BlockScanner(tool_tags=None, thinks=False, line_breaks=None)
 
     def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:
         """Text and thinking as they settle; tool calls and the parsed Message come at the end."""

@@ -23,6 +23,7 @@ class Llama3Renderer(EndTokenRenderer):
     """Llama 3 Instruct: a header per role, text only."""
 
     format_name, roles = "Llama 3", ("system", "user", "assistant")
+    names_speakers = True
     bos, end = Token("<|begin_of_text|>"), Token("<|eot_id|>")
     control_tokens = (_HEADER_START, _HEADER_END, end)
     reserved_tokens = ("<|end_of_text|>", "<|eom_id|>")

@@ -53,6 +53,7 @@ class MistralRenderer(EndTokenRenderer):
 
     def _arranged(self, messages: list[Message]) -> list[Message]:
         """The messages in the order in which they are written."""
+        messages = super()._arranged(messages)
         declarations = [message for message in messages if message["role"] == "tool_declare"]
         if not declarations:
             return messages

@@ -48,14 +48,7 @@ class Qwen3Renderer(ChatMLRenderer):
         return self._think_block(reasoning, ctx), text.lstrip("\n")
 
     def _last_user_index(self, messages: list[Message]) -> int:
-        """A user message that only wraps a tool result does not count, as in the chat template."""
-
-        def is_query(message: Message) -> bool:
-            text = text_of(message["content"])
-            return not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
-
-        queries = (i for i, message in enumerate(messages) if message["role"] == "user" and is_query(message))
-        return max(queries, default=-1)
+        return last_query_index(messages)
 
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
         """A response ends in <|im_end|> iff the model ended it; one without is MALFORMED (cut off)."""
@@ -88,6 +81,19 @@ class Qwen3InstructRenderer(Qwen3Renderer):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, strip_thinking_from_history=False)
+
+
+def last_query_index(messages: list[Message], trims: bool = False) -> int:
+    """Index of the last question, -1 for none. A user message that only wraps a tool result does not count, as in the
+    chat templates, one of which `trims` texts first."""
+
+    def is_query(message: Message) -> bool:
+        text = text_of(message["content"])
+        text = text.strip() if trims else text
+        return not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
+
+    queries = (i for i, message in enumerate(messages) if message["role"] == "user" and is_query(message))
+    return max(queries, default=-1)
 
 
 def _without_empty_thinking(content: Content) -> Content:

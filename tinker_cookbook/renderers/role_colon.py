@@ -24,7 +24,7 @@ _STOP = "\n\nUser:"
 class RoleColonRenderer(FormatRenderer):
     """Base models: no special tokens but the beginning, a turn ends where the user's next one begins."""
 
-    format_name, roles = "role_colon", ("system", "user", "assistant")
+    format_name, roles, names_speakers = "role_colon", ("system", "user", "assistant"), True
     has_extension_property = True
 
     @property

@@ -10,7 +10,7 @@ from typing import Literal, NotRequired, TypeAlias, TypedDict
 from pydantic import BaseModel, ConfigDict
 
 Role: TypeAlias = str
-"""One of system, user, assistant, tool; a renderer raises RendererError for a role that it cannot write."""
+"""system, user, assistant or tool; docs/renderers.md says how others are written."""
 
 
 class TextPart(TypedDict):

@@ -16,6 +16,10 @@ from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import torch
 
 Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role", "constant"]
+SURVIVORS_HINT = (
+    " Rejection leaves members of equal reward (accept_min_reward with rewards of 0 and 1, say): advantage.baseline=constant "
+    "trains each of them alike."
+)
 Scale: TypeAlias = Literal["sum", "sequence", "token"]
 Credit: TypeAlias = Literal["episode", "turn"]
 
@@ -179,18 +183,19 @@ def check_advantages(trajectory_groups_P: Sequence[TrajectoryGroup], advantages_
     """Raise ZeroAdvantageError, with the rewards that led to it, when no advantage of the batch differs from zero."""
     if any(bool((advantages_G != 0).any()) for advantages_G in advantages_P):
         return
-    rows = []
+    rows, same_survivors = [], False
     for i, group in enumerate(trajectory_groups_P):
         rewards = " ".join(
             f"{reward:.3g}{'' if trained else '(rejected)'}"
             for reward, trained in zip(group.get_total_rewards(), group.is_trained(), strict=True)
         )
         survivors = len(group.trained_rewards())
+        same_survivors |= 0 < survivors < len(group.trajectories_G)
         remark = "" if survivors > 1 else f"   <- {survivors or 'no'} survivor{'' if survivors == 1 else 's'}"
         rows.append(f"  group {i:3d}: {rewards}{remark}")
     raise ZeroAdvantageError(
         "every advantage of this batch is zero, so this step would train nothing: within each group the members that train "
         "all have the same reward, or fewer than two are left. Rewards:\n" + "\n".join(rows) + "\n"
-        "Use larger groups, a task or reward that varies, a higher temperature, a judge or filter that rejects less, or "
-        "on_zero_advantages=skip to skip such steps and count them."
+        "Use larger groups, a task or reward that varies, a higher temperature, or a judge or filter that rejects less."
+        + (SURVIVORS_HINT if same_survivors else "")
     )

@@ -19,7 +19,7 @@ from tinker_cookbook.runs.reference import KLReferenceConfig
 
 logger = logging.getLogger(__name__)
 
-ZeroAdvantages = Literal["raise", "skip"]
+ZeroAdvantages = Literal["stop", "skip", "raise"]
 
 
 @chz.chz(typecheck=True)
@@ -88,7 +88,12 @@ class RLOptions(UpdateOptions):
     )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
     on_zero_advantages: ZeroAdvantages = chz.field(
-        default="raise", doc="what to do with a batch in which no advantage differs from zero"
+        default="stop",
+        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
+        "skip: never; raise: the first ends the run",
+    )
+    max_zero_advantage_steps: int = chz.field(
+        default=3, doc="on_zero_advantages=stop: so many in a row end the run", validator=chz.validators.gt(0)
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="groups whose rewards are all equal neither train nor count in a mean over tokens"

@@ -21,7 +21,12 @@ from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
-from tinker_cookbook.rl.metrics import compute_kl_sample_train, compute_post_kl, compute_sampling_client_metrics
+from tinker_cookbook.rl.metrics import (
+    compute_advantage_metrics,
+    compute_kl_sample_train,
+    compute_post_kl,
+    compute_sampling_client_metrics,
+)
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
 from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import group_records, training_step_record
@@ -30,13 +35,14 @@ from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finish
 from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
+from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
-_ROLES_KEY, _ERRORS_KEY = "role_baselines", "rollout_errors"
+_ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "zero_advantage_steps"
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class StepOutcome:
 
     step: int
     metrics: LoopMetrics
+    sampled_tokens: int
+    trained_tokens: int
     error: TrainingError | None = None
     """why the step trained nothing, if so"""
 
@@ -80,6 +88,8 @@ class Loop:
         self.errors = RolloutErrorCounter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.steps_done = self.start
+        self.untrained = 0
+        """steps in a row that trained nothing"""
         self.is_between_steps = True
         """nothing is submitted that an optimizer step has not taken in: the weights are those of `steps_done` steps"""
         if session.record is not None:
@@ -87,6 +97,8 @@ class Loop:
             errors = session.record.get(_ERRORS_KEY, {})
             self.errors.counts.update(errors.get("counts", {}))
             self.errors.groups_skipped = errors.get("groups_skipped", 0)
+            self.untrained = session.record.get(_UNTRAINED_KEY, 0)
+        self._said_why = False
         self._keep_state()
 
     async def evaluate(self, step: int) -> LoopMetrics:
@@ -155,12 +167,14 @@ class Loop:
         metrics = self._account(sampled, batch) | self._write_sampled(step, sampled, batch)
         if batch.data_D:
             metrics |= await self._update(step, batch, update)
-            if self.config.write_records:
-                record = training_step_record(
-                    step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.config.learning_rate
-                )
-                self.session.run.write_record(f"training_step_{step + 1:04d}", record)
-        return StepOutcome(step, metrics, _why_untrained(step, batch))
+        if self.config.write_records:
+            record = training_step_record(
+                step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.config.learning_rate
+            )
+            self.session.run.write_record(f"training_step_{step + 1:04d}", record)
+        sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
+        error = None if batch.data_D else _why_untrained(step, batch)
+        return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(batch.data_D), error)
 
     def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
         """What became of each group, in numbers."""
@@ -181,8 +195,10 @@ class Loop:
             "groups/failed": len(sampled) - len(batch.groups),
             "train/num_datums": len(batch.data_D),
             "train/skipped_steps": int(not batch.data_D),
+            "advantages/nonzero_count": 0,
         }
         if batch.data_D:
+            metrics |= compute_advantage_metrics(batch.data_D)
             members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
             metrics["train/branches_per_rollout"] = len(batch.data_D) / len(members)
         return metrics
@@ -252,25 +268,47 @@ class Loop:
         """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint.
 
         Raises:
-            ZeroAdvantageError, TrainingError: the step trained nothing, and the config does not allow that.
+            ZeroAdvantageError, TrainingError: the step trained nothing, and ends the run as `on_zero_advantages` says.
         """
-        step = outcome.step
-        if outcome.error is not None:
-            if self.config.on_zero_advantages == "raise":
-                raise outcome.error
-            logger.warning("step %d: nothing to train on (no sampled token with an advantage); skipped", step)
-        self.session.run.logger.log_metrics(outcome.metrics, step=step)
+        step, session = outcome.step, self.session
+        progress = session.progress.row(outcome.sampled_tokens, outcome.trained_tokens)
+        session.run.logger.log_metrics(outcome.metrics | progress, step=step)
         self.steps_done, self.is_between_steps = step + 1, True
         self.sampling_client_step = step + 1
+        self.untrained = self.untrained + 1 if outcome.error is not None else 0
+        ends = outcome.error is not None and self._is_too_much()
+        if ends:
+            self.untrained = 0  # the run that goes on has as many tries again
         self._keep_state()
+        if outcome.error is not None:
+            self._say_untrained(outcome.error, step, ends)
         if step + 1 < self.end:
-            await self.session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
+            await session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
+
+    def _is_too_much(self) -> bool:
+        most = {"skip": None, "raise": 1, "stop": self.config.max_zero_advantage_steps}[self.config.on_zero_advantages]
+        return most is not None and self.untrained >= most
+
+    def _say_untrained(self, error: TrainingError, step: int, ends: bool) -> None:
+        if ends:
+            steps = (
+                "step" if self.config.on_zero_advantages == "raise" else f"{self.config.max_zero_advantage_steps} steps"
+            )
+            error.add_note(
+                f"The last {steps} trained nothing, so the run ends after step {step} (on_zero_advantages="
+                f"{self.config.on_zero_advantages}; skip goes on however many there are). {self.session.run.log_path} keeps "
+                "what is done, and behavior_if_log_dir_exists=resume goes on with the next batch."
+            )
+            raise error
+        logger.warning("step %d: nothing to train on; skipped. %s", step, "" if self._said_why else error)
+        self._said_why = True
 
     def _keep_state(self) -> None:
         """What a checkpoint of the steps that are done says besides their number."""
         state = self.session.checkpoints.loop_state
         if self.role_baselines.means:
             state[_ROLES_KEY] = dict(self.role_baselines.means)
+        state[_UNTRAINED_KEY] = self.untrained
         if self.errors.counts or self.errors.groups_skipped:
             state[_ERRORS_KEY] = {"counts": dict(self.errors.counts), "groups_skipped": self.errors.groups_skipped}
 
@@ -283,18 +321,22 @@ class Loop:
         """Evaluate and save the final weights, unless that has been done."""
         if self.session.is_complete(self.start, self.end):
             return
+        if self.session.progress.trained_tokens == 0:
+            raise TrainingError(
+                f"the run has come to its end and trained nothing: none of its {self.end} batches had a token with an "
+                f"advantage; logs.log in {self.session.run.log_path} has the rewards of the first"
+            )
         if due := self.rounds.at_end():
             final = await self._run_evaluators(due, self.end)
             self.session.run.logger.log_metrics(
-                {"progress/batch": self.end, "progress/done_frac": 1.0, **final}, step=self.end
+                {"progress/batch": self.end, "progress/done_frac": 1.0, **self.session.progress.row(), **final},
+                step=self.end,
             )
         await self.session.checkpoints.save_final({"batch": self.end})
 
 
-def _why_untrained(step: int, batch: Minibatch) -> TrainingError | None:
-    """The error of a batch without a datum; None where there is one."""
-    if batch.data_D:
-        return None
+def _why_untrained(step: int, batch: Minibatch) -> TrainingError:
+    """Why a batch has no datum."""
     if not batch.groups:
         return TrainingError(
             f"step {step}: every group failed, so there is nothing to train on; the log has each group's error"
@@ -305,5 +347,5 @@ def _why_untrained(step: int, batch: Minibatch) -> TrainingError | None:
         return error
     return TrainingError(
         f"step {step}: rewards differ, but no member with an advantage has a sampled token: every prompt of this "
-        "batch was too long. Shorten the prompts, or set on_zero_advantages=skip"
+        "batch was too long; shorten the prompts"
     )

@@ -17,7 +17,7 @@ from tinker_cookbook.renderers import Message, ParseFailure, Renderer, classify_
 from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 from tinker_cookbook.renderers.replies import strip_stop
-from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolExecution
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolErrors, ToolExecution
 from tinker_cookbook.rl.rollout_runner import seam
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
@@ -53,6 +53,9 @@ class MessageEnv(ABC):
     An env keeps its conversation itself. As long as it only appends to it, the reply as it was given included, prompts
     extend each other token for token; an env that rewrites earlier messages has its prompts rendered anew.
     """
+
+    takes_unparsed_calls: bool = False
+    """whether `step` takes replies with tool calls that cannot be parsed (`unparsed_tool_calls`), and says so to the model"""
 
     @abstractmethod
     async def initial_observation(self) -> list[Message]:
@@ -95,7 +98,8 @@ class EnvFromMessageEnv(Env):
     Each transition reports `parse_error`, `max_tokens_reached` and `context_overflow`, 0 or 1.
 
     Args:
-        failed_parse_reward: reward of a reply that cannot be parsed. Unused with a `parse_error_policy`.
+        failed_parse_reward: reward of a reply that cannot be parsed. Unused with a `parse_error_policy`, and for tool calls
+            of an env that `takes_unparsed_calls`.
         terminate_on_parse_error: such a reply ends the episode. If False it goes to the env as far as it could be read,
             and `failed_parse_reward` is added to what the env gives. Unused with a `parse_error_policy`.
         max_trajectory_tokens: longest prompt plus `max_generation_tokens`. A first prompt beyond it is an
@@ -144,11 +148,14 @@ class EnvFromMessageEnv(Env):
         self.parse_error_policy = policy
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        """For `run_rollout`, as set_tool_execution: told to the message env. Raises ConfigurationError if it has no tools."""
+        """For `run_rollout`, as the next two: told to the message env. Raises ConfigurationError if it has no tools."""
         seam(self.message_env, "set_max_tool_calls", f"max_tool_calls={max_tool_calls}")(max_tool_calls)
 
     def set_tool_execution(self, tool_execution: ToolExecution) -> None:
         seam(self.message_env, "set_tool_execution", f"tool_execution={tool_execution}")(tool_execution)
+
+    def set_tool_errors(self, tool_errors: ToolErrors) -> None:
+        seam(self.message_env, "set_tool_errors", f"tool_errors={tool_errors}")(tool_errors)
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         self._show(await self.message_env.initial_observation())
@@ -176,6 +183,8 @@ class EnvFromMessageEnv(Env):
             return await self._step_env(message, 0.0, self._flags())
         if self.parse_error_policy is not None:
             return await self._answer_error(message, failure, self.parse_error_policy)
+        if failure is ParseFailure.CONTENT and self.message_env.takes_unparsed_calls:
+            return await self._step_env(message, 0.0, self._flags("parse_error"))
         if self.terminate_on_parse_error:
             return self._end(self.failed_parse_reward, StopReason.PARSE_ERROR, self._flags("parse_error"))
         return await self._step_env(message, self.failed_parse_reward, self._flags("parse_error"))

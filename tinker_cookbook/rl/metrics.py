@@ -59,6 +59,20 @@ def compute_kl_sample_train(
     }
 
 
+def compute_advantage_metrics(data_D: Sequence[tinker.Datum]) -> dict[str, float]:
+    """`advantages/nonzero_{count,min,max,mean}`, over the tokens of a batch whose advantage is not zero, as the loss gets it."""
+    values = np.concatenate([datum.loss_fn_inputs["advantages"].to_numpy() for datum in data_D])
+    values = values[values != 0].astype(np.float64)
+    if not len(values):
+        return {"advantages/nonzero_count": 0}
+    return {
+        "advantages/nonzero_count": len(values),
+        "advantages/nonzero_min": float(values.min()),
+        "advantages/nonzero_max": float(values.max()),
+        "advantages/nonzero_mean": float(values.mean()),
+    }
+
+
 async def compute_post_kl(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> dict[str, float]:
     """How far an update moved the policy on its own data: KL(before || after) on action tokens, by the v1 and v2 estimators.
 

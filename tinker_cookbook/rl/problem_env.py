@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tinker_cookbook.completers import StopCondition
-from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.renderers import Message, ParseTermination, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import (
@@ -25,6 +25,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.misc_utils import resolved
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,14 @@ class Reply:
     """What the policy said, as the renderer reads it."""
 
     message: Message
-    is_clean: bool
-    """it has its end, as the renderer's format wants it"""
+    termination: ParseTermination
     stopped: bool
     """sampling ended at a stop, and not at a limit of tokens"""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it has its end, by the renderer's stop sequence or by the end-of-text token."""
+        return self.termination.is_clean
 
     @property
     def text(self) -> str:
@@ -64,8 +69,8 @@ class OneTurnEnv(Env):
         """The conversation to reply to."""
 
     @abstractmethod
-    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        """Reward and metrics."""
+    def score_reply(self, reply: Reply) -> tuple[float, Metrics] | Awaitable[tuple[float, Metrics]]:
+        """Reward and metrics. May be `async def`."""
 
     def get_reference_answer(self) -> str | None:
         """What records and transcripts show beside the reply."""
@@ -83,8 +88,8 @@ class OneTurnEnv(Env):
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         message, termination = self.renderer.parse_response(action)
-        self.reply = Reply(message, termination.is_clean, (extra or {}).get("stop_reason") == "stop")
-        reward, metrics = self.score_reply(self.reply)
+        self.reply = Reply(message, termination, (extra or {}).get("stop_reason") == "stop")
+        reward, metrics = await resolved(self.score_reply(self.reply))
         reference = self.get_reference_answer()
         logs: Logs = {} if reference is None else {"reference": reference}
         return StepResult(reward, True, tinker.ModelInput.empty(), self.stop_condition, metrics, logs)
@@ -144,9 +149,12 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
 class ProblemEnv(OneTurnEnv):
     """One question, one answer: reward = format_coef * (format - 1) + correct, each of the two 0 or 1.
 
+    A reply that was cut off has no format, whatever it says.
+
     Args:
         convo_prefix: messages before the question (system prompt, examples).
-        require_stop_sequence_for_format: an answer that was cut off counts as badly formatted.
+        require_stop_sequence_for_format: only the renderer's stop sequence ends a well-formed answer; if False, the
+            end-of-text token does too.
     """
 
     def __init__(
@@ -176,7 +184,7 @@ class ProblemEnv(OneTurnEnv):
         return [*self.convo_prefix, {"role": "user", "content": self.get_question()}]
 
     def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        ended = reply.is_clean or not self.require_stop_sequence_for_format
+        ended = reply.termination.is_stop_sequence if self.require_stop_sequence_for_format else reply.is_clean
         well_formed = ended and self.check_format(reply.text)
         correct = self.check_answer(reply.text)
         reward = self.format_coef * (float(well_formed) - 1) + float(correct)

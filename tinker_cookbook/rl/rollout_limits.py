@@ -13,6 +13,10 @@ from tinker_cookbook.rl.types import StopReason
 ToolExecution: TypeAlias = Literal["parallel", "sequential"]
 """How the tool calls of one reply run."""
 
+ToolErrors: TypeAlias = Literal["answer", "end", "raise"]
+"""What follows a tool call that cannot be parsed, or an exception inside a tool: a tool message that says so, the end of the
+episode, or the end of the run."""
+
 
 def _positive_or_none(owner: Any, attribute: str) -> None:
     value = getattr(owner, attribute)

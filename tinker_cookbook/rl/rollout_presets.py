@@ -9,6 +9,7 @@ from tinker_cookbook.rl.rollout_limits import (
     ParseErrorPolicy,
     RolloutLimits,
     TerminationRewardPolicy,
+    ToolErrors,
     ToolExecution,
     not_negative,
 )
@@ -30,6 +31,11 @@ class RolloutConfig:
     tool_execution: ToolExecution = chz.field(
         default="parallel",
         doc="sequential: the tool calls of one reply run one after the other; parallel: at once, unless the env says otherwise",
+    )
+    tool_errors: ToolErrors | None = chz.field(
+        default=None,
+        doc="a tool call that cannot be parsed, or an exception inside a tool: answer tells the model, end ends the episode, "
+        "raise the run; None: what the env says (answer)",
     )
     hooks: Callable[[], RolloutHooks] | None = chz.field(
         default=None, doc="makes the callbacks of a rollout, anew for each: a subclass of RolloutHooks; None: none"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
-from tinker_cookbook.exceptions import ConfigurationError, RolloutTimeoutError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, RolloutTimeoutError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import (
@@ -105,6 +105,10 @@ def stop_reason_from_metrics(metrics: Metrics) -> str | None:
     return next(reasons, None)
 
 
+def _without_stop(metrics: Metrics) -> Metrics:
+    return {key: value for key, value in metrics.items() if not key.startswith(STOP_METRIC_PREFIX)}
+
+
 @asynccontextmanager
 async def time_limit(seconds: float | None, late: Callable[[], Exception]) -> AsyncIterator[None]:
     """Raise `late()` when the body takes longer; None: it may take any time. A TimeoutError of the body's own is passed on."""
@@ -162,6 +166,8 @@ async def run_rollout(
         seam(env, "set_parse_error_policy", "parse_errors")(parse_errors)
     if config is not None and config.tool_execution == "sequential":
         seam(env, "set_tool_execution", "tool_execution=sequential")("sequential")
+    if config is not None and config.tool_errors is not None:
+        seam(env, "set_tool_errors", f"tool_errors={config.tool_errors}")(config.tool_errors)
     return await _Rollout(policy, env, limits, hooks or RolloutHooks()).run()
 
 
@@ -215,8 +221,8 @@ class _Rollout:
         """Turns until `reason` is set."""
         first = await self.env.initial_observation()
         if isinstance(first, InitialObservationOverflow):
-            self._record_nothing(first.reward, first.metrics, first.logs)
-            self.reason = StopReason.CONTEXT_OVERFLOW.value
+            self._record_nothing(first.reward, _without_stop(first.metrics), first.logs)
+            self.reason = stop_reason_from_metrics(first.metrics) or StopReason.CONTEXT_OVERFLOW.value
             return
         self.observation, self.stop = first
         while not self.reason:
@@ -267,18 +273,29 @@ class _Rollout:
         extra: ActionExtra = {"stop_reason": action.stop_reason}
         result = await self.env.step(action.tokens, extra=extra)
         told = stop_reason_from_metrics(result.metrics)
-        metrics = {key: value for key, value in result.metrics.items() if not key.startswith(STOP_METRIC_PREFIX)}
+        metrics = _without_stop(result.metrics)
         transition = Transition(
             self.observation, action, result.reward, result.episode_done, metrics, result.logs, self.notes.take()
         )
         self.transitions.append(transition)
         self.sampled_tokens += len(action.tokens)
-        self.observation, self.stop = result.next_observation, result.next_stop_condition
+        following = result.next_observation
+        if following is not None:
+            self.observation = following
+        if result.next_stop_condition is not None:
+            self.stop = result.next_stop_condition
         if result.episode_done:
+            if following is None:
+                self.observation = tinker.ModelInput.empty()
             if await self._ends(told or StopReason.COMPLETED.value):
                 await self.hooks.on_grade(self._state())
                 return
             transition.episode_done = False
+        if following is None:
+            raise DataValidationError(
+                f"{type(self.env).__name__}.step: next_observation is None, but the rollout goes on after turn "
+                f"{len(self.transitions) - 1}; give the next prompt, or set episode_done=True"
+            )
         self.truncations += action.stop_reason == "length"
 
     async def _ends(self, reason: str) -> bool:

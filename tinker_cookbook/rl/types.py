@@ -53,6 +53,7 @@ class StopReason(StrEnum):
     MAX_TOOL_CALLS = "max_tool_calls"
     CONTEXT_OVERFLOW = "context_overflow"
     PARSE_ERROR = "parse_error"
+    TOOL_ERROR = "tool_error"
     ROLLOUT_TIMEOUT = "rollout_timeout"
 
 
@@ -64,12 +65,12 @@ class ActionExtra(TypedDict, total=False):
 
 @dataclass
 class StepResult:
-    """What one action led to. `next_observation` is ignored when the episode is done."""
+    """What one action led to. When the episode is done, None will do for the two that come next."""
 
     reward: float
     episode_done: bool
-    next_observation: Observation
-    next_stop_condition: StopCondition
+    next_observation: Observation | None
+    next_stop_condition: StopCondition | None
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
 

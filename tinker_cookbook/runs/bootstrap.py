@@ -5,6 +5,7 @@ is decided before, by `cli_utils.check_log_dir`; where training continues is dec
 """
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -79,8 +80,12 @@ def open_run(
     config: Any,
     recipe_name: str,
     trackers: ml_log.TrackerConfig | None = None,
+    engine: Mapping[str, Any] | None = None,
 ) -> Run:
     """Make or reopen the folder of a run and return it with its loggers. Use it in a `with` statement.
+
+    Args:
+        engine: what runs the models, for the metadata.
 
     Raises:
         ConfigurationError: `log_path` cannot be written to, or another run is writing to it; or a logger is asked for
@@ -92,7 +97,8 @@ def open_run(
     with ExitStack() as opening:
         opening.enter_context(one_writer(log_path, "log_path"))
         resumed = (log_path / METADATA_BASE_NAME).exists()
-        entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name)
+        extra = {} if engine is None else {"engine": dict(engine)}
+        entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name, extra=extra)
         tracked = ml_log.tracker_settings(trackers) if trackers is not None else {}
         loggers = ml_log.setup_logging(log_path, config=config, **tracked)
         opening.callback(loggers.close)

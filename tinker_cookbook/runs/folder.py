@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -69,7 +69,7 @@ def open_folder(path: str | Path, field: str) -> Path:
 
 
 @contextmanager
-def one_writer(folder: Path, field: str) -> Iterator[None]:
+def one_writer(folder: Path, field: str) -> Generator[None]:
     """Hold the folder's lock. Raises ConfigurationError, which says who holds it, when another process (or run) does."""
     with _open(folder, field) as file:
         has_flock = _lock(file, folder, field)

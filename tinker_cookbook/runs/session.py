@@ -6,9 +6,10 @@ The loop checks its own config and makes its data first, so that nothing is load
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient, TrainingClient
@@ -18,6 +19,7 @@ from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.runs.progress import Progress
 from tinker_cookbook.weights_config import WeightsConfig, find_origin
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,11 @@ class Session:
     record: CheckpointRecord | None
     """the checkpoint that training goes on from; None: from the first batch"""
     checkpoints: CheckpointManager
+
+    @cached_property
+    def progress(self) -> Progress:
+        """What the run has sampled and trained on so far. A loop asks for it when it begins, and its clock starts then."""
+        return Progress(self.checkpoints.loop_state, self.record)
 
     def start_step(self, steps_per_epoch: int | None = None) -> int:
         """The next step, counted over epochs."""
@@ -91,7 +98,7 @@ def _check_ttl(config: RunConfig) -> None:
 @asynccontextmanager
 async def open_session(
     config: RunConfig, others: Mapping[str, WeightsConfig | None] | None = None
-) -> AsyncIterator[Session]:
+) -> AsyncGenerator[Session]:
     """Open the run of a config; on leaving, outstanding saves are finished and the loggers closed.
 
     Args:
@@ -104,7 +111,12 @@ async def open_session(
         CheckpointError: none of the run's checkpoints can be loaded.
     """
     _check_ttl(config)
-    with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config) as run:
+    engine = backends.describe_engine(config.backend, config.base_url)
+    engine |= {"model": config.model_name, "renderer": config.renderer_name}
+    with open_run(
+        config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, engine=engine
+    ) as run:
+        logger.info("%s", ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None))
         service = backends.create_service_client(config.backend, config.base_url)
         for name, weights in (others or {}).items():
             if weights is not None:

@@ -59,7 +59,7 @@ class Batch:
 
     data: list[tinker.Datum]
     loss_fn: str | CustomLossFn
-    report: Callable[[tinker.ForwardBackwardOutput], Mapping[str, float | int]]
+    report: Callable[[tinker.ForwardBackwardOutput], Mapping[str, float | int | str]]
     """what the step's row says of the passes together"""
     num_substeps: int = 1
     """optimizer steps, each on a share of the data; fewer when there is less data"""
@@ -109,8 +109,8 @@ class StepLoop(ABC):
         self._last_row = time.perf_counter()
 
     @abstractmethod
-    async def read(self, step: int, metrics: Metrics) -> Batch:
-        """The batch of a step, checked. Times go into `metrics`."""
+    async def read(self, step: int, metrics: Metrics) -> Batch | None:
+        """The batch of a step, checked; None if every row of it is left out. Times go into `metrics`."""
 
     @abstractmethod
     def adam_params(self, step: int) -> tinker.AdamParams:
@@ -147,8 +147,14 @@ class StepLoop(ABC):
         if due := self._rounds.due(step):
             await self._finish(0)
             await self._evaluate(due, metrics)
-        self._submit(step, await self.read(step, metrics), metrics)
         following: Metrics = {}
+        if (batch := await self.read(step, metrics)) is not None:
+            self._submit(step, batch, metrics)
+        else:
+            await self._finish(0)
+            logger.warning("step %d: every row of its batch is left out; nothing is trained", step)
+            self._log(step, metrics)
+            self._done = step + 1
         # Asked once: what is due by the clock must not become due between waiting for the batches and saving.
         if step + 1 < self.end and checkpoints.should_save(step + 1):
             await self._finish(0)

@@ -94,6 +94,17 @@ def _cut(chunks: list[tinker.ModelInputChunk], max_length: int | None) -> list[t
     return merge_text_chunks(kept)
 
 
+def check_context(data: list[tinker.Datum], context: int | None) -> list[tinker.Datum]:
+    """The datums. Raises DataValidationError for one that a model of this context (None: any) cannot read."""
+    longest = max((datum.model_input.length for datum in data), default=0)
+    if context is not None and longest > context:
+        raise DataValidationError(
+            f"an example of {longest} tokens, but the model has a context of {context}; set the dataset's max_length to "
+            f"{context} or less"
+        )
+    return data
+
+
 def compute_mean_nll(logprobs: Values, weights: Values) -> float:
     """Mean negative log-likelihood in nats per weighted token, -sum(lp w) / sum(w), over a whole batch.
 

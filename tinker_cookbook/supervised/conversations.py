@@ -1,19 +1,25 @@
-"""Conversations as data: JSONL files and dataset rows, read into messages and checked line by line.
+"""Conversations as data: rows of files and datasets, read into messages and checked one by one.
 
-A line of a file is `{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}`.
+A row is `{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}`, or has the columns
+`prompt` and `completion` (text, or lists of messages), or `question` and `answer` (text). In a CSV file `messages` is JSON.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from tinker_cookbook.data.rows import read_file
+from tinker_cookbook.data.rows import BadRows, read_file
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.renderers import Content, Message, ToolCall
 
 MESSAGES = "messages"
-_EXPECTED = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+_EXPECTED = (
+    '{"messages": [{"role": "user", "content": "..."}, ...]}, {"prompt": "...", "completion": "..."} or '
+    '{"question": "...", "answer": "..."}'
+)
+_PAIRS = (("prompt", "completion"), ("question", "answer"))
 _MESSAGE_KEYS = {"role", "content", "tool_calls", "trainable", "tool_call_id", "name"}
 _PART_TEXT_KEYS = {"text": "text", "thinking": "thinking"}
 
@@ -25,13 +31,35 @@ class ConversationRow(NamedTuple):
     messages: list[Message]
 
 
-def read_conversations(file_path: str) -> list[ConversationRow]:
-    """Every conversation of a JSONL file, checked. Blank lines and keys beside `messages` do not matter.
+def read_conversations(file_path: str, bad: BadRows | None = None) -> list[ConversationRow]:
+    """Every conversation of a file (see `data.rows.read_file`), checked. Blank lines and other columns do not matter.
 
     Raises ConfigurationError when there is no such file, DataFormatError `path:line: what is wrong; expected form`
-    for the first malformed line, and DataFormatError for a file without conversations.
+    for the first malformed row unless `bad` leaves such rows out, and DataFormatError for a file without conversations.
     """
-    return read_file(file_path, lambda row: ConversationRow(row.place, messages_of_row(row.content)), _EXPECTED)
+    return read_file(file_path, lambda row: ConversationRow(row.place, conversation(row.content)), _EXPECTED, bad=bad)
+
+
+def conversation(row: Mapping[str, Any], column: str = MESSAGES) -> list[Message]:
+    """The conversation of a row in any of the usual forms. Raises DataFormatError for another."""
+    pair = next((pair for pair in _PAIRS if pair[0] in row and pair[1] in row), None)
+    if column in row or pair is None:
+        return messages_of_row(row, column)
+    return [*turn_of_row(row, pair[0], "user"), *turn_of_row(row, pair[1], "assistant")]
+
+
+def turn_of_row(row: Mapping[str, Any], column: str, role: str) -> list[Message]:
+    """A column that holds text, which becomes a message of `role`, or a list of messages. Raises DataFormatError."""
+    if column not in row:
+        raise DataFormatError(f"there is no column {column!r}; it has {', '.join(sorted(row))}")
+    value = row[column]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, str) and value.strip():
+        return [{"role": role, "content": value}]
+    if isinstance(value, list):
+        return messages_of_row(row, column)
+    raise DataFormatError(f"column {column!r} must be text or a list of messages, not {value!r}")
 
 
 def messages_of_row(row: Mapping[str, Any], column: str = MESSAGES) -> list[Message]:
@@ -44,6 +72,11 @@ def messages_of_row(row: Mapping[str, Any], column: str = MESSAGES) -> list[Mess
     if column not in row:
         raise DataFormatError(f"there is no {column!r} (there are {sorted(row)}); name the column with the messages")
     raw = row[column]
+    if isinstance(raw, str):
+        try:
+            raw = json.loads(raw)
+        except ValueError as error:
+            raise DataFormatError(f"{column!r} is text and not a list of messages, nor JSON ({error})") from error
     if not isinstance(raw, list) or not raw:
         raise DataFormatError(f"{column!r} must be a list with at least one message")
     messages = []

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import chz
 
 from tinker_cookbook.data.epochs import ShuffledItems, hold_out
-from tinker_cookbook.data.rows import located
+from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
-from tinker_cookbook.supervised.common import Reduction, datum_from_model_input_weights
-from tinker_cookbook.supervised.conversations import ConversationRow, read_conversations
-from tinker_cookbook.supervised.types import ChatDatasetBuilder, RowDataset, SupervisedDataset, rows_to_datums
+from tinker_cookbook.supervised.common import Reduction, check_context, datum_from_model_input_weights
+from tinker_cookbook.supervised.conversations import read_conversations
+from tinker_cookbook.supervised.types import (
+    ChatDatasetBuilder,
+    ChatDatasetBuilderCommonConfig,
+    RowDataset,
+    SupervisedDataset,
+    rows_to_datums,
+)
 from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
@@ -71,7 +76,8 @@ def conversation_to_datums(
 class SupervisedDatasetFromList(RowDataset, Generic[Row]):
     """Rows in memory, turned into datums when their batch is asked for. They keep their order until set_epoch.
 
-    Give `to_datum`, or `flatmap_fn` for rows that become several datums each; batch_size counts rows.
+    Give `to_datum`, or `flatmap_fn` for rows that become several datums each; batch_size counts rows. Errors of these
+    functions are told with the row's `place`, if it has one; `bad` says what becomes of such rows.
     """
 
     def __init__(
@@ -80,23 +86,35 @@ class SupervisedDatasetFromList(RowDataset, Generic[Row]):
         batch_size: int,
         to_datum: Callable[[Row], tinker.Datum] | None = None,
         flatmap_fn: Callable[[Row], list[tinker.Datum]] | None = None,
+        bad: BadRows | None = None,
     ) -> None:
-        super().__init__(len(rows), batch_size)
+        super().__init__(len(rows), batch_size, bad)
         self._rows, self._to_datums = rows, rows_to_datums(to_datum, flatmap_fn)
         self._order = ShuffledItems(range(len(rows)))
 
     def get_row(self, position: int) -> list[tinker.Datum]:
-        return self._to_datums(self._rows[self._order.get_row(position)])
+        index = self._order.get_row(position)
+        row = self._rows[index]
+        return self.convert(self._place(index, row), self._to_datums, row)
+
+    def _place(self, index: int, row: Row) -> str:
+        return getattr(row, "place", "")
 
     def set_epoch(self, seed: int = 0) -> None:
         self._order.set_epoch(seed)
 
 
 def train_and_test(
-    train: Sequence[Row], test: Sequence[Row] | None, batch_size: int, flatmap_fn: Callable[[Row], list[tinker.Datum]]
+    train: Sequence[Row],
+    test: Sequence[Row] | None,
+    config: ChatDatasetBuilderCommonConfig,
+    flatmap_fn: Callable[[Row], list[tinker.Datum]],
 ) -> tuple[SupervisedDataset, SupervisedDataset | None]:
     """What a builder returns for rows in memory; without test rows there is no test set."""
-    make = partial(SupervisedDatasetFromList, batch_size=batch_size, flatmap_fn=flatmap_fn)
+
+    def make(rows: Sequence[Row]) -> SupervisedDataset:
+        return SupervisedDatasetFromList(rows, config.batch_size, None, flatmap_fn, BadRows(config.on_bad_row))
+
     return make(train), make(test) if test else None
 
 
@@ -109,7 +127,7 @@ class SupervisedDatasetFromHFDataset(SupervisedDatasetFromList[dict[str, Any]]):
         map_fn: row -> datum.
         flatmap_fn: row -> one or more datums. Exactly one of the two is given.
 
-    Errors of these functions are told with the row's index.
+    Errors of these functions are told with the row's index; `bad` says what becomes of such rows.
     """
 
     def __init__(
@@ -118,12 +136,12 @@ class SupervisedDatasetFromHFDataset(SupervisedDatasetFromList[dict[str, Any]]):
         batch_size: int,
         map_fn: Callable[[dict[str, Any]], tinker.Datum] | None = None,
         flatmap_fn: Callable[[dict[str, Any]], list[tinker.Datum]] | None = None,
+        bad: BadRows | None = None,
     ) -> None:
-        super().__init__(cast(Sequence[dict[str, Any]], hf_dataset), batch_size, map_fn, flatmap_fn)
+        super().__init__(cast(Sequence[dict[str, Any]], hf_dataset), batch_size, map_fn, flatmap_fn, bad)
 
-    def get_row(self, position: int) -> list[tinker.Datum]:
-        with located(f"row {self._order.get_row(position)}"):
-            return super().get_row(position)
+    def _place(self, index: int, row: dict[str, Any]) -> str:
+        return f"row {index}"
 
 
 class StreamingSupervisedDatasetFromHFDataset(RowDataset):
@@ -142,6 +160,7 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
         buffer_size: rows that a shuffle draws from.
         when_exhausted: what to do when the stream is shorter than `length`: "raise", or "restart" it in another order
             to fill the epoch.
+        bad: what becomes of rows that cannot be used.
 
     Raises:
         ConfigurationError: length, batch_size or buffer_size is below 1, or not exactly one function is given.
@@ -156,13 +175,14 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
         flatmap_fn: Callable[[dict[str, Any]], list[tinker.Datum]] | None = None,
         buffer_size: int = 10_000,
         when_exhausted: WhenExhausted = "raise",
+        bad: BadRows | None = None,
     ) -> None:
         for name, value in (("length", length), ("buffer_size", buffer_size)):
             if value < 1:
                 raise ConfigurationError(f"{name}={value}: must be at least 1")
         if when_exhausted not in ("raise", "restart"):
             raise ConfigurationError(f"when_exhausted={when_exhausted!r}: must be raise or restart")
-        super().__init__(length, batch_size)
+        super().__init__(length, batch_size, bad)
         self._hf_dataset, self._buffer_size, self._when_exhausted = hf_dataset, buffer_size, when_exhausted
         self._to_datums = rows_to_datums(map_fn, flatmap_fn)
         self._seed: int | None = None
@@ -189,9 +209,8 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
             raise IndexError(f"row {position} of a stream with {self.num_rows} rows per epoch")
         while self._position < position:
             self._read()
-        row = self._read()
-        with located(f"row {position} of the stream (shuffled with seed {self._seed})"):
-            return self._to_datums(row)
+        place = f"row {position} of the stream (shuffled with seed {self._seed})"
+        return self.convert(place, self._to_datums, self._read())
 
     def _read(self) -> dict[str, Any]:
         row = next(self._stream, None)
@@ -211,12 +230,16 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
 
 
 def conversation_mapper(builder: ChatDatasetBuilder) -> Callable[[list[Message]], list[tinker.Datum]]:
-    """How a builder's config turns a conversation into datums."""
-    config = builder.common_config
+    """How a builder's config turns a conversation into datums, none longer than the model's context."""
+    config, context = builder.common_config, builder.context_length
     settings = (builder.renderer, config.max_length, config.train_on_what or TrainOnWhat.ALL_ASSISTANT_MESSAGES)
-    if config.split_rewritten:
-        return lambda conversation: conversation_to_datums(conversation, *settings)
-    return lambda conversation: [conversation_to_datum(conversation, *settings)]
+
+    def to_datums(conversation: list[Message]) -> list[tinker.Datum]:
+        if config.split_rewritten:
+            return check_context(conversation_to_datums(conversation, *settings), context)
+        return check_context([conversation_to_datum(conversation, *settings)], context)
+
+    return to_datums
 
 
 def not_negative(builder: ChatDatasetBuilder, attribute: str) -> None:
@@ -227,25 +250,20 @@ def not_negative(builder: ChatDatasetBuilder, attribute: str) -> None:
 
 @chz.chz(typecheck=True)
 class FromConversationFileBuilder(ChatDatasetBuilder):
-    """Conversations from a JSONL file. All assistant messages are trained unless common_config says otherwise."""
+    """Conversations from a file. All assistant messages are trained unless common_config says otherwise."""
 
-    file_path: str = chz.field(doc="JSONL file, one conversation per line.")
+    file_path: str = chz.field(doc=".jsonl, .csv or .parquet file, one conversation per row (see `conversations`).")
     test_size: int = chz.field(
         default=0, doc="Conversations held out as the test set; 0: no test set.", validator=not_negative
     )
     shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before the split; None keeps the order of the file.")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-        rows = read_conversations(self.file_path)
+        rows = read_conversations(self.file_path, BadRows(self.common_config.on_bad_row))
         train, test = hold_out(rows, self.test_size, self.shuffle_seed, self.file_path)
         warn_of_rewritten_history([row.messages for row in rows], self)
         convert = conversation_mapper(self)
-
-        def to_datums(row: ConversationRow) -> list[tinker.Datum]:
-            with located(row.place):
-                return convert(row.messages)
-
-        return train_and_test(train, test, self.common_config.batch_size, to_datums)
+        return train_and_test(train, test, self.common_config, lambda row: convert(row.messages))
 
 
 def warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import chz
 
@@ -58,6 +59,14 @@ class EpochConfig(EpochOptions, RunConfig):
     dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
 
 
+class Drawn(NamedTuple):
+    """A batch as it was read."""
+
+    data: list[tinker.Datum]
+    num_bad_rows: int
+    """rows of it that were left out"""
+
+
 class EpochData:
     """The data of a run, checked as far as it can be before a model is loaded. What was read for that is not read again.
 
@@ -69,6 +78,7 @@ class EpochData:
     Attributes:
         test: all test batches.
         steps: steps of the whole run: those of all epochs, or max_steps where that is less.
+        leaves_out: whether rows that cannot be used are left out, and counted in `Drawn`.
 
     Raises:
         ConfigurationError: there is nothing to train on; and what the builder and `check` raise.
@@ -77,15 +87,22 @@ class EpochData:
     def __init__(self, config: EpochConfig, check: Callable[[list[tinker.Datum], str], None]) -> None:
         self._seed, self._check, self._epoch = config.seed, check, 0
         self._dataset, test = config.dataset_builder()
+        self.leaves_out = bool(self._dataset.bad_rows)
         self.batches_per_epoch = len(self._dataset)
         self.steps = limited_steps(config, self.batches_per_epoch * config.num_epochs)
         self._order(0)
         first = range(min(self.batches_per_epoch, CHECKED_BATCHES))
         self._kept = {index: self._read(self._dataset, index, "batch") for index in first}
-        self.test = [self._read(test, index, "test batch") for index in range(len(test))] if test is not None else []
+        test_batches = [self._read(test, index, "test batch") for index in range(len(test))] if test is not None else []
+        self.test = [batch.data for batch in test_batches if batch.data]
 
-    def get_batch(self, step: int) -> list[tinker.Datum]:
-        """The datums of a step, checked."""
+    @property
+    def bad_examples(self) -> list[str]:
+        """What was wrong with the first rows that were left out."""
+        return [example for bad in self._dataset.bad_rows for example in bad.examples.values()]
+
+    def get_batch(self, step: int) -> Drawn:
+        """The batch of a step, checked."""
         epoch, index = divmod(step, self.batches_per_epoch)
         if epoch == 0 and index in self._kept:
             return self._kept.pop(index)
@@ -97,10 +114,13 @@ class EpochData:
         self._epoch = epoch
         self._dataset.set_epoch(derive_seed(self._seed, "epoch", epoch))
 
-    def _read(self, dataset: SupervisedDataset, index: int, name: str) -> list[tinker.Datum]:
+    def _read(self, dataset: SupervisedDataset, index: int, name: str) -> Drawn:
+        before = sum(bad.count for bad in dataset.bad_rows)
         data = dataset.get_batch(index)
-        self._check(data, f"{name} {index}")
-        return data
+        num_bad = sum(bad.count for bad in dataset.bad_rows) - before
+        if data or not num_bad:
+            self._check(data, f"{name} {index}")
+        return Drawn(data, num_bad)
 
 
 def check_resumed(config: EpochConfig, data: EpochData) -> None:
@@ -141,16 +161,21 @@ class EpochLoop(StepLoop):
     ) -> None:
         super().__init__(session, config.evaluation_rounds(*evaluators), data.steps, submit_ahead)
         self._config, self._data = config, data
+        for example in data.bad_examples:  # those that were found before the run had a log
+            logger.warning("a row is left out (on_bad_row=skip): %s", example)
         session.checkpoints.loop_state |= {BATCHES_KEY: data.batches_per_epoch, SCHEDULE_KEY: data.steps}
 
     def draw(self, step: int, metrics: Metrics) -> list[tinker.Datum]:
-        """The datums of a step; `metrics` says of which epoch and with which learning rate."""
+        """The datums of a step, none if all its rows are left out; `metrics` says of which epoch, and what was left out."""
         metrics |= {
             "epoch": step // self._data.batches_per_epoch,
             "learning_rate": self.adam_params(step).learning_rate,
         }
         with timed("get_batch", metrics):
-            return self._data.get_batch(step)
+            data, num_bad = self._data.get_batch(step)
+        if self._data.leaves_out:
+            metrics["data/bad_rows"] = num_bad
+        return data
 
     def adam_params(self, step: int) -> tinker.AdamParams:
         config = self._config

@@ -1,8 +1,9 @@
-"""Chat datasets by name: a shipped file, a JSONL file of one's own, or a Hugging Face dataset, whole or as a stream."""
+"""Chat datasets by name: a shipped file, a file of one's own, or a Hugging Face dataset, whole or as a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,11 @@ import chz
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
+from tinker_cookbook.data.rows import BadRows, is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.supervised.conversations import MESSAGES, conversation
 from tinker_cookbook.supervised.data import (
     FromConversationFileBuilder,
     StreamingSupervisedDatasetFromHFDataset,
@@ -77,16 +80,26 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
             if held_out:
                 rows, test = rows.select(training), rows.select(testing)
             seen = rows.select(range(min(_LOOKED_AT, len(rows))))
-            warn_of_rewritten_history([messages_of_row(row, self.messages_column) for row in seen], self)
+            warn_of_rewritten_history(self._readable(seen), self)
             train = self._table(rows)
         return train, None if test is None else self._table(test)
 
     def _to_datums(self) -> Callable[[Mapping[str, Any]], list[tinker.Datum]]:
         convert = conversation_mapper(self)
-        return lambda row: convert(messages_of_row(row, self.messages_column))
+        return lambda row: convert(conversation(row, self.messages_column))
+
+    def _readable(self, rows: Iterable[Mapping[str, Any]]) -> list[list[Message]]:
+        """The conversations of rows, without those that are left out."""
+        found = []
+        for row in rows:
+            with suppress(DataFormatError) if self.common_config.on_bad_row == "skip" else nullcontext():
+                found.append(conversation(row, self.messages_column))
+        return found
 
     def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
-        return SupervisedDatasetFromHFDataset(rows, self.common_config.batch_size, flatmap_fn=self._to_datums())
+        config = self.common_config
+        bad = BadRows(config.on_bad_row)
+        return SupervisedDatasetFromHFDataset(rows, config.batch_size, flatmap_fn=self._to_datums(), bad=bad)
 
     def _stream(self, rows: datasets.IterableDataset, held_out: int) -> SupervisedDataset:
         length = self.stream_length or self._known_length(rows) - held_out
@@ -98,6 +111,7 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
             length,
             flatmap_fn=self._to_datums(),
             buffer_size=self.stream_buffer,
+            bad=BadRows(self.common_config.on_bad_row),
         )
 
     def _first(self, rows: Any) -> datasets.Dataset:
@@ -132,7 +146,8 @@ def chat_dataset_builder(
     """The builder of a chat dataset by name.
 
     Args:
-        dataset: a name in SHIPPED, a .jsonl file, a name in HUB_CHATS, a hub id (owner/name), or a folder of its files.
+        dataset: a name in SHIPPED, a .jsonl/.csv/.parquet file, a name in HUB_CHATS, a hub id (owner/name), or a folder of its
+            files.
         test_size: conversations held out; the first ones of the test split, where the dataset is known to have one.
         seed: of the choice of what is held out.
         streaming: read a dataset of the hub as a stream.
@@ -140,7 +155,7 @@ def chat_dataset_builder(
     Raises:
         ConfigurationError: the name is none of these, or a file is to be streamed.
     """
-    is_file = dataset in SHIPPED or dataset.endswith(".jsonl")
+    is_file = dataset in SHIPPED or is_data_file(dataset)
     if is_file and streaming:
         raise ConfigurationError(f"streaming=True: {dataset} is a file, which is read whole; drop streaming")
     if is_file:
@@ -166,6 +181,6 @@ def chat_dataset_builder(
 
 def _choices() -> str:
     return (
-        f"use a shipped name ({', '.join(SHIPPED)}), a .jsonl file of conversations, {' or '.join(HUB_CHATS)}, or the id of "
-        "a Hugging Face dataset (owner/name)"
+        f"use a shipped name ({', '.join(SHIPPED)}), a .jsonl/.csv/.parquet file of conversations, "
+        f"{' or '.join(HUB_CHATS)}, or the id of a Hugging Face dataset (owner/name)"
     )

@@ -13,6 +13,7 @@ import chz
 
 from tinker_cookbook.data.epochs import Epochs
 from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights, plan_quotas, source_order
+from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
@@ -57,6 +58,10 @@ class InterleavedSupervisedDataset(RowDataset):
         super().__init__(sum(quotas), batch_size)
         self._pattern = source_order(quotas, self.num_rows)
         self.set_epoch(0)
+
+    @property
+    def bad_rows(self) -> Sequence[BadRows]:
+        return [bad for source in self._sources for bad in source.bad_rows]
 
     def set_epoch(self, seed: int = 0) -> None:
         passes = [Epochs(source, seed, "source", i, "pass") for i, source in enumerate(self._sources)]

@@ -9,12 +9,13 @@ from rich.console import Console
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import TrainingClient
+from tinker_cookbook.data.rows import located
 from tinker_cookbook.display import example_text
 from tinker_cookbook.eval.evaluators import TrainingClientEvaluator, forward_logprobs
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
-from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll
+from tinker_cookbook.supervised.common import check_context, compute_mean_bpb, compute_mean_nll
 from tinker_cookbook.supervised.epochs import (
     EpochConfig,
     EpochData,
@@ -62,12 +63,8 @@ def check_config(config: Config) -> EpochData:
 def _check_lengths(context: int | None, data: list[tinker.Datum], where: str) -> None:
     if not data:
         raise ConfigurationError(f"{where} of the dataset is empty; a batch needs at least one datum")
-    longest = max(datum.model_input.length for datum in data)
-    if context is not None and longest > context:
-        raise ConfigurationError(
-            f"{where} has an example of {longest} tokens, but the model has a context of {context}; "
-            f"set the dataset's max_length to {context} or less"
-        )
+    with located(where):
+        check_context(data, context)
 
 
 class NLLEvaluator(TrainingClientEvaluator):
@@ -105,8 +102,10 @@ async def main(config: Config) -> None:
 class _Loop(EpochLoop):
     """Cross-entropy on weighted tokens."""
 
-    async def read(self, step: int, metrics: Metrics) -> Batch:
+    async def read(self, step: int, metrics: Metrics) -> Batch | None:
         data = self.draw(step, metrics)
+        if not data:
+            return None
         if step == 0:
             self._show(data[0])
         return Batch(data, "cross_entropy", partial(self._report, data))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import chz
 
+from tinker_cookbook import model_info
+from tinker_cookbook.data.rows import BadRows, OnBadRow
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
@@ -27,6 +29,11 @@ class SupervisedDataset(ABC):
     def __len__(self) -> int:
         """Number of batches."""
 
+    @property
+    def bad_rows(self) -> Sequence[BadRows]:
+        """What was left out so far; nothing here where a row that cannot be used raises."""
+        return ()
+
     def set_epoch(self, seed: int = 0) -> None:  # noqa: B027  (a dataset without a shuffle has nothing to do)
         """Order the examples for the epoch that `seed` stands for; the same seed gives the same order."""
 
@@ -36,27 +43,41 @@ class RowDataset(SupervisedDataset):
 
     A batch has `batch_size` rows, the last one what is left: no row is dropped.
 
+    Args:
+        bad: what becomes of rows that cannot be used; None: they raise.
+
     Raises:
         ConfigurationError: there is no row, or batch_size is below 1.
     """
 
-    def __init__(self, num_rows: int, batch_size: int) -> None:
+    def __init__(self, num_rows: int, batch_size: int, bad: BadRows | None = None) -> None:
         if num_rows < 1:
             raise ConfigurationError("rows is empty: a dataset needs at least one example")
         if batch_size < 1:
             raise ConfigurationError(f"batch_size={batch_size}: must be at least 1")
         self.num_rows = num_rows
-        self._batch_size = batch_size
+        self._batch_size, self._bad = batch_size, bad or BadRows()
+
+    @property
+    def bad_rows(self) -> Sequence[BadRows]:
+        return [self._bad] if self._bad.skips else []
 
     @abstractmethod
     def get_row(self, position: int) -> list[tinker.Datum]:
-        """The datums of the row at `position` of the current epoch, 0 <= position < num_rows."""
+        """The datums of the row at `position` of the current epoch, 0 <= position < num_rows; none if it is left out."""
 
     def get_batch(self, index: int) -> list[tinker.Datum]:
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
         end = min((index + 1) * self._batch_size, self.num_rows)
         return [datum for position in range(index * self._batch_size, end) for datum in self.get_row(position)]
+
+    def convert(self, place: str, to_datums: Callable[[Row], list[tinker.Datum]], row: Row) -> list[tinker.Datum]:
+        """The datums of the row at `place`; none if it cannot be used and such rows are left out."""
+        datums: list[tinker.Datum] = []
+        with self._bad.left_out(place):
+            datums = to_datums(row)
+        return datums
 
     def __len__(self) -> int:
         return -(-self.num_rows // self._batch_size)
@@ -105,6 +126,10 @@ class ChatDatasetBuilderCommonConfig:
     max_length: int | None = chz.field(doc="Longest sequence in tokens; what is beyond is cut off. None: no limit.")
     batch_size: int = chz.field(doc="Examples per batch.")
     train_on_what: TrainOnWhat | None = chz.field(default=None, doc="None: the dataset's own choice.")
+    on_bad_row: OnBadRow = chz.field(
+        default="raise",
+        doc="What to do with a row that is malformed or cannot be trained on: raise, or skip and count it.",
+    )
     split_rewritten: bool = chz.field(
         default=False,
         doc="Where the renderer rewrites earlier messages (drops their thinking), train each reply in an example of its "
@@ -128,6 +153,11 @@ class ChatDatasetBuilder(SupervisedDatasetBuilder):
     @property
     def tokenizer(self) -> Tokenizer:
         return get_tokenizer(self.common_config.model_name_for_tokenizer)
+
+    @property
+    def context_length(self) -> int | None:
+        """Of the model, in tokens; None: unknown."""
+        return model_info.get_context_length(self.common_config.model_name_for_tokenizer)
 
     @property
     def renderer(self) -> Renderer:

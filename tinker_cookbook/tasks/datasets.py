@@ -1,40 +1,80 @@
-"""Where a task's items come from: a shipped name, a JSONL file of one's own, or a Hugging Face dataset."""
+"""Where a task's items come from: a shipped name, a file of one's own, or a Hugging Face dataset."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.rows import Row, read_file
+from tinker_cookbook.data.rows import Row, is_data_file, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Kind, describe, is_reference, load_object, parameter_problem
 from tinker_cookbook.tasks.types import Task, TaskItem
 
 HUB_TASKS = ("cnn_dailymail", "gsm8k")
 """Short names of datasets on the hub."""
 
 
-def load_items(task: Task, dataset: str, test_dataset: str | None = None) -> tuple[list[TaskItem], list[TaskItem]]:
-    """Training and test items. Of a JSONL file all lines train; a file `test_dataset` gives the test items.
+DATASET_KIND = Kind(
+    key="dataset",
+    wanted="def rows() -> list[dict], with the task's columns; or a pair of such lists, for training and for testing",
+    example='''
+def rows():
+    """Squares as questions."""
+    numbers = [{"question": f"What is {n} * {n}?", "answer": str(n * n)} for n in range(30)]
+    return numbers[:25], numbers[25:]
+''',
+    problem=partial(parameter_problem, names=()),
+)
+
+
+Dataset: TypeAlias = str | Callable[[], Any]
+"""A shipped name, a file, a hub id, `module:function`, `file.py:function`, or the function itself (DATASET_KIND)."""
+
+
+def load_items(
+    task: Task, dataset: Dataset, test_dataset: Dataset | None = None
+) -> tuple[list[TaskItem], list[TaskItem]]:
+    """Training and test items. Of a file all rows train; a file `test_dataset` gives the test items.
 
     Raises ConfigurationError for an unknown dataset; DataFormatError, with file and line, for a row that lacks something.
     """
-    if dataset in task.shipped:
+    if not isinstance(dataset, str) or is_reference(dataset):
+        train, test = _call(task, dataset)
+    elif dataset in task.shipped:
         train, test = (_read_file(task, EXAMPLE_DATA / file) for file in task.shipped[dataset])
-    elif dataset.endswith(".jsonl") or Path(dataset).expanduser().is_file():
+    elif is_data_file(dataset) or Path(dataset).expanduser().is_file():
         train, test = _read_file(task, dataset), []
     elif hub.find(dataset, HUB_TASKS) is not None:
         train, test = _read_hub(type(task), dataset)
     else:
         raise ConfigurationError(
-            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(task.shipped)}), a .jsonl file "
-            f"with {_expected(task)} per line, or a Hugging Face dataset id (owner/name)"
+            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(task.shipped)}), a "
+            f".jsonl/.csv/.parquet file with {_expected(task)} per row, a Hugging Face dataset id (owner/name), or a "
+            f"function of your own (package.module:function, path/file.py:function). {DATASET_KIND.help()}"
         )
     if test_dataset is not None:
         other_train, other_test = load_items(task, test_dataset)
         test = other_test or other_train
     return train, test
+
+
+def _call(task: Task, dataset: Dataset) -> tuple[list[TaskItem], list[TaskItem]]:
+    """Items of the rows that a function returns."""
+    found = load_object(DATASET_KIND, dataset) if isinstance(dataset, str) else dataset
+    name = dataset if isinstance(dataset, str) else describe(dataset)
+    splits = DATASET_KIND.check(found, name)()
+    train, test = splits if isinstance(splits, tuple) else (splits, [])
+
+    def items(rows: Iterable[Mapping[str, Any]], split: str) -> list[TaskItem]:
+        return hub.read_rows(
+            rows, f"{name}[{split}]", lambda row: _item(task, row, f"{split}-{row.number}"), _expected(task)
+        )
+
+    return items(train, "train"), items(test, "test") if test else []
 
 
 def _read_file(task: Task, path: str | Path) -> list[TaskItem]:

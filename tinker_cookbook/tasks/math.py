@@ -80,14 +80,20 @@ GRADERS: dict[Grading, Callable[[str, str], bool]] = {
 
 
 class MathTask(QATask):
-    """Questions whose answer is compared as a number, as text, or as mathematics.
+    """Questions whose answer is compared as a number, as text, or as mathematics. The reward is 1 for a right one, unless
+    `reward` says otherwise.
 
     Raises:
         ConfigurationError: grading="math_verify" and the package is not installed.
     """
 
-    def __init__(self, grading: Grading = "number", answer_style: AnswerStyle = "tags"):
-        super().__init__(RewardSpec.parse(self.default_reward))
+    name = "math"
+
+    def __init__(
+        self, reward: RewardSpec | None = None, grading: Grading = "number", answer_style: AnswerStyle = "tags"
+    ):
+        super().__init__(reward)
+        self._rewards_the_right = reward is None
         if grading == "math_verify":
             _math_verify()
         self.grading: Grading = grading
@@ -100,11 +106,14 @@ class MathTask(QATask):
             return [{"role": "user", "content": item.question}]
         return super().messages(item, extra_request)
 
-    def score(self, item: TaskItem, text: str) -> Score:
+    async def score(self, item: TaskItem, text: str) -> Score:
         answer = parse_solution(text) if self.answer_style == "tags" else last_boxed(text)
         correct = answer is not None and GRADERS[self.grading](answer, self.reference_answer(item))
-        metrics = {"correct": float(correct), "parsed": float(answer is not None), "task_reward": float(correct)}
-        return Score(float(correct), metrics, correct)
+        reward, scores = float(correct), {}
+        if not self._rewards_the_right:
+            reward, scores = await self.reward(answer, item.question, self.reference_answer(item), text)
+        metrics = {"correct": float(correct), "parsed": float(answer is not None), "task_reward": reward}
+        return Score(reward, metrics | {f"reward/{name}": value for name, value in scores.items()}, correct)
 
     def reference_answer(self, item: TaskItem) -> str:
         """Datasets of worked solutions put the answer into a box at their end."""

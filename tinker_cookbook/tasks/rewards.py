@@ -1,17 +1,21 @@
 """Reward functions of a solution text, and specs that mix them: `compression:0.5,rouge:0.3` is their weighted mean.
 
-Each function takes (solution, question, reference) and returns a number in [0, 1]. Lengths are in characters.
+Each function here takes (solution, question, reference) and returns a number in [0, 1]. Lengths are in characters. A function
+of one's own takes (question, reply, answer) and mixes with them: `my_rewards.py:score:2,rouge:0.5`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
+from tinker_cookbook.utils.misc_utils import resolved
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
@@ -73,33 +77,112 @@ def _rouge_scorer() -> RougeScorer:
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 
+OwnRewardFn = Callable[[str, str, str], Any]
+"""(question, reply, answer) -> reward or (reward, metrics), or an awaitable of either. `reply` is all of the reply's text,
+tags included; `answer` is the reference."""
+
+REWARD_KIND = Kind(
+    key="reward_fn",
+    wanted="def score(question: str, reply: str, answer: str) -> float, sync or async; it may also return (reward, metrics)",
+    example='''
+def score(question: str, reply: str, answer: str) -> float:
+    """1 when the reply names the answer, less 0.001 for each character."""
+    named = answer.lower() in reply.lower()
+    return float(named) - 0.001 * len(reply)
+''',
+    problem=partial(parameter_problem, names=("question", "reply", "answer")),
+)
+_OWN: Registry[OwnRewardFn] = Registry(REWARD_KIND, {})
+
+
+def register_reward(name: str, function: OwnRewardFn) -> None:
+    """Make a reward of one's own known under a name. Raises ConfigurationError for a name that is taken."""
+    if name in REWARDS:
+        raise ConfigurationError(f"reward_fn: the name {name!r} is taken; choose another")
+    _OWN.register(name, function)
+
+
+@dataclass(frozen=True)
+class WeightedReward:
+    """A reward function in a mixture. `function` is None for one of REWARDS, which `label` names."""
+
+    label: str
+    weight: float = 1.0
+    function: OwnRewardFn | None = None
+
+
 @dataclass(frozen=True)
 class RewardSpec:
     """A weighted mean of reward functions."""
 
-    weights: tuple[tuple[str, float], ...]
+    rewards: tuple[WeightedReward, ...]
 
     @classmethod
-    def parse(cls, text: str) -> RewardSpec:
-        """From `name`, or `name:weight,name:weight`. Raises ConfigurationError naming the known functions."""
-        weights: list[tuple[str, float]] = []
-        for part in text.split(","):
-            name, separator, number = part.strip().partition(":")
-            if name not in REWARDS:
-                raise ConfigurationError(f"reward_fn={text!r}: {name!r} is unknown; use {', '.join(REWARDS)}")
-            try:
-                weight = float(number) if separator else 1.0
-            except ValueError:
-                raise ConfigurationError(f"reward_fn={text!r}: {number!r} is not a weight; write {name}:0.5") from None
-            if not 0 < weight < float("inf"):
-                raise ConfigurationError(f"reward_fn={text!r}: the weight of {name} must be positive, got {weight}")
-            weights.append((name, weight))
-        if len({name for name, _ in weights}) < len(weights):
-            raise ConfigurationError(f"reward_fn={text!r} names a function twice")
-        return cls(tuple(weights))
+    def parse(cls, said: str | OwnRewardFn) -> RewardSpec:
+        """From a function, or from `name:weight,name:weight` (a weight left out is 1).
 
-    def __call__(self, solution: str | None, question: str, reference: str) -> tuple[float, dict[str, float]]:
-        """The mixed reward and each function's own value; all 0 without a solution."""
-        scores = {name: REWARDS[name](solution, question, reference) if solution else 0.0 for name, _ in self.weights}
-        total = sum(weight for _, weight in self.weights)
-        return sum(weight * scores[name] for name, weight in self.weights) / total, scores
+        A name is one of REWARDS, a registered one, `package.module:function` or `path/file.py:function`.
+
+        Raises ConfigurationError: an unknown name, a function that takes something else, a bad weight, a name given twice.
+        """
+        texts = [part.strip() for part in said.split(",")] if isinstance(said, str) else [said]
+        rewards = tuple(_weighted(part) for part in texts)
+        if len({reward.label for reward in rewards}) < len(rewards):
+            raise ConfigurationError(f"reward_fn={said!r} names a function twice")
+        return cls(rewards)
+
+    async def __call__(
+        self, solution: str | None, question: str, reference: str, reply: str
+    ) -> tuple[float, dict[str, float]]:
+        """The mixed reward, and each function's own value with the metrics that it returned.
+
+        Args:
+            solution: what stands in the reply as its answer; without one the functions of REWARDS give 0.
+            reply: all of the reply's text, for functions of one's own.
+        """
+        total, metrics = 0.0, {}
+        for reward in self.rewards:
+            if reward.function is None:
+                value = REWARDS[reward.label](solution, question, reference) if solution else 0.0
+            else:
+                value, own = await _ask(reward.label, reward.function, question, reply, reference)
+                metrics |= own
+            metrics[reward.label] = value
+            total += reward.weight * value
+        return total / sum(reward.weight for reward in self.rewards), metrics
+
+
+def _weighted(part: str | OwnRewardFn) -> WeightedReward:
+    if not isinstance(part, str):
+        return WeightedReward(getattr(part, "__name__", type(part).__name__), function=_OWN.resolve(part))
+    name, colon, number = part.rpartition(":")
+    weight = _number(number) if colon else None
+    if weight is None:
+        if name in REWARDS or name in _OWN:
+            raise ConfigurationError(f"reward_fn={part!r}: {number!r} is not a weight; write {name}:0.5")
+        name, weight = part, 1.0  # a colon in it is that of module:function
+    if not 0 < weight < float("inf"):
+        raise ConfigurationError(f"reward_fn={part!r}: the weight of {name} must be positive, got {weight}")
+    if name in REWARDS:
+        return WeightedReward(name, weight)
+    return WeightedReward(name.rpartition(":")[2], weight, _OWN.resolve(name, also=REWARDS))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+async def _ask(
+    label: str, function: OwnRewardFn, question: str, reply: str, answer: str
+) -> tuple[float, dict[str, float]]:
+    """Value and metrics `<label>/<key>` of a function of one's own. Raises DataValidationError for anything but numbers."""
+    returned = await resolved(function(question, reply, answer))
+    value, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    found = {label: value} | {f"{label}/{key}": number for key, number in dict(metrics).items()}
+    for key, number in found.items():
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise DataValidationError(f"reward_fn {key}={number!r}: a reward and its metrics must be finite numbers")
+    return float(found.pop(label)), {key: float(number) for key, number in found.items()}

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import chz
 
@@ -18,6 +18,7 @@ from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -39,8 +40,8 @@ class SingleTurnEnv(OneTurnEnv):
     def get_messages(self) -> list[Message]:
         return self.task.messages(self.item, self._extra_request)
 
-    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        score = self.task.score(self.item, reply.text)
+    async def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
+        score = await resolved(self.task.score(self.item, reply.text))
         return score.reward, {**score.metrics, "stopped": float(reply.stopped), "context_overflow": 0.0}
 
     def get_reference_answer(self) -> str:
@@ -70,10 +71,13 @@ MakeGroup: TypeAlias = Callable[[TaskItem, tuple[int, int]], EnvGroupBuilder]
 class TaskItemsConfig:
     """Which items of which task, in whose tokens."""
 
-    task: str = chz.field(doc="qa, summary, or a registered task")
-    dataset: str | None = chz.field(default=None, doc="shipped name, .jsonl file or hub id; None: the task's own")
-    reward_fn: str | None = chz.field(
-        default=None, doc="reward spec, e.g. compression:0.5,rouge:0.3; None: the task's own"
+    task: str | Callable[..., Any] = chz.field(doc="a known task, module:object or file.py:object")
+    dataset: str | Callable[..., Any] | None = chz.field(
+        default=None, doc="shipped name, .jsonl file, hub id or a function of one's own; None: the task's own"
+    )
+    reward_fn: str | Callable[..., Any] | None = chz.field(
+        default=None,
+        doc="a mixture such as compression:0.5,rouge:0.3, or a function of one's own; None: the task's own",
     )
     model_name: str = chz.field(doc="whose tokenizer to use")
     renderer_name: str = chz.field(doc="how messages become tokens")

@@ -21,9 +21,9 @@ class SummaryTask(Task):
     default_dataset = "articles"
     default_reward = "compression:0.5,rouge:0.3"
 
-    def score(self, item: TaskItem, text: str) -> Score:
+    async def score(self, item: TaskItem, text: str) -> Score:
         solution = parse_solution(text)
-        reward, scores = self.reward(solution, item.question, item.reference)
+        reward, scores = await self.reward(solution, item.question, item.reference, text)
         length = len(solution or "")
         metrics = {
             "parsed": float(solution is not None),

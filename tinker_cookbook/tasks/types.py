@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
@@ -50,8 +50,8 @@ class Task(ABC):
     default_dataset: str
     default_reward: str
 
-    def __init__(self, reward: RewardSpec):
-        self.reward = reward
+    def __init__(self, reward: RewardSpec | None = None):
+        self.reward = reward or RewardSpec.parse(self.default_reward)
 
     def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:
         """The prompt of one item; `extra_request` is appended to the system prompt."""
@@ -59,8 +59,8 @@ class Task(ABC):
         return [{"role": "system", "content": system}, {"role": "user", "content": item.question}]
 
     @abstractmethod
-    def score(self, item: TaskItem, text: str) -> Score:
-        """Reward and metrics of a reply's text, tags included."""
+    def score(self, item: TaskItem, text: str) -> Score | Awaitable[Score]:
+        """Reward and metrics of a reply's text, tags included. May be `async def`."""
 
     @staticmethod
     def read_reference(text: str) -> str:

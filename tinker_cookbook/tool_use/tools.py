@@ -5,16 +5,17 @@
         \"""Add two numbers.\"""
         return str(a + b)
 
-A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with what is wrong. Any other
-exception of a tool is a bug in the tool, and is raised.
+A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with what is wrong. So is any other
+exception of a tool, which is logged too, since it may be a bug in the tool. A ConfigurationError ends the run.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -23,11 +24,21 @@ from tinker_cookbook.renderers import Message, ToolCall, ToolSpec
 from tinker_cookbook.rl.rollout_limits import ToolExecution
 from tinker_cookbook.utils.misc_utils import gather_all
 
+logger = logging.getLogger(__name__)
+
 ERROR_PREFIX = "Error: "
 
 
 class ToolError(Exception):
     """A call cannot be answered; the text goes to the model, and should say how to do better."""
+
+
+class ToolAnswer(NamedTuple):
+    """What came of a call."""
+
+    message: Message
+    error: Exception | None = None
+    """a ToolError for what the model did wrong; another one was raised inside the tool"""
 
 
 class Tool(Protocol):
@@ -99,25 +110,34 @@ class ToolRegistry:
     def specs(self) -> list[ToolSpec]:
         return [tool.spec for tool in self._tools.values()]
 
-    async def call(self, call: ToolCall) -> tuple[Message, bool]:
-        """The `tool` message that answers a call, and whether the call was good."""
-        name, good = call.function.name, True
+    async def call(self, call: ToolCall) -> ToolAnswer:
+        """The `tool` message that answers a call."""
+        name = call.function.name
         try:
             if name not in self._tools:
                 raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self._tools))}")
             content = await self._tools[name](_parse_arguments(name, call.function.arguments))
+            return ToolAnswer(tool_message(content, name, call.id))
+        except ConfigurationError:
+            raise
         except ToolError as error:
-            content, good = f"{ERROR_PREFIX}{error}", False
-        message: Message = {"role": "tool", "content": content, "name": name}
-        return (message if call.id is None else {**message, "tool_call_id": call.id}), good
+            return ToolAnswer(tool_message(f"{ERROR_PREFIX}{error}", name, call.id), error)
+        except Exception as error:
+            logger.warning("tool %s failed on %s", name, call.function.arguments, exc_info=error)
+            told = f"{ERROR_PREFIX}{name} failed: {type(error).__name__}: {error}"
+            return ToolAnswer(tool_message(told, name, call.id), error)
 
-    async def call_all(
-        self, calls: Sequence[ToolCall], execution: ToolExecution = "parallel"
-    ) -> list[tuple[Message, bool]]:
+    async def call_all(self, calls: Sequence[ToolCall], execution: ToolExecution = "parallel") -> list[ToolAnswer]:
         """Answers in the order of the calls, whether these run at once or one after the other."""
         if execution == "sequential":
             return [await self.call(call) for call in calls]
         return await gather_all(self.call(call) for call in calls)
+
+
+def tool_message(content: str, name: str, call_id: str | None = None) -> Message:
+    """A message of the role `tool`."""
+    message: Message = {"role": "tool", "content": content, "name": name}
+    return message if call_id is None else {**message, "tool_call_id": call_id}
 
 
 def _parse_arguments(name: str, arguments: str) -> dict[str, Any]:

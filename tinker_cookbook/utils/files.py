@@ -191,8 +191,16 @@ class JsonLine(NamedTuple):
     row: dict[str, Any]
 
 
-def iterate_jsonl(path: str | Path, tolerate_torn_tail: bool = False) -> Iterator[JsonLine]:
-    """The lines of a JSON-lines file that are not blank. Arguments and errors as `read_jsonl`."""
+def iterate_jsonl(
+    path: str | Path,
+    tolerate_torn_tail: bool = False,
+    on_bad_line: Callable[[int, DataFormatError], None] | None = None,
+) -> Iterator[JsonLine]:
+    """The lines of a JSON-lines file that are not blank. Arguments and errors as `read_jsonl`.
+
+    Args:
+        on_bad_line: is given the number and the error of each wrong line, which is then passed over unless it raises.
+    """
     # Split on b"\n" alone: str.splitlines also splits at U+2028 and others, which JSON strings may contain.
     lines = Path(path).read_bytes().split(b"\n")
     for number, raw in enumerate(lines, start=1):
@@ -203,7 +211,11 @@ def iterate_jsonl(path: str | Path, tolerate_torn_tail: bool = False) -> Iterato
         except ValueError as error:
             if tolerate_torn_tail and number == len(lines):
                 return
-            raise DataFormatError(f"{path}:{number}: {error}") from error
+            wrong = DataFormatError(f"{path}:{number}: {error}")
+            if on_bad_line is None:
+                raise wrong from error
+            on_bad_line(number, wrong)
+            continue
         yield JsonLine(number, text, row)
 
 

@@ -1,6 +1,7 @@
 """Small helpers that several loops need: timing, waiting for many things, and a few functions on lists and dicts."""
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,6 +95,11 @@ def not_none(value: T | None) -> T:
     if value is None:
         raise ValueError("expected a value, got None")
     return value
+
+
+async def resolved(value: T | Awaitable[T]) -> T:
+    """The value itself, or what it gives when it is awaited: for functions of users, which may be sync or async."""
+    return await value if inspect.isawaitable(value) else value
 
 
 async def with_tasks(body: Callable[[asyncio.TaskGroup], Awaitable[T]]) -> T:

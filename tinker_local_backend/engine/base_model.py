@@ -6,7 +6,6 @@ state of sequences or training; those are generation.py and trainer.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from tinker_local_backend import environment
 from tinker_local_backend.engine.attention import ATTENTION_NAME, DecodePlan, PackedPlan, Segment
 from tinker_local_backend.engine.kv_cache import KVCache
 from tinker_local_backend.engine.lora import (
@@ -46,21 +46,6 @@ _REFUSED_CONFIG = {
 }
 
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
-
-
-def default_device() -> torch.device:
-    """CUDA when torch sees one, else the CPU; TINKER_LOCAL_DEVICE overrides."""
-    return torch.device(os.environ.get("TINKER_LOCAL_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on CUDA, float32 elsewhere; TINKER_LOCAL_DTYPE (float32 or bfloat16) overrides. Adapters are float32 always."""
-    name = os.environ.get("TINKER_LOCAL_DTYPE")
-    if not name:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in ("float32", "bfloat16"):
-        raise ModelLoadError(f"TINKER_LOCAL_DTYPE must be float32 or bfloat16, got {name!r}")
-    return getattr(torch, name)
 
 
 def check_model_name(name: str) -> None:
@@ -146,7 +131,7 @@ class BaseModel:
     Args:
         name: directory or Hugging Face id.
         device: None means CUDA when available, else CPU.
-        dtype: of the weights; None means `default_dtype`.
+        dtype: of the weights; None means environment.default_dtype.
 
     Raises:
         ModelLoadError: no such model, or an architecture that the engine does not support.
@@ -154,8 +139,8 @@ class BaseModel:
 
     def __init__(self, name: str, device: torch.device | None = None, dtype: torch.dtype | None = None):
         check_model_name(name)
-        device = device or default_device()
-        module, tokenizer = _load(name, dtype or default_dtype(device))
+        device = device or environment.default_device()
+        module, tokenizer = _load(name, dtype or environment.default_dtype(device))
         self._take(name, module.to(device), tokenizer)
 
     @classmethod

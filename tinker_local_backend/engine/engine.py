@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
-from tinker_local_backend.environment import env_int
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, settle
 
@@ -66,8 +66,8 @@ class Engine:
 
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
-        self._kv_tokens = env_int("TINKER_LOCAL_KV_CACHE_TOKENS", minimum=1)
-        self._seeds = np.random.Generator(np.random.PCG64(env_int("TINKER_LOCAL_SEED", minimum=0)))
+        self._kv_tokens = environment.read("TINKER_LOCAL_KV_CACHE_TOKENS")
+        self._seeds = np.random.Generator(np.random.PCG64(environment.read("TINKER_LOCAL_SEED")))
         self.context_lengths: dict[str, int] = {}
         """of the models that were loaded, also after `close`"""
         self._models: dict[str, BaseModel] = {}

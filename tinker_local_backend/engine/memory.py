@@ -6,8 +6,8 @@ import gc
 
 import torch
 
+from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.environment import env_int
 
 DEFAULT_ACTIVATION_BYTES_CPU = 1 << 30
 SHARE_OF_FREE_CUDA_MEMORY = 0.5
@@ -25,7 +25,7 @@ class ActivationBudget:
 
     def __init__(self, model: BaseModel):
         self._device = model.device
-        megabytes = env_int("TINKER_LOCAL_ACTIVATION_MB", minimum=1)
+        megabytes = environment.read("TINKER_LOCAL_ACTIVATION_MB")
         available = DEFAULT_ACTIVATION_BYTES_CPU if megabytes is None else megabytes << 20
         if megabytes is None and self._device.type == "cuda":
             available = int(free_cuda_memory(self._device) * SHARE_OF_FREE_CUDA_MEMORY)

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.datums import Example
 from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
 from tinker_local_backend.engine.packing import Packed, PrefixGroup, micro_batches, pack
-from tinker_local_backend.environment import env_int
 from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def each_micro_batch(
 
 def least_micro_batches() -> int:
     """TINKER_LOCAL_GRAD_ACCUM_STEPS, or 1."""
-    return env_int("TINKER_LOCAL_GRAD_ACCUM_STEPS", minimum=1) or 1
+    return environment.read("TINKER_LOCAL_GRAD_ACCUM_STEPS") or 1
 
 
 def divide(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from numbers import Integral
 
 import numpy as np
@@ -14,6 +16,8 @@ import tinker
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,17 @@ def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str) -> None
             )
 
 
+@cache
+def _say_bounded(kv_budget_tokens: int, context_length: int) -> None:
+    """Said once, and not for every request."""
+    logger.warning(
+        "max_tokens is not given: prompt and reply may have %d tokens together, what the KV cache holds, and not the %d of the "
+        "context; set max_tokens, or raise TINKER_LOCAL_KV_CACHE_TOKENS",
+        kv_budget_tokens,
+        context_length,
+    )
+
+
 def sampling_request(
     model: BaseModel,
     adapter: Adapter | None,
@@ -107,7 +122,11 @@ def sampling_request(
     if not isinstance(num_samples, Integral) or num_samples < 1:
         raise RequestError(f"num_samples must be at least 1, got {num_samples} (an integer is needed)")
     room = model.context_length - len(tokens)
-    max_tokens = room if params.max_tokens is None else params.max_tokens
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        max_tokens = min(room, max(1, kv_budget_tokens - len(tokens)))
+        if 1 <= max_tokens < room:
+            _say_bounded(kv_budget_tokens, model.context_length)
     if max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, got {max_tokens} (the prompt has {len(tokens)} tokens)")
     if max_tokens > room:
@@ -194,16 +213,14 @@ def _target_ids(targets: tinker.TensorData, prompt_length: int, model: BaseModel
     return ids
 
 
-def stop_rule(stop: str | Sequence[str] | Sequence[int] | None, model: BaseModel) -> StopRule:
-    """None: the model's own end of turn; []: none at all; a string, strings, or token ids (each id is its own stop)."""
+def stop_rule(stop: str | Sequence[str | int] | None, model: BaseModel) -> StopRule:
+    """None: the model's own end of turn; []: none at all; a string, or strings and token ids (each id is its own stop)."""
     if stop is None:
         return StopRule(model.eos_token_ids)
     if isinstance(stop, str):
         stop = [stop]
     ids = [item for item in stop if isinstance(item, int)]
     texts = [item for item in stop if isinstance(item, str)]
-    if ids and texts:
-        raise RequestError(f"stop mixes strings and token ids: {list(stop)!r}; give one kind")
     if "" in texts:
         raise RequestError("stop holds an empty string, which would stop before the first token; remove it")
     check_vocabulary(ids, model.vocab_size, "stop")

@@ -158,7 +158,8 @@ def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "prompt": tinker.ModelInput(chunks=chunks),
         "num_samples": request["num_samples"],
-        "sampling_params": tinker.SamplingParams(**request["sampling_params"]),
+        # The types have been checked; the SDK's own check would take no list of strings and ids, which OpenAI's routes need.
+        "sampling_params": tinker.SamplingParams.model_construct(**request["sampling_params"]),
         "include_prompt_logprobs": request["prompt_logprobs"],
         "topk_prompt_logprobs": request["topk_prompt_logprobs"],
         "topk_sample_logprobs": request["topk_sample_logprobs"],

@@ -64,7 +64,12 @@ class EngineProcess:
 
     def _load(self, name: str) -> dict[str, object]:
         model = self._engine.submit("models", lambda: self._engine.load(name)).result()
-        return {"name": name, "arch": model.config.model_type, "context_length": model.context_length}
+        return {
+            "name": name,
+            "arch": model.config.model_type,
+            "context_length": model.context_length,
+            "eos_token_ids": sorted(model.eos_token_ids),
+        }
 
     def _take(self, frame: Frame) -> None:
         if frame.fields["op"] == "cancel":

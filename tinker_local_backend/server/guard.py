@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinker_local_backend.server.access import Access
 from tinker_local_backend.server.config import MIB, ServerConfig
+from tinker_local_backend.server.errors import error_body
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.sessions import Refused
 
@@ -53,7 +54,7 @@ class Guard:
             body = await self._admit(scope, receive)
             await self._app(scope, _replay(body, receive), counting)
         except Refused as refusal:
-            await _answer(counting, refusal)
+            await _answer(counting, scope["path"], refusal)
         route = scope.get("route")
         self._metrics.answered(getattr(route, "path", "none"), status)
 
@@ -137,8 +138,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _answer(send: Send, refusal: Refused) -> None:
-    body = json.dumps({"detail": refusal.detail}).encode()
+async def _answer(send: Send, path: str, refusal: Refused) -> None:
+    body = json.dumps(error_body(path, refusal.status, refusal.detail)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

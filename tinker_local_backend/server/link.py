@@ -28,6 +28,8 @@ class ServedModel:
     name: str
     arch: str
     context_length: int
+    eos_token_ids: list[int]
+    """each of them ends the model's turn"""
 
 
 class EngineLink:

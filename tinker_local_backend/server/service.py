@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ class Service:
         self.hurry = asyncio.Event()
         """set when nobody wants to wait for what is still running"""
         self._sessions: dict[str, Session] = {}
+        self._standing: dict[str, Session] = {}
+        """tenant -> the session of requests that come without one; it never ends"""
         self._requests: dict[str, Request] = {}
         self._sampling: dict[str, int] = {}
         """tenant -> sampling requests that are waiting or running"""
@@ -48,7 +51,8 @@ class Service:
         self, tenant: Tenant, user_metadata: Mapping[str, str], display_name: str | None
     ) -> Session:
         self.check_open()
-        if sum(session.tenant == tenant for session in self._sessions.values()) >= self.config.max_sessions:
+        standing = self._standing.values()
+        if sum(s.tenant == tenant and s not in standing for s in self._sessions.values()) >= self.config.max_sessions:
             raise Refused(
                 403, f"there are {self.config.max_sessions} live sessions (max_sessions); close a ServiceClient first"
             )
@@ -211,6 +215,35 @@ class Service:
         self._open(sampler)
         return sampler
 
+    async def base_model_of(self, tenant: Tenant, model: str) -> str:
+        """Of a base model's name or a `tinker://` path. Raises Refused or CheckpointError for one that is not there."""
+        if not model.startswith("tinker://"):
+            self.check_served(model, status=404)
+            return model
+        info = await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(model))
+        self.check_served(info.base_model)
+        return info.base_model
+
+    async def standing_sampler(self, tenant: Tenant, model: str) -> Sampler:
+        """A sampler for requests without a session, of a base model's name or a `tinker://` path.
+
+        A checkpoint that was replaced under its name is loaded anew.
+        """
+        base_model = await self.base_model_of(tenant, model)
+        path = CheckpointPath.parse(model) if model.startswith("tinker://") else None
+        version = 0.0 if path is None else (await asyncio.to_thread(read_info, tenant.home, path)).created
+        session = self._standing.get(tenant.name)
+        if session is None or session.session_id not in self._sessions:
+            record = registry.Session(uuid.uuid4().hex)
+            session = Session(record.session_id, tenant, record, seen=math.inf)
+            self._standing[tenant.name] = self._sessions[session.session_id] = session
+        sampler_id = f"{session.session_id}:sample:{model}@{version}"
+        sampler = session.samplers.get(sampler_id)
+        if sampler is None:
+            sampler = self._add_sampler(Sampler(sampler_id, session, base_model, None if path is None else model))
+            self._open(sampler)
+        return sampler
+
     def _open(self, sampler: Sampler) -> None:
         """Let the engine load it; sampling requests may already follow."""
         self.link.call(
@@ -273,10 +306,10 @@ class Service:
         if self.closing:
             raise Refused(503, "the server is shutting down and takes no new requests")
 
-    def check_served(self, base_model: str) -> None:
+    def check_served(self, base_model: str, status: int = 400) -> None:
         names = [model.name for model in self.link.models]
         if base_model not in names:
-            raise Refused(400, f"base model {base_model!r} is not served here; this server has {', '.join(names)}")
+            raise Refused(status, f"base model {base_model!r} is not served here; this server has {', '.join(names)}")
 
     def _new_request(self, session: Session, kind: str) -> Request:
         request = Request(session.tenant, session, kind)
@@ -301,6 +334,11 @@ class Service:
         """A request whose result may be asked for; None for one that never was, is another tenant's, or is forgotten."""
         request = self._requests.get(request_id)
         return request if request is not None and request.tenant == tenant else None
+
+    def forget(self, request: Request) -> None:
+        """Drop a request whose result nobody will ask for again."""
+        self._requests.pop(request.request_id, None)
+        request.session.requests.pop(request.request_id, None)
 
     def cancel(self, request: Request) -> None:
         """Stop a sampling request. Others are never cancelled: those after them count on them."""
@@ -333,8 +371,7 @@ class Service:
         for request in list(self._requests.values()):
             since = request.fetched if request.session.session_id in self._sessions else request.created
             if request.reply is not None and since is not None and now - since > self.config.result_seconds:
-                del self._requests[request.request_id]
-                request.session.requests.pop(request.request_id, None)
+                self.forget(request)
 
     @property
     def live(self) -> dict[str, int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import platformdirs
 
+from tinker_local_backend import environment
 from tinker_local_backend.errors import RequestError
 
 CheckpointKind = Literal["weights", "sampler_weights"]
@@ -21,8 +23,21 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,199}")
 
 def local_home() -> Path:
     """TINKER_LOCAL_HOME, else the user's data folder."""
-    configured = os.environ.get("TINKER_LOCAL_HOME")
+    configured = environment.read("TINKER_LOCAL_HOME")
     return Path(configured).expanduser() if configured else Path(platformdirs.user_data_dir("tinker-local"))
+
+
+def check_writable(home: Path) -> None:
+    """Write something into the home, which is made. Raises RequestError if that fails: now, and not at the first save."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        raise RequestError(
+            f"checkpoints cannot be written to {str(home)!r} ({error.strerror}); set TINKER_LOCAL_HOME to another folder"
+        ) from error
 
 
 def check_name(name: str, what: str) -> str:

@@ -1,0 +1,214 @@
+"""A dead, wrong or silent server is named within 5 seconds, and so is its recovery."""
+
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tinker
+
+from tests.child import ROOT, python_path
+from tinker_cookbook import backends, server_watch
+from tinker_cookbook.server_watch import ServerWatch, ask, server_address
+
+
+class Health(http.server.BaseHTTPRequestHandler):
+    """Answers GETs with `code` and `body`."""
+
+    code, body = 200, b'{"status": "ok"}'
+
+    def do_GET(self) -> None:
+        self.send_response(self.code)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., http.server.HTTPServer]]:
+    """A server of these answers, on this port."""
+    servers = []
+
+    def start(code: int = 200, body: bytes = Health.body, port: int = 0) -> http.server.HTTPServer:
+        handler = type("Handler", (Health,), {"code": code, "body": body})
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_watch, "INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(server_watch, "FIRST_REPEAT_SECONDS", 0.2)
+
+
+def address_of(server: http.server.HTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def waits_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+class TestAsk:
+    def test_a_server_that_is_well(self, serve: Callable[..., http.server.HTTPServer]) -> None:
+        assert ask(address_of(serve())) == (None, True)
+
+    def test_one_that_guards_its_health_route_answers(self, serve: Callable[..., http.server.HTTPServer]) -> None:
+        assert ask(address_of(serve(401))) == (None, True)
+
+    @pytest.mark.parametrize(
+        ("code", "body", "problem", "answered"),
+        [
+            (404, b"", "HTTP 404", True),
+            (200, b"<html>", "something else than JSON", True),
+            (503, b"", "HTTP 503", False),
+        ],
+    )
+    def test_wrong_answers(
+        self, serve: Callable[..., http.server.HTTPServer], code: int, body: bytes, problem: str, answered: bool
+    ) -> None:
+        found = ask(address_of(serve(code, body)))
+        assert found[0] is not None and problem in found[0] and found[1] is answered
+
+    def test_nobody_there(self, free_port: int) -> None:
+        problem, answered = ask(f"http://127.0.0.1:{free_port}")
+        assert problem is not None and "refused" in problem and not answered
+
+    def test_one_that_says_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server_watch, "ANSWER_SECONDS", 0.2)
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            problem, answered = ask(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert problem is not None and "timed out" in problem and not answered
+
+
+def test_the_address_is_the_one_that_the_sdk_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    assert server_address("http://mine/") == ("http://mine", "base_url=http://mine/")
+    assert server_address(None)[1].startswith("the hosted service (https://")
+    monkeypatch.setenv("TINKER_BASE_URL", "http://other")
+    assert server_address(None) == ("http://other", "TINKER_BASE_URL=http://other")
+    for given in ("http://mine/", None):
+        assert server_address(given)[0] == tinker.lib.base_url.resolve_base_url(given)
+
+
+def is_watched() -> bool:
+    return any(thread.name == "server-watch" for thread in threading.enumerate())
+
+
+class Client:
+    """Stands for the SDK's."""
+
+    _session_holder: Any = None
+
+
+class TestWatch:
+    def test_silence_is_named_repeated_and_its_end_told(
+        self,
+        quick: None,
+        free_port: int,
+        serve: Callable[..., http.server.HTTPServer],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        client = Client()
+        ServerWatch(f"http://127.0.0.1:{free_port}", "base_url=mine", client)
+        assert waits_for(lambda: len(caplog.messages) >= 2)
+        first, second = caplog.messages[:2]
+        assert first.startswith("base_url=mine does not answer (ConnectionRefusedError")
+        assert "asked 1 times in 0 s" in first and "asked 1 times" not in second
+        serve(port=free_port)
+        assert waits_for(lambda: "base_url=mine answers again after" in caplog.messages[-1])
+        del client
+
+    def test_a_wrong_server_is_named_and_one_that_was_right_may_answer_what_it_likes(
+        self, quick: None, serve: Callable[..., http.server.HTTPServer], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        client, server = Client(), serve(404)
+        ServerWatch(address_of(server), "base_url=mine", client)
+        assert waits_for(lambda: bool(caplog.messages))
+        assert caplog.messages[0].startswith("base_url=mine is no server of the Tinker protocol (HTTP 404")
+        server.RequestHandlerClass.code = 200  # pyright: ignore[reportAttributeAccessIssue]
+        assert waits_for(lambda: "answers again" in caplog.messages[-1])
+        server.RequestHandlerClass.code = 404  # pyright: ignore[reportAttributeAccessIssue]
+        count = len(caplog.messages)
+        time.sleep(0.5)
+        assert len(caplog.messages) == count
+        del client
+
+    def test_it_ends_with_the_client_and_its_sessions(
+        self, quick: None, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., http.server.HTTPServer]
+    ) -> None:
+        assert waits_for(lambda: not is_watched())
+        monkeypatch.setattr(tinker, "ServiceClient", lambda base_url: Client())
+        client: Any = backends.create_service_client("tinker", address_of(serve()))
+        session = client._session_holder = Client()
+        time.sleep(0.3)
+        del client
+        time.sleep(0.3)
+        assert is_watched(), "a training client may still use the session"
+        del session
+        assert waits_for(lambda: not is_watched())
+
+    def test_the_sdk_keeps_its_sessions_where_the_watch_looks_for_them(self) -> None:
+        client = tinker.ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-test")
+        assert vars(client)["_session_holder"] is None and vars(client)["_rest_holder"] is None
+
+
+PROGRAM = """
+import sys, time
+import tinker
+from tinker_cookbook import backends
+print(time.monotonic(), file=sys.stderr, flush=True)
+service = backends.create_service_client("tinker", sys.argv[1])
+service.create_lora_training_client(base_model="m", rank=4)
+"""
+
+
+@pytest.mark.parametrize("kind", ["dead", "wrong"])
+def test_with_the_sdk_itself_it_takes_no_five_seconds(
+    kind: str, free_port: int, serve: Callable[..., http.server.HTTPServer]
+) -> None:
+    """While the SDK retries, which it does for minutes."""
+    address = f"http://127.0.0.1:{free_port}" if kind == "dead" else address_of(serve(404))
+    env = {**os.environ, "PYTHONPATH": python_path(), "TINKER_API_KEY": "tml-test"}
+    env.pop("TINKER_BASE_URL", None)
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, address], env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stderr is not None
+    try:
+        started = float(child.stderr.readline())
+        line = child.stderr.readline()
+        seconds = time.monotonic() - started
+    finally:
+        child.kill()
+        child.wait()
+        child.stderr.close()
+    assert f"base_url={address}" in line
+    assert ("refused" if kind == "dead" else "404") in line
+    assert seconds < 5, line

@@ -1,0 +1,79 @@
+"""Formats in which the prompt opens the think block of an answer, or closes it at once for a model told not to think.
+
+A response of a model that thinks begins inside the block: what comes before the first </think> is reasoning. One without a
+</think> is a plain answer if it ended or called a tool, and reasoning if it was cut off, so that cut-off reasoning never
+passes for an answer. A stream takes it for reasoning throughout.
+"""
+
+from typing import ClassVar
+
+from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.renderers.base import RenderContext
+from tinker_cookbook.renderers.blocks import (
+    THINK_CLOSE,
+    TOOL_CLOSE,
+    TOOL_OPEN,
+    BlockKind,
+    BlockScanner,
+    LineBreaks,
+    Piece,
+)
+from tinker_cookbook.renderers.content import assistant_message, parse_pieces, text_of
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.formats import EndTokenRenderer
+from tinker_cookbook.renderers.types import Message, ParseTermination, ToolCall, UnparsedToolCall
+
+
+class OpenedThinkRenderer(EndTokenRenderer):
+    """Reads such responses. A family says how its tool calls are read.
+
+    tool_tags: what opens and closes a tool call, or a section of them.
+    line_breaks: as in BlockScanner.
+    thinking_renderer: the renderer of the same models that thinks, for the error when this one does not.
+    """
+
+    tool_tags: ClassVar[tuple[str, str]] = (TOOL_OPEN, TOOL_CLOSE)
+    line_breaks: ClassVar[LineBreaks | None] = None
+    thinking_renderer: ClassVar[str] = ""
+
+    def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
+        """As in EndTokenRenderer; blocks without content are no part of the message."""
+        tokens, termination = self._split_ending(self._normalize_response_tokens(response))
+        scanner = self._new_scanner()
+        pieces = scanner.finish(decode_tokens(self.tokenizer, tokens))
+        called = any(piece.kind in (BlockKind.TOOL_CALL, BlockKind.UNCLOSED_TOOL_CALL) for piece in pieces)
+        if scanner.opening_unclosed and (termination.is_clean or called) and pieces[:1]:
+            pieces[0] = pieces[0]._replace(kind=BlockKind.TEXT) if pieces[0].kind is BlockKind.THINKING else pieces[0]
+        return self._message_of(pieces), termination
+
+    def _new_scanner(self) -> BlockScanner:
+        return BlockScanner(self.tool_tags, line_breaks=self.line_breaks, opened=not self.disables_thinking)
+
+    def _message_of(self, pieces: list[Piece]) -> Message:
+        # A block with nothing in it is no block.
+        following = [*(piece.kind for piece in pieces), None][1:]
+        pieces = [
+            piece
+            for piece, after in zip(pieces, following, strict=True)
+            if piece.kind is not BlockKind.THINK_START or after is BlockKind.THINKING
+        ]
+        parts, calls = parse_pieces(pieces, self.tool_tags, self._read_calls)
+        # A string with </think> in it would be read as reasoning when it is written again.
+        plain = all(part["type"] == "text" and THINK_CLOSE not in part["text"] for part in parts)
+        return assistant_message(text_of(parts) if plain else parts, calls)
+
+    def _read_calls(self, body: str) -> list[ToolCall | UnparsedToolCall]:
+        """The calls in what stands between the tags, in order; whatever is no call comes as UnparsedToolCall."""
+        raise NotImplementedError
+
+    def _check_reasoning(self, reasoning: str, ctx: RenderContext) -> None:
+        """Raises RendererError for reasoning that cannot be written."""
+        if reasoning and self.disables_thinking:
+            raise RendererError(
+                f"message {ctx.idx} holds reasoning, but this renderer disables thinking: "
+                f"remove its thinking part, or use the renderer {self.thinking_renderer}"
+            )
+        if THINK_CLOSE in reasoning:
+            raise RendererError(
+                f"message {ctx.idx}: its reasoning holds {THINK_CLOSE!r}, which would end it; remove it"
+            )

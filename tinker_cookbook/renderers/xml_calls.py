@@ -1,0 +1,112 @@
+"""Tool calls as Qwen3.5 and Nemotron 3 write them, a tag per parameter, and how they tell the model to write them.
+
+    <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
+
+The format does not say the type of a value: what reads as JSON is taken for JSON, anything else for a string.
+"""
+
+import json
+import re
+
+from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.renderers.base import RenderContext
+from tinker_cookbook.renderers.blocks import TOOL_CLOSE, TOOL_OPEN
+from tinker_cookbook.renderers.content import check_arguments, check_encodable
+from tinker_cookbook.renderers.types import Message, ToolCall, UnparsedToolCall
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_PYTHON_NAMES = {"True": True, "False": False, "None": None}
+
+# The wording that the models were trained with.
+CALL_INSTRUCTIONS = """If you choose to call a function ONLY reply in the following format with NO suffix:
+
+<tool_call>
+<function=example_function_name>
+<parameter=example_parameter_1>
+value_1
+</parameter>
+<parameter=example_parameter_2>
+This is the value for the second parameter
+that can span
+multiple lines
+</parameter>
+</function>
+</tool_call>
+
+<IMPORTANT>
+Reminder:
+- Function calls MUST follow the specified format: an inner <function=...></function> block must be nested within \
+<tool_call></tool_call> XML tags
+- Required parameters MUST be specified
+- You may provide optional reasoning for your function call in natural language BEFORE the function call, but NOT after
+- If there is no function call available, answer the question like normal with your current knowledge and do not tell the \
+user about function calls
+</IMPORTANT>"""
+
+
+def declare(declarations: list[str]) -> str:
+    """What tells a model of its tools."""
+    listed = "\n".join(declarations)
+    return (
+        f"# Tools\n\nYou have access to the following functions:\n\n<tools>\n{listed}\n</tools>\n\n{CALL_INSTRUCTIONS}"
+    )
+
+
+def call_texts(message: Message, ctx: RenderContext, json_scalars: bool) -> list[str]:
+    """The tool calls of a message as they are written, each with its tags.
+
+    json_scalars: whether true, false and null are written as in JSON, or as in Python.
+    Raises RendererError when the arguments of a call are no JSON object.
+    """
+    texts = [_call_text(call, ctx, json_scalars) for call in message.get("tool_calls", [])]
+    return texts + [call.raw_text for call in message.get("unparsed_tool_calls", [])]
+
+
+def _call_text(call: ToolCall, ctx: RenderContext, json_scalars: bool) -> str:
+    try:
+        check_arguments(call.function.arguments)
+    except ValueError as error:
+        raise RendererError(f"message {ctx.idx}: in its call of {call.function.name!r} {error}") from error
+    text = f"{TOOL_OPEN}\n<function={call.function.name}>\n"
+    for name, value in json.loads(call.function.arguments).items():
+        if isinstance(value, dict | list) or (json_scalars and not isinstance(value, str)):
+            value = json.dumps(value, ensure_ascii=False)
+        text += f"<parameter={name}>\n{value}\n</parameter>\n"
+    return f"{text}</function>\n{TOOL_CLOSE}"
+
+
+def read_call(body: str) -> ToolCall | UnparsedToolCall:
+    """The call in what stands between <tool_call> and </tool_call>."""
+    try:
+        function = _FUNCTION.fullmatch(body)
+        if function is None:
+            raise ValueError("expected <function=name>, parameters and </function>")
+        arguments = json.dumps(_read_parameters(function.group(2)), ensure_ascii=False)
+        check_encodable(arguments)
+    except (ValueError, RecursionError) as error:
+        return UnparsedToolCall(raw_text=TOOL_OPEN + body + TOOL_CLOSE, error=str(error))
+    return ToolCall(function=ToolCall.FunctionBody(name=function.group(1).strip(), arguments=arguments))
+
+
+def _read_parameters(text: str) -> dict[str, object]:
+    parameters: dict[str, object] = {}
+    end = 0
+    while text[end:].strip():
+        match = _PARAMETER.match(text, end)
+        if match is None:
+            raise ValueError(f"expected <parameter=name>, its value and </parameter>, not {text[end:].strip()!r}")
+        name, end = match.group(1).strip(), match.end()
+        if name in parameters:
+            raise ValueError(f"the parameter {name!r} is given twice")
+        parameters[name] = _read_value(match.group(2))
+    return parameters
+
+
+def _read_value(text: str) -> object:
+    if text in _PYTHON_NAMES:
+        return _PYTHON_NAMES[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

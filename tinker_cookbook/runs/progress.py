@@ -1,0 +1,74 @@
+"""How far a run has come, so that runs can be compared at equal tokens: tokens sampled, tokens trained on, seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tinker_cookbook.runs.checkpoints import CheckpointRecord
+from tinker_cookbook.utils.lazy import tinker
+
+PROGRESS_KEY = "progress"
+"""What checkpoint records call it."""
+
+
+def count_trained_tokens(data: Iterable[tinker.Datum]) -> int:
+    """Targets that a loss takes in: those with a weight (supervised losses) or an advantage other than zero."""
+    total = 0
+    for datum in data:
+        inputs = datum.loss_fn_inputs
+        total += int((inputs["advantages" if "advantages" in inputs else "weights"].to_numpy() != 0).sum())
+    return total
+
+
+class Progress:
+    """Counts from the run's first step on, over all the times it was resumed.
+
+    `row` gives what the row of a step says, and leaves the same numbers in `loop_state`, from where the checkpoints that
+    follow take them. So a resumed run counts on from its checkpoint: steps that are done again are counted once.
+
+    Args:
+        loop_state: `CheckpointManager.loop_state`.
+        record: the checkpoint that the run goes on from; None: from the first step.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        loop_state: dict[str, Any],
+        record: CheckpointRecord | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        before: Mapping[str, Any] = record.get(PROGRESS_KEY, {}) if record is not None else {}
+        self.sampled_tokens: int = before.get("sampled_tokens", 0)
+        """tokens that the policy sampled to learn from; evaluations do not count"""
+        self.trained_tokens: int = before.get("trained_tokens", 0)
+        """see `count_trained_tokens`; a token that is trained on twice counts twice"""
+        self._seconds_before: float = before.get("seconds", 0.0)
+        self._loop_state, self._clock, self._started = loop_state, clock, clock()
+        self._keep()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which the run's loop was under way."""
+        return self._seconds_before + self._clock() - self._started
+
+    def row(self, sampled_tokens: int = 0, trained_tokens: int = 0) -> dict[str, float | int]:
+        """Add what a step sampled and trained on.
+
+        Returns:
+            progress/sampled_tokens, progress/trained_tokens and progress/seconds, all cumulated.
+        """
+        self.sampled_tokens += sampled_tokens
+        self.trained_tokens += trained_tokens
+        return {f"progress/{name}": value for name, value in self._keep().items()}
+
+    def _keep(self) -> dict[str, float | int]:
+        state = {
+            "sampled_tokens": self.sampled_tokens,
+            "trained_tokens": self.trained_tokens,
+            "seconds": self.seconds,
+        }
+        self._loop_state[PROGRESS_KEY] = state
+        return state

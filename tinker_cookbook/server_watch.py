@@ -1,0 +1,117 @@
+"""A server that does not answer is named within seconds, and again while it does not.
+
+The SDK retries for minutes and says nothing meanwhile. A `ServerWatch` asks the server's health route beside it and logs what
+comes back: which address, what is wrong, for how long, and how often it was asked. Whether a request is given up stays the
+SDK's business.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+import weakref
+from http.client import HTTPException
+
+logger = logging.getLogger(__name__)
+
+HEALTH_ROUTE = "/api/v1/healthz"
+INTERVAL_SECONDS, ANSWER_SECONDS = 2.0, 2.5
+"""Together less than 5: how long a dead server can go unnamed."""
+FIRST_REPEAT_SECONDS, LAST_REPEAT_SECONDS = 10.0, 60.0
+"""Between two lines about the same silence; each time twice as long."""
+
+
+def server_address(base_url: str | None) -> tuple[str, str]:
+    """The address that the SDK takes, and what the user calls it."""
+    from tinker.lib.base_url import DEFAULT_BASE_URL
+
+    variable = os.environ.get("TINKER_BASE_URL")
+    address = (base_url or variable or DEFAULT_BASE_URL).rstrip("/")
+    if base_url:
+        return address, f"base_url={base_url}"
+    return address, f"TINKER_BASE_URL={variable}" if variable else f"the hosted service ({address})"
+
+
+def ask(address: str) -> tuple[str | None, bool]:
+    """What is wrong with the server at this address (None: nothing), and whether it answered at all."""
+    try:
+        request = urllib.request.Request(address + HEALTH_ROUTE, headers={"User-Agent": "tinker-cookbook-local"})
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+            json.loads(answer.read(1 << 16))
+        return None, True
+    except urllib.error.HTTPError as error:
+        if error.code in (
+            401,
+            403,
+        ):  # it guards this route too; whether the key is right shows in the requests themselves
+            return None, True
+        return f"HTTP {error.code} from {HEALTH_ROUTE}", error.code < 500
+    except (urllib.error.URLError, HTTPException, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        return f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason), False
+    except ValueError:
+        return f"{HEALTH_ROUTE} answers something else than JSON", True
+
+
+class ServerWatch:
+    """Asks, on a thread of its own, for as long as the client or a session that it opened is in use.
+
+    A server that answers what no Tinker server does is named until it has once answered as one.
+    """
+
+    def __init__(self, address: str, name: str, client: object):
+        self._address, self._name = address, name
+        self._users = [weakref.ref(client)]
+        self._is_known = False
+        self._since: float | None = None
+        self._tries = 0
+        self._next_report, self._pause = float("-inf"), FIRST_REPEAT_SECONDS
+        threading.Thread(target=self._run, name="server-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        while self._in_use():
+            asked = time.monotonic()
+            problem, answered = ask(self._address)
+            self._is_known = self._is_known or problem is None
+            if problem is None or (answered and self._is_known):
+                self._well()
+            else:
+                self._ill(problem, answered, asked)
+            time.sleep(INTERVAL_SECONDS)
+
+    def _in_use(self) -> bool:
+        # The SDK opens sessions late, and training and sampling clients keep them when the service client is gone.
+        client = self._users[0]()
+        for held in ("_session_holder", "_rest_holder"):
+            session = getattr(client, held, None)
+            if session is not None and all(user() is not session for user in self._users):
+                self._users.append(weakref.ref(session))
+        return any(user() is not None for user in self._users)
+
+    def _well(self) -> None:
+        if self._since is not None:
+            logger.warning("%s answers again after %.0f s", self._name, time.monotonic() - self._since)
+        self._since, self._tries = None, 0
+        self._next_report, self._pause = float("-inf"), FIRST_REPEAT_SECONDS
+
+    def _ill(self, problem: str, answered: bool, asked: float) -> None:
+        self._since = asked if self._since is None else self._since
+        self._tries += 1
+        now = time.monotonic()
+        if now < self._next_report:
+            return
+        self._next_report, self._pause = now + self._pause, min(2 * self._pause, LAST_REPEAT_SECONDS)
+        logger.warning(
+            "%s %s (%s): asked %d times in %.0f s. Requests are retried for up to 5 minutes; correct the address, start the "
+            "server, or press Ctrl-C",
+            self._name,
+            "is no server of the Tinker protocol" if answered else "does not answer",
+            problem,
+            self._tries,
+            now - self._since,
+        )

@@ -1,0 +1,197 @@
+"""Replies of the OpenAI-compatible routes, from what the engine sampled."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tinker.types import SampledSequence, SampleResponse
+
+from tinker_local_backend.server.chat_text import ChatText
+from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, OpenAIBody
+
+
+def _head(kind: str, body: OpenAIBody, prefix: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": body.model}
+
+
+def _usage(prompts: Sequence[Sequence[int]], responses: Sequence[SampleResponse]) -> dict[str, Any]:
+    asked = sum(map(len, prompts))
+    sampled = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
+    cached = sum(response.prompt_cache_hit_tokens or 0 for response in responses)
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": sampled,
+        "total_tokens": asked + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _said(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[int], sequence: SampledSequence) -> str:
+    """The text of a sample, without the end of turn and without the stop string that ended it."""
+    tokens = sequence.tokens
+    if sequence.stop_reason == "stop" and tokens and tokens[-1] in {*eos_token_ids, *(body.stop_token_ids or [])}:
+        tokens = tokens[:-1]
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return text.text(tokens, stops)
+
+
+def token_logprobs(text: ChatText, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
+    """Per sampled token: its text, bytes and logprob, and the likeliest tokens with theirs."""
+    entries = []
+    for position, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs or [], strict=True)):
+        entry = {**_named(text, token, logprob), "top_logprobs": []}
+        if top and sequence.topk_logprobs_np is not None:
+            row = sequence.topk_logprobs_np
+            entry["top_logprobs"] = [
+                _named(text, int(other), float(value))
+                for other, value in zip(row.token_ids[position], row.logprobs[position], strict=True)
+            ]
+        entries.append(entry)
+    return entries
+
+
+def _named(text: ChatText, token: int, logprob: float) -> dict[str, Any]:
+    piece = text.piece(token)
+    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
+
+
+def chat(
+    body: ChatBody,
+    text: ChatText,
+    eos_token_ids: Sequence[int],
+    prompt: Sequence[int],
+    response: SampleResponse,
+    with_tools: bool,
+) -> dict[str, Any]:
+    choices = []
+    for index, sequence in enumerate(response.sequences):
+        said = _said(body, text, eos_token_ids, sequence)
+        message: dict[str, Any] = {"role": "assistant", "content": said}
+        reason = sequence.stop_reason
+        reply = text.reply(said) if with_tools else None
+        if reply is not None and reply.tool_calls:
+            message["content"] = reply.text or None
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for name, arguments in reply.tool_calls
+            ]
+            reason = "tool_calls" if reason == "stop" else reason
+        choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+        if body.logprobs:
+            choice["logprobs"] = {"content": token_logprobs(text, sequence, body.top_logprobs or 0)}
+        if body.return_token_ids:
+            choice["token_ids"] = sequence.tokens
+        choices.append(choice)
+    reply_body = _head("chat.completion", body, "chatcmpl")
+    reply_body |= {"choices": choices, "usage": _usage([prompt], [response])}
+    if body.return_token_ids:
+        reply_body["prompt_token_ids"] = list(prompt)
+    return reply_body
+
+
+def completion(
+    body: CompletionBody,
+    text: ChatText,
+    eos_token_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[SampleResponse],
+) -> dict[str, Any]:
+    choices = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        for sequence in response.sequences:
+            said = _said(body, text, eos_token_ids, sequence)
+            choice: dict[str, Any] = {
+                "index": len(choices),
+                "text": text.text(prompt) + said if body.echo else said,
+                "finish_reason": sequence.stop_reason,
+                "logprobs": None,
+            }
+            if body.logprobs is not None:
+                choice["logprobs"] = _completion_logprobs(body, text, prompt, response, sequence)
+            if body.return_token_ids:
+                choice |= {"token_ids": sequence.tokens, "prompt_token_ids": list(prompt)}
+            choices.append(choice)
+    reply = _head("text_completion", body, "cmpl")
+    return {**reply, "choices": choices, "usage": _usage(prompts, responses)}
+
+
+def _completion_logprobs(
+    body: CompletionBody, text: ChatText, prompt: Sequence[int], response: SampleResponse, sequence: SampledSequence
+) -> dict[str, Any]:
+    """The older form: parallel lists, which with `echo` begin with the prompt."""
+    tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
+    tops: list[dict[str, float] | None] = _tops(text, sequence.topk_logprobs_np)
+    values: list[float | None] = [*logprobs]
+    if body.echo:
+        scores = response.prompt_logprobs_np
+        assert scores is not None
+        tokens = [*prompt, *tokens]
+        values = [None if np.isnan(score) else float(score) for score in scores] + values
+        tops = [None, *_tops(text, response.topk_prompt_logprobs_np)[1:], *tops]
+    pieces = [text.piece(token) for token in tokens]
+    offsets = [0]
+    for piece in pieces[:-1]:
+        offsets.append(offsets[-1] + len(piece))
+    return {
+        "tokens": pieces,
+        "token_logprobs": values,
+        "top_logprobs": tops if body.logprobs else None,
+        "text_offset": offsets[: len(pieces)],
+    }
+
+
+def _tops(text: ChatText, topk: Any) -> list[dict[str, float] | None]:
+    if topk is None:
+        return []
+    return [
+        {text.piece(int(token)): float(logprob) for token, logprob in zip(tokens, logprobs, strict=True)}
+        for tokens, logprobs in zip(topk.token_ids, topk.logprobs, strict=True)
+    ]
+
+
+def chat_pieces(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The chunks of a streamed chat completion: per choice its role, its words, its calls, its end."""
+    head = {**{key: reply[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+    for choice in reply["choices"]:
+        message = choice["message"]
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{"content": words} for words in _words(message["content"] or "")]
+        calls = message.get("tool_calls", [])
+        deltas += [{"tool_calls": [{"index": place, **call}]} for place, call in enumerate(calls)]
+        for position, delta in enumerate(deltas):
+            piece = {"index": choice["index"], "delta": delta, "finish_reason": None}
+            if position == 1 or (position == 0 and len(deltas) == 1):
+                piece["logprobs"] = choice["logprobs"]
+            yield {**head, "choices": [piece]}
+        yield {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}]}
+
+
+def completion_pieces(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    head = {key: reply[key] for key in ("id", "created", "model", "object")}
+    for choice in reply["choices"]:
+        parts = _words(choice["text"]) or [""]
+        for position, words in enumerate(parts):
+            last = position == len(parts) - 1
+            piece = {
+                "index": choice["index"],
+                "text": words,
+                "logprobs": choice["logprobs"] if position == 0 else None,
+                "finish_reason": choice["finish_reason"] if last else None,
+            }
+            yield {**head, "choices": [piece]}
+
+
+def _words(text: str) -> list[str]:
+    """A text in pieces that add up to it."""
+    pieces: list[str] = []
+    for part in text.split(" "):
+        pieces.append(part if not pieces else f" {part}")
+    return [piece for piece in pieces if piece]

@@ -1,0 +1,163 @@
+"""Bodies of the OpenAI-compatible routes. A field that is unknown, or known and not supported, is an error: ignoring it would
+change what is sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tinker_local_backend.server.schemas import Count, Seed
+from tinker_local_backend.server.sessions import Refused
+
+Text = Annotated[str, Field(max_length=10_000_000)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = list[TokenId]
+Stop = Annotated[str, Field(max_length=4096)]
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "min_p": (None, 0, 0.0),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "suffix": (None, ""),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "modalities": (None, ["text"]),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "reasoning_effort": (None,),
+    "ignore_eos": (None, False),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "logits_processors": (None, []),
+}
+"""Field -> the values that ask for nothing."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+        "request_id",
+    }
+)
+"""Fields that say nothing about what is sampled."""
+
+
+class OpenAIBody(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: Annotated[str, Field(max_length=4096)]
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    seed: Seed | None = None
+    stop: Stop | list[Stop] | None = None
+    stop_token_ids: TokenIds | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool = False
+
+    def check(self) -> None:
+        """Raise Refused (400), naming the field, for what is not supported."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _WITHOUT_EFFECT:
+                continue
+            if name not in _NEUTRAL:
+                raise Refused(400, f"{name[:200]} is not known here; leave it out")
+            if value not in _NEUTRAL[name]:
+                raise Refused(400, f"{name} is not supported here; leave it out")
+
+    def sampling_params(self, max_tokens: int | None, eos_token_ids: list[int]) -> dict[str, Any]:
+        """As the engine takes them. The model's own end of turn ends a sample, whatever else does."""
+        stops: list[str | int] = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        stops += self.stop_token_ids or []
+        return {
+            "max_tokens": max_tokens,
+            "seed": self.seed,
+            "stop": [*eos_token_ids, *stops] if stops else None,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_k": self.top_k or -1,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+        }
+
+
+class FunctionCall(BaseModel):
+    name: Text
+    arguments: Text = "{}"
+
+
+class ToolCall(BaseModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class ChatBody(OpenAIBody):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, bool] | None = None
+
+
+class CompletionBody(OpenAIBody):
+    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    max_tokens: Count | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+
+
+class GenerateParams(BaseModel):
+    """Of vLLM's sampling parameters those that the engine has."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    max_tokens: Count | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    seed: Seed | None = None
+    stop: Stop | list[Stop] | None = None
+    stop_token_ids: TokenIds | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class GenerateBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: Annotated[str, Field(max_length=4096)] | None = None
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
+    sampling_params: GenerateParams = GenerateParams()
+    request_id: str | None = None
+    stream: Literal[False] = False

@@ -1,0 +1,230 @@
+"""OpenAI-compatible routes, and vLLM's route of tokens in and out: for judges, evaluations and whatever else speaks them.
+
+A model is a base model's name or a `tinker://` path. Logprobs are the engine's own: of softmax(logits / temperature), before
+top-k and top-p; at temperature 0, of temperature 1. A stream is sent when the sample is complete, in pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from tinker.proto.response_conv import deserialize_sample_response
+from tinker.types import SampleResponse
+
+from tinker_local_backend.server import openai_replies
+from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.chat_text import ChatText
+from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, GenerateBody, Message, OpenAIBody
+from tinker_local_backend.server.routes_common import ServiceOf, TenantOf
+from tinker_local_backend.server.service import Service
+from tinker_local_backend.server.sessions import Refused, Request
+
+
+class Texts:
+    """Tokenizers of the base models, loaded when they are first needed."""
+
+    def __init__(self) -> None:
+        self._loading: dict[str, asyncio.Task[ChatText]] = {}
+
+    async def of(self, base_model: str) -> ChatText:
+        if base_model not in self._loading:
+            self._loading[base_model] = asyncio.create_task(asyncio.to_thread(ChatText.of, base_model))
+        return await asyncio.shield(self._loading[base_model])
+
+
+def router() -> APIRouter:
+    routes, texts = APIRouter(), Texts()
+
+    @routes.get("/v1/models")
+    async def models(service: ServiceOf) -> Any:
+        entries = [_model_entry(model.name, model.context_length) for model in service.link.models]
+        return {"object": "list", "data": entries}
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str, service: ServiceOf, tenant: TenantOf) -> Any:
+        base_model = await service.base_model_of(tenant, name)
+        lengths = {served.name: served.context_length for served in service.link.models}
+        return _model_entry(name, lengths[base_model])
+
+    @routes.post("/v1/chat/completions")
+    async def chat(body: ChatBody, http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Response:
+        body.check()
+        asked = await _Asked.of(service, tenant, body, texts)
+        tools = [tool.model_dump() for tool in body.tools] if body.tools and not _no_tools(body) else None
+        messages = [_as_template_sees(message) for message in body.messages]
+        prompt = await asyncio.to_thread(asked.text.prompt, messages, tools, body.chat_template_kwargs or {})
+        if body.top_logprobs and not body.logprobs:
+            raise Refused(400, "top_logprobs needs logprobs=true")
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        (response,) = await asked.sample(http, [prompt], limit, topk=body.top_logprobs or 0)
+        reply = openai_replies.chat(body, asked.text, asked.eos_token_ids, prompt, response, bool(tools))
+        return _send(body, reply, openai_replies.chat_pieces)
+
+    @routes.post("/v1/completions")
+    async def completions(body: CompletionBody, http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Response:
+        body.check()
+        asked = await _Asked.of(service, tenant, body, texts)
+        prompts = await asyncio.to_thread(_prompts, asked.text, body)
+        scored = body.echo and body.logprobs is not None
+        responses = await asked.sample(http, prompts, body.max_tokens, body.logprobs or 0, scored, body.logprobs or 0)
+        reply = openai_replies.completion(body, asked.text, asked.eos_token_ids, prompts, responses)
+        return _send(body, reply, openai_replies.completion_pieces)
+
+    @routes.post("/inference/v1/generate")
+    async def generate(body: GenerateBody, http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Any:
+        params = body.sampling_params
+        like = OpenAIBody(
+            model=body.model or service.link.models[0].name,
+            **params.model_dump(exclude={"max_tokens", "logprobs"}),
+        )
+        asked = await _Asked.of(service, tenant, like, texts)
+        (response,) = await asked.sample(http, [body.token_ids], params.max_tokens, params.logprobs or 0)
+        choices = [
+            {
+                "index": index,
+                "token_ids": sequence.tokens,
+                "finish_reason": sequence.stop_reason,
+                "logprobs": None
+                if params.logprobs is None
+                else {"content": openai_replies.token_logprobs(asked.text, sequence, params.logprobs)},
+            }
+            for index, sequence in enumerate(response.sequences)
+        ]
+        return {"request_id": body.request_id or uuid.uuid4().hex, "choices": choices}
+
+    return routes
+
+
+def _model_entry(name: str, context_length: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": context_length}
+
+
+def _no_tools(body: ChatBody) -> bool:
+    return (body.model_extra or {}).get("tool_choice") == "none"
+
+
+def _as_template_sees(message: Message) -> dict[str, Any]:
+    fields = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        fields["content"] = "".join(part.text for part in message.content)
+    fields.setdefault("content", "")
+    if message.role == "developer":
+        fields["role"] = "system"
+    for call in fields.get("tool_calls", []):
+        with suppress(ValueError):  # templates write arguments as JSON themselves
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return fields
+
+
+def _prompts(text: ChatText, body: CompletionBody) -> list[list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [text.encode(prompt)]
+    if not prompt:
+        raise Refused(400, "prompt is empty; give a text or token ids")
+    if isinstance(prompt[0], int):
+        return [prompt]  # pyright: ignore[reportReturnType]
+    if len(prompt) * body.n > 4096:
+        raise Refused(400, f"{len(prompt)} prompts times n={body.n} are more than 4096 samples; send fewer at a time")
+    return [text.encode(part) if isinstance(part, str) else part for part in prompt]  # pyright: ignore
+
+
+class _Asked:
+    """A request on its way: whose it is, of which sampler, in which words."""
+
+    def __init__(self, service: Service, tenant: Tenant, body: OpenAIBody, sampler_id: str, text: ChatText, model: Any):
+        self._service = service
+        self._tenant = tenant
+        self._body = body
+        self._sampler_id = sampler_id
+        self._context_length: int = model.context_length
+        self.text = text
+        self.eos_token_ids: list[int] = model.eos_token_ids
+
+    @classmethod
+    async def of(cls, service: Service, tenant: Tenant, body: OpenAIBody, texts: Texts) -> _Asked:
+        sampler = await service.standing_sampler(tenant, body.model)
+        model = next(model for model in service.link.models if model.name == sampler.base_model)
+        return cls(service, tenant, body, sampler.sampler_id, await texts.of(sampler.base_model), model)
+
+    async def sample(
+        self,
+        http: HttpRequest,
+        prompts: list[list[int]],
+        max_tokens: int | None,
+        topk: int = 0,
+        scored: bool = False,
+        topk_prompt: int = 0,
+    ) -> list[SampleResponse]:
+        """One response per prompt. Raises Refused for what the engine refuses. A client that goes away stops it."""
+        requests: list[Request] = []
+        try:
+            for prompt in prompts:
+                room = self._context_length - len(prompt)
+                fields = {
+                    "num_samples": self._body.n,
+                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+                    "sampling_params": self._body.sampling_params(
+                        room if max_tokens is None else max_tokens, self.eos_token_ids
+                    ),
+                    "prompt_logprobs": scored,
+                    "topk_prompt_logprobs": topk_prompt if scored else 0,
+                    "topk_sample_logprobs": topk,
+                    "prompt_alt_tokens_k": 0,
+                }
+                requests.append(self._service.sample(self._tenant, self._sampler_id, None, fields, b""))
+            await self._wait(http, requests)
+        except BaseException:
+            for request in requests:
+                self._service.cancel(request)
+            raise
+        return [self._response(request) for request in requests]
+
+    async def _wait(self, http: HttpRequest, requests: list[Request]) -> None:
+        async def gone() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+
+        leaving = asyncio.create_task(gone())
+        ended = asyncio.gather(*(request.done.wait() for request in requests))
+        try:
+            await asyncio.wait([leaving, ended], return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                raise Refused(400, "the client went away")
+        finally:
+            leaving.cancel()
+            ended.cancel()
+
+    def _response(self, request: Request) -> SampleResponse:
+        self._service.forget(request)
+        assert request.reply is not None
+        fields = request.reply.fields
+        if "error" in fields:
+            raise Refused(400 if fields["category"] == "user" else 500, fields["error"])
+        return deserialize_sample_response(request.reply.body)
+
+
+def _send(body: OpenAIBody, reply: dict[str, Any], pieces: Any) -> Response:
+    """The whole reply, or its pieces as server-sent events."""
+    if not body.stream:
+        return JSONResponse(reply)
+    with_usage = bool((body.stream_options or {}).get("include_usage"))
+
+    async def events() -> AsyncIterator[str]:
+        for piece in pieces(reply):
+            yield f"data: {json.dumps(piece)}\n\n"
+        if with_usage:
+            last = {key: reply[key] for key in ("id", "created", "model")}
+            last |= {"object": next(pieces(reply))["object"], "choices": [], "usage": reply["usage"]}
+            yield f"data: {json.dumps(last)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
