@@ -1,6 +1,7 @@
 """Algorithms: which policy-gradient losses there are, what each takes, and published algorithms as presets of settings.
 
-The engine computes the losses; here is only what a config may say of them.
+The engine computes the losses; here is only what a config may say of them. A loss of one's own is a function of tensors,
+which `forward_backward_custom` differentiates here and hands to either engine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Registry
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.own_loss import LOSS_KIND, OwnLossFn
 from tinker_cookbook.utils.lazy import tinker
 
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
@@ -25,11 +28,31 @@ _SETTINGS: dict[str, frozenset[str]] = {
 LOSS_FNS = tuple(_SETTINGS)
 
 
-def check_loss(loss_fn: str, loss_fn_config: Mapping[str, float] | None, backend: str) -> None:
+_OWN_LOSSES: Registry[OwnLossFn] = Registry(LOSS_KIND, {})
+
+
+def register_loss(name: str, loss: OwnLossFn) -> None:
+    """Make a loss of one's own known under a name. Raises ConfigurationError for a name that is taken."""
+    if name in _SETTINGS:
+        raise ConfigurationError(f"loss_fn: the name {name!r} is taken; choose another")
+    _OWN_LOSSES.register(name, loss)
+
+
+def own_loss(loss_fn: str | OwnLossFn) -> OwnLossFn | None:
+    """The function of one's own that `loss_fn` stands for; None for one of LOSS_FNS. Raises ConfigurationError for neither."""
+    return None if loss_fn in _SETTINGS else _OWN_LOSSES.resolve(loss_fn, also=LOSS_FNS)
+
+
+def check_loss(loss_fn: str | OwnLossFn, loss_fn_config: Mapping[str, float] | None, backend: str) -> None:
     """Raises ConfigurationError for an unknown loss, or a setting that the loss (or the hosted trainer) does not have."""
-    if loss_fn not in _SETTINGS:
-        raise ConfigurationError(f"loss_fn={loss_fn!r} is unknown; use {', '.join(LOSS_FNS)}")
-    known = _SETTINGS[loss_fn] | _LOCAL_ONLY
+    if own_loss(loss_fn) is not None:
+        if loss_fn_config:
+            raise ConfigurationError(
+                f"loss_fn_config={dict(loss_fn_config)} is for the built-in losses; a loss of your own closes over its settings "
+                "(and is given logprobs at temperature 1)"
+            )
+        return
+    known = _SETTINGS[str(loss_fn)] | _LOCAL_ONLY
     for key, value in (loss_fn_config or {}).items():
         if key not in known:
             raise ConfigurationError(f"loss_fn_config has {key!r}; loss_fn={loss_fn} takes {sorted(known)}")

@@ -1,7 +1,8 @@
 """The config of a reinforcement learning run, and everything about it that can be wrong before a model is loaded."""
 
 import logging
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import chz
 
@@ -50,7 +51,10 @@ class AsyncConfig:
 class UpdateOptions(RunOptions):
     """Settings of an update on sampled tokens, whatever gives them their advantages."""
 
-    loss_fn: str = chz.field(default="importance_sampling", doc=", ".join(LOSS_FNS))
+    loss_fn: str | Callable[..., Any] = chz.field(
+        default="importance_sampling",
+        doc=f"{', '.join(LOSS_FNS)}, or your own: package.module:function, path/file.py:function",
+    )
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None,
         doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
@@ -183,6 +187,10 @@ def check_config(config: Config) -> None:
         raise ConfigurationError("kl_reference_config and kl_discount_factor need kl_penalty_coef > 0")
     if config.kl_reference_config is not None:
         config.kl_reference_config.check("kl_reference_config", config.backend, config.base_url)
+    if config.off_policy_correction is not None and config.loss_fn not in LOSS_FNS:
+        raise ConfigurationError(
+            "off_policy_correction needs a built-in loss; a loss of your own sees both logprobs and can weight them itself"
+        )
     if config.off_policy_correction is not None and config.loss_fn == "dro":
         raise ConfigurationError(
             "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "

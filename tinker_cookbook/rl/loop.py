@@ -239,7 +239,7 @@ class Loop:
                     batch.data_D,
                     self.session.training_client,
                     config.off_policy_correction,
-                    config.loss_fn,
+                    str(config.loss_fn),
                     config.loss_fn_config,
                 )
             metrics |= found

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Literal
 
 from tinker_cookbook.clients import TrainingClient
-from tinker_cookbook.rl.algorithms import loss_datum
+from tinker_cookbook.rl.algorithms import loss_datum, own_loss
+from tinker_cookbook.rl.own_loss import OwnLossFn, sum_over_datums
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import split_list
 
@@ -25,21 +26,26 @@ class Update:
         self,
         training_client: TrainingClient,
         learning_rate: float,
-        loss_fn: str,
+        loss_fn: str | OwnLossFn,
         loss_fn_config: dict[str, float] | None = None,
         grad_clip_norm: float = 0.0,
     ):
         self._client, self._loss_fn, self._loss_fn_config = training_client, loss_fn, loss_fn_config
+        self._own_loss = own_loss(loss_fn)
         betas = {"beta1": ADAM_BETA1, "beta2": ADAM_BETA2, "eps": ADAM_EPS}
         self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **betas)
         self._submitted: list[tuple[Literal["pass", "step"], Awaitable[Any]]] = []
 
     def forward_backward(self, data_D: Sequence[tinker.Datum]) -> None:
         """Submit a pass over some of the datums; without any, nothing."""
-        if data_D:
-            data = [loss_datum(datum, self._loss_fn) for datum in data_D]
+        if not data_D:
+            return
+        if self._own_loss is not None:
+            passes = self._client.forward_backward_custom(list(data_D), sum_over_datums(self._own_loss))
+        else:
+            data = [loss_datum(datum, str(self._loss_fn)) for datum in data_D]
             passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
-            self._submitted.append(("pass", passes))
+        self._submitted.append(("pass", passes))
 
     def optim_step(self) -> None:
         """Submit an optimizer step on what was accumulated since the last one; on nothing, nothing."""
@@ -75,7 +81,7 @@ async def train_step(
     training_client: TrainingClient,
     learning_rate: float,
     num_substeps: int,
-    loss_fn: str,
+    loss_fn: str | OwnLossFn,
     loss_fn_config: dict[str, float] | None = None,
     metrics: LoopMetrics | None = None,
     grad_clip_norm: float = 0.0,

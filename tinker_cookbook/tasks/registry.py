@@ -71,7 +71,7 @@ def get_task(task: str | TaskBuilder, reward_fn: str | OwnRewardFn | None = None
     Raises:
         ConfigurationError: neither of these, or something else than a task came of it; shows what is wanted.
     """
-    made = _TASKS.resolve(task)(None if reward_fn is None else RewardSpec.parse(reward_fn))
+    made: Any = _TASKS.resolve(task)(None if reward_fn is None else RewardSpec.parse(reward_fn))
     if not isinstance(made, Task):
         raise ConfigurationError(f"task={describe(task)} made a {type(made).__name__}, no Task. {TASK_KIND.help()}")
     return made
