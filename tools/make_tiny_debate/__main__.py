@@ -65,23 +65,19 @@ class Stage:
 
 
 STAGES = (
-    Stage(5000, {"facts": 40, "claims": 35, "right_answer": 25}, 3e-3, 1024),
-    Stage(8000, {"facts": 10, "claims": 60, "graded_steps": 25, "right_answer": 5}, 3e-3, 1024),
+    Stage(5000, {"facts": 45, "claims": 30, "right_answer": 25}, 3e-3, 1024),
+    Stage(7000, {"facts": 15, "claims": 75, "right_answer": 10}, 3e-3, 1024),
+    Stage(5000, {"facts": 8, "claims": 12, "graded_steps": 42, "found_mistakes": 38}, 3e-3, 1024),
     Stage(
-        7000,
+        9000,
         {
-            "facts": 4,
-            "claims": 8,
-            "graded_steps": 12,
-            "graded_speeches": 7,
-            "answer": 12,
-            "debate": 50,
-            "consultancy": 7,
+            "facts": 3, "claims": 4, "graded_steps": 6, "found_mistakes": 11, "graded_speeches": 6,
+            "answer": 21, "debate": 26, "consultancy": 8, "verdict": 10, "check": 5,
         },
         2e-3,
         1536,
     ),
-)
+)  # fmt: skip
 
 
 @chz.chz(typecheck=True)

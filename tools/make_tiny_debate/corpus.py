@@ -73,20 +73,31 @@ def right_answer(rng: random.Random) -> Turns:
 
 
 def graded_steps(rng: random.Random) -> Turns:
-    """An answer with mistakes, and of each step whether it is right and what it should be."""
-    start = draw(rng)
-    numbers = write(start, rng, slip_rate=0.3)
-    wrong = mistakes(start, numbers)
-    text = [("given", f"{start}\n{answer_text(numbers)}\n")]
-    for i, label in enumerate(LABELS):
-        number = before(start, numbers, i)
-        verdict = " is wrong:" if i in wrong else " is right:"
-        text += [
-            ("given", label),
-            ("decided", verdict),
-            ("written", f" {number} makes {next_number(number)}"),
-            ("given", ".\n"),
-        ]
+    """Answers cut off after a step, and whether that step is right."""
+    text = []
+    for _ in range(5):
+        start = draw(rng)
+        numbers = write(start, rng, slip_rate=0.25)
+        last = rng.randrange(len(LABELS))
+        steps = " ".join(f"{label}{number}" for label, number in zip(LABELS[: last + 1], numbers, strict=False))
+        verdict = " wrong" if last in mistakes(start, numbers) else " right"
+        text += [("given", f"{start}\n{steps}"), ("decided", verdict), ("given", "\n")]
+    return text
+
+
+def found_mistakes(rng: random.Random) -> Turns:
+    """Answers with one mistake, and which step it is."""
+    text = []
+    while len(text) < 12:
+        start = draw(rng)
+        numbers = write(start, rng, slip_rate=0.1, misconception_rate=0.4)
+        wrong = mistakes(start, numbers)
+        if len(wrong) == 1:
+            text += [
+                ("given", f"{start}\n{answer_text(numbers)}\n"),
+                ("decided", LABELS[wrong[0]]),
+                ("given", " is wrong\n"),
+            ]
     return text
 
 
@@ -168,6 +179,6 @@ def check(rng: random.Random) -> Turns:
 KINDS = {
     kind.__name__: kind
     for kind in (
-        facts, claims, right_answer, graded_steps, graded_speeches, answer, debate, consultancy, verdict, check,
+        facts, claims, right_answer, graded_steps, found_mistakes, graded_speeches, answer, debate, consultancy, verdict, check,
     )
 }  # fmt: skip
