@@ -4,6 +4,8 @@ A message is a dict as renderers take it, but for its tool calls, which are (nam
 which control tokens are spelled; END stands for the token that ends a message.
 """
 
+import json
+import random
 from typing import Any
 
 END = "{END}"
@@ -95,7 +97,36 @@ THINKING_TOOLS: dict[str, list[dict[str, Any]]] = {
         *[user("d"), assistant(thought("er", "e"), ADD), result("4"), assistant("f")],
     ],
 }
-CONVERSATIONS = {**PLAIN, **THINKING, **TOOLS, **TWO_CALLS, **THINKING_TOOLS}
+
+
+def random_conversation(seed: int, thinks: bool, tools: bool) -> list[dict[str, Any]]:
+    """What is drawn from `seed`: one to three turns, some with a tool call. Final answers reason if `thinks`."""
+    draw = random.Random(seed)
+
+    def words() -> str:
+        pieces = ("a", "b ", "hello", "1", "é", "漢", ".", "\n", "{}", '"')
+        return "".join(draw.choice(pieces) for _ in range(draw.randint(1, 6))).strip() or "w"
+
+    messages = [system(words())] if draw.random() < 0.5 else []
+    for _ in range(draw.randint(1, 3)):
+        messages.append(user(words()))
+        if tools and draw.random() < 0.5:
+            name = draw.choice(("add", "look"))
+            arguments = json.dumps({"a": draw.randint(-9, 9), "b": draw.choice(("x y", "z"))})
+            messages.append(assistant(draw.choice(("", "c")), (name, arguments, f"functions.{name}:0")))
+            messages.append(result(words(), name, f"functions.{name}:0"))
+        messages.append(assistant(thought(words(), words()) if thinks else words()))
+    return messages
+
+
+SEEDS = range(12)
+RANDOM_PLAIN = {f"random plain {seed}": random_conversation(seed, thinks=False, tools=False) for seed in SEEDS}
+RANDOM_TOOLS = {f"random tools {seed}": random_conversation(seed, thinks=False, tools=True) for seed in SEEDS}
+RANDOM_REASONED = {f"random reasoned {seed}": random_conversation(seed, thinks=True, tools=True) for seed in SEEDS}
+CONVERSATIONS = {
+    **{**PLAIN, **THINKING, **TOOLS, **TWO_CALLS, **THINKING_TOOLS},
+    **{**RANDOM_PLAIN, **RANDOM_TOOLS, **RANDOM_REASONED},
+}
 
 MODES_OF = ("three turns", "thinking in history", "turn after a tool turn", "thinking before a tool turn")
 MODES = (

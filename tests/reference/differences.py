@@ -24,7 +24,16 @@ _PLAIN_ANSWER = (
     ),
     *("example: thinking in a string", "example: thinking before a tool turn"),
 )
-_WITH_SYSTEM = ("* system", "* three turns", "* line breaks", "* empty texts", "* no user", "* words*", "* turn after*")
+_WITH_SYSTEM = (
+    "* system",
+    "* three turns",
+    "* line breaks",
+    "* empty texts",
+    "* no user",
+    "* words*",
+    "* turn after*",
+    "*: random [pt]* *",
+)
 
 DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     # All families --------------------------------------------------------------------------------------------------
@@ -70,13 +79,13 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     ),
     (
         ("qwen3_instruct", "qwen3_vl_instruct"),
-        ("*thinking*", "reply: <think>*"),
+        ("*thinking*", "*: random reasoned *", "reply: <think>*"),
         "think blocks pass through as written",
     ),
     (("qwen3_vl_instruct",), ("extends",), "nothing of the history is rewritten, so prompts extend each other"),
     (
         ("qwen3_vl_instruct",),
-        ("*: call", "*: result", "*: no arguments"),
+        ("*: call", "*: result", "*: no arguments", "*: random tools *"),
         "no line break before a call that follows no text",
     ),
     # Tool calls in tags ---------------------------------------------------------------------------------------------
@@ -132,7 +141,11 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
         "every answer stays as it was written, so prompts extend each other",
     ),
     # Told not to think -----------------------------------------------------------------------------------------------
-    (_NO_THINKING, ("*thinking*",), "reasoning to write is refused where the renderer disables thinking"),
+    (
+        _NO_THINKING,
+        ("*thinking*", "*: random reasoned *"),
+        "reasoning to write is refused where the renderer disables thinking",
+    ),
     (_NO_THINKING, ("reply: hm*", "reply: </think>*"), "the block is closed: a </think> is text"),
     # Standing families with formats of their own -----------------------------------------------------------------------
     (
@@ -144,16 +157,20 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("deepseekv3*",), ("example: empty texts",), "an empty answer ends too"),
     (
         ("deepseekv3*",),
-        ("* call", "*: result", "*: odd arguments", "*: no arguments"),
+        ("* call", "*: result", "*: odd arguments", "*: no arguments", "*: random [rt]* *"),
         "a call without text ends its message",
     ),
     (("deepseekv3*",), ("tools: *",), "the wording of the model card"),
     (("deepseekv3*",), ("reply: *",), "an open block is reasoning, an open section of calls is no text"),
     (("deepseekv3_thinking",), ("*: thinking*",), "earlier reasoning is forgotten, in strings and tool turns too"),
-    (("gpt_oss*",), _WITH_SYSTEM, "instructions end without line breaks, and empty ones are left out"),
     (
         ("gpt_oss*",),
-        ("*: thinking in history", "*: thinking before*"),
+        _WITH_SYSTEM,
+        "instructions end as Harmony ends them, without the line breaks of the chat template",
+    ),
+    (
+        ("gpt_oss*",),
+        ("*: thinking in history", "*: thinking before*", "*: random reasoned *"),
         "reasoning before an answer is dropped",
     ),
     (("gpt_oss*",), ("prefilled: *",), "a prefill is the beginning of the answer, so it opens the final channel"),

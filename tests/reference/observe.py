@@ -52,15 +52,15 @@ def unpack(packed: list[list[Any]]) -> list[str]:
 
 
 def conversations_of(family: Family) -> dict[str, list[dict[str, Any]]]:
-    found = dict(cases.PLAIN)
+    found = {**cases.PLAIN, **cases.RANDOM_PLAIN}
     if family.thinks:
         found |= cases.THINKING
     if family.calls:
-        found |= cases.TOOLS
+        found |= {**cases.TOOLS, **cases.RANDOM_TOOLS}
         if family.two_calls:
             found |= cases.TWO_CALLS
         if family.thinks:
-            found |= cases.THINKING_TOOLS
+            found |= {**cases.THINKING_TOOLS, **cases.RANDOM_REASONED}
     return found
 
 
