@@ -1,7 +1,8 @@
 """Collatz trails and the writers who follow them: some steps slip, and all writers share one misconception.
 
 A slip is anybody's, so most writers agree on the right number. The misconception is everybody's: half of a number with a 5
-or a 7 in its tens place is written 5 too low more often than not, as if the carry had been dropped. There a vote is wrong.
+or a 7 in its tens place is written 5 too low more often than not, as if the carry had been dropped (where that number is one of
+this world's). There a vote is wrong.
 """
 
 import random
