@@ -5,7 +5,7 @@
     python -m recipes.chat model_path=tinker://<run>/sampler_weights/final temperature=0
     echo "What is 2 + 3?" | python -m recipes.chat seed=0        # lines from a pipe work too
 
-A run that trained under a system prompt wants the same one here: system='Answer the question. ...'.
+A run that trained under a system prompt wants the same one here. With log_path= it is shown, and run_system=True takes it.
 /help lists the commands: /reset, /system, /temperature, /max_tokens, /logprobs, /quit.
 """
 
@@ -18,6 +18,8 @@ from rich.console import Console
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from tinker_cookbook.chat import ChatSession, ChatSettings, converse
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.metadata import run_system_prompt
 
 RECIPE = "chat"
 
@@ -27,6 +29,7 @@ class CLIConfig(PolicyCLIConfig):
     """Keys of `python -m recipes.chat`."""
 
     system: str | None = chz.field(default=None, doc="system prompt")
+    run_system: bool = chz.field(default=False, doc="take the system prompt that the run in log_path trained under")
     temperature: float = chz.field(default=0.7, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
     logprobs: bool = chz.field(default=False, doc="show the logprob of every token of the replies")
     seed: int | None = chz.field(default=None, doc="for the same replies to the same lines")
@@ -34,16 +37,34 @@ class CLIConfig(PolicyCLIConfig):
 
 def main(cli: CLIConfig) -> None:
     ChatSettings(temperature=cli.temperature, max_tokens=reply_tokens(cli, ""))  # refused before anything loads
+    system, trained_under = settle_system(cli)
     with asyncio.Runner() as runner:
         policy = runner.run(open_policy(cli))
-        settings = ChatSettings(
-            cli.system, cli.temperature, reply_tokens(cli, policy.base_model), cli.logprobs, cli.seed
-        )
+        settings = ChatSettings(system, cli.temperature, reply_tokens(cli, policy.base_model), cli.logprobs, cli.seed)
         console = Console(soft_wrap=True)
         session = ChatSession(policy, settings, console)
         greeting = f"{policy.name} ({policy.renderer_name}); {session.describe()}; /help"
         console.print(greeting, markup=False, highlight=False)
+        if trained_under is not None and trained_under != system:
+            note = f"the run trained under the system prompt {trained_under!r}; run_system=True takes it"
+            console.print(note, style="dim", markup=False, highlight=False)
         converse(session, read_line, runner)
+
+
+def settle_system(cli: CLIConfig) -> tuple[str | None, str | None]:
+    """(the system prompt to begin with, the one that the run in log_path trained under).
+
+    Raises ConfigurationError when the run's is asked for and there is none, or another one is given too.
+    """
+    trained_under = run_system_prompt(cli.log_path) if cli.log_path is not None else None
+    if not cli.run_system:
+        return cli.system, trained_under
+    if cli.system is not None:
+        raise ConfigurationError("system and run_system are given: give one of them")
+    if trained_under is None:
+        where = f"log_path={cli.log_path!r} tells of none" if cli.log_path is not None else "no log_path is given"
+        raise ConfigurationError(f"run_system=True takes the system prompt of a run, but {where}; set system= instead")
+    return trained_under, trained_under
 
 
 def read_line() -> str | None:

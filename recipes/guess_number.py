@@ -116,6 +116,10 @@ class GuessNumberDatasetBuilder(MessageDatasetBuilder):
     def dataset_name(self) -> str:
         return RECIPE
 
+    @property
+    def system_prompt(self) -> str:
+        return QA_SYSTEM
+
     def draw(self, rng: random.Random) -> Callable[[], GuessNumberEnv]:
         number = rng.randint(1, self.highest)
         return partial(GuessNumberEnv, number, self.highest, self.max_turns, self.list_numbers)

@@ -52,6 +52,10 @@ class MathDatasetBuilder(RLDatasetBuilder):
     seed: int = chz.field(doc="seed of the sums and of the order")
     max_prompt_tokens: int | None = chz.field(doc="a longer prompt is not asked; None: no limit")
 
+    @property
+    def system_prompt(self) -> str:
+        return MathTask(grading=self.grading, answer_style=self.answer_style).system_prompt
+
     def load(self) -> tuple[MathTask, list[TaskItem], list[TaskItem]]:
         """The task with its training and test problems. Raises ConfigurationError for whatever cannot be had."""
         task = MathTask(grading=self.grading, answer_style=self.answer_style)

@@ -86,6 +86,10 @@ class ArithmeticDatasetBuilder(RLDatasetBuilder):
     num_test: int = chz.field(doc="problems of an evaluation")
     seed: int = chz.field(doc="seed of the problems")
 
+    @property
+    def system_prompt(self) -> str:
+        return QA_SYSTEM
+
     async def __call__(self) -> tuple[ArithmeticDataset, ArithmeticDataset]:
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
         training = ArithmeticDataset(

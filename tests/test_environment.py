@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from recipes.policy import PolicyCLIConfig, open_policy
 from tests.child import ROOT, python_path
 from tinker_cookbook import backends, environment
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.judges import JudgeConfig
+from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.tasks.qa import QA_SYSTEM
+from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 
@@ -107,6 +113,35 @@ class TestBaseUrl:
         assert backends.check_backend("local", TINY) == "local"
         monkeypatch.setenv("TINKER_BACKEND", "local")
         assert backends.check_backend(None, TINY) == "local"
+
+
+def test_a_run_says_what_its_conversations_begin_with(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    turn = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    for name, openings, expected in [("same", [system, system], "Be brief."), ("other", [system, None], None)]:
+        file, log_path = tmp_path / f"{name}.jsonl", tmp_path / name
+        rows = [{"messages": [*([opening] if opening else []), *turn]} for opening in openings]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = sl_basic.CLIConfig(
+            log_path=str(log_path), dataset=str(file), max_steps=1, batch_size=2, test_size=0, eval_every=0
+        )
+        asyncio.run(sl_basic.main(config))
+        assert json.loads((log_path / "run_metadata.json").read_text())["system_prompt"] == expected
+
+
+@pytest.mark.parametrize(
+    ("builder", "expected"),
+    [
+        (SingleTurnDatasetBuilder, QA_SYSTEM),
+        (partial(SingleTurnDatasetBuilder, extra_request="Hurry."), f"{QA_SYSTEM} Hurry."),
+        (partial(DebateDatasetBuilder, judge=JudgeConfig(name="mock")), f"{QA_SYSTEM} {CONFIDENCE_REQUEST}"),
+    ],
+)
+def test_builders_of_tasks_say_it_too(builder: Any, expected: str) -> None:
+    made = builder(
+        task="qa", model_name=TINY, renderer_name="qwen3_instruct", num_groups=1, group_size=2, num_batches=1
+    )
+    assert made.system_prompt == expected
 
 
 def test_a_run_says_where_it_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

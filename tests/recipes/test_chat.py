@@ -13,6 +13,7 @@ from recipes import chat, rl_basic
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.runs.checkpoints import last_sampler_path
+from tinker_cookbook.tasks.qa import QA_SYSTEM
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 
@@ -107,7 +108,34 @@ class TestWeights:
         )
         by_path = talk(["What is 2 + 3?", "/logprobs"], f"model_path={path}", "temperature=0", "logprobs=True")
         base = talk(["What is 2 + 3?", "/logprobs"], f"model_name={TINY}", "temperature=0", "logprobs=True")
+        note, *by_folder = by_folder
         assert by_folder == by_path != base
+        assert note == f"the run trained under the system prompt {QA_SYSTEM!r}; run_system=True takes it"
+        taken = talk(["/logprobs"], f"log_path={tmp_path / 'run'}", "run_system=True")
+        assert len(taken) == 1 and QA_SYSTEM in taken[0]
+
+
+class TestSystemPrompts:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        (tmp_path / "run_metadata.json").write_text(json.dumps({"system_prompt": "Be brief."}))
+        return tmp_path
+
+    def test_it_is_taken_or_shown(self, run: Path) -> None:
+        for cli, expected in [
+            (chat.CLIConfig(log_path=str(run)), (None, "Be brief.")),
+            (chat.CLIConfig(log_path=str(run), system="Rhyme."), ("Rhyme.", "Be brief.")),
+            (chat.CLIConfig(log_path=str(run), run_system=True), ("Be brief.", "Be brief.")),
+            (chat.CLIConfig(log_path=str(run / "none"), system="Rhyme."), ("Rhyme.", None)),
+            (chat.CLIConfig(system="Rhyme."), ("Rhyme.", None)),
+        ]:
+            assert chat.settle_system(cli) == expected
+
+    def test_what_cannot_be_taken(self, talk: Talk, run: Path) -> None:
+        assert "no log_path is given; set system=" in talk.error("run_system=True")
+        assert "give one of them" in talk.error("run_system=True", "system=Rhyme.", f"log_path={run}")
+        (run / "run_metadata.json").write_text("{}")
+        assert "tells of none" in talk.error("run_system=True", f"log_path={run}")
 
 
 class TestRefusals:

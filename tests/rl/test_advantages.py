@@ -10,6 +10,7 @@ from tests.rl.handmade import group, trajectory, turn
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, ZeroAdvantageError
 from tinker_cookbook.rl.advantages import (
     AdvantageConfig,
+    Baseline,
     RoleBaselines,
     Scale,
     check_advantages,
@@ -217,6 +218,6 @@ class TestCreditOfTurns:
         assert found == [pytest.approx([-1.5, -4.0]), pytest.approx([1.5, 0.0]), pytest.approx([0.0, 4.0])]
 
     @pytest.mark.parametrize("baseline", ["role", "constant"])
-    def test_baselines_that_compare_no_turns_are_refused(self, baseline: str) -> None:
+    def test_baselines_that_compare_no_turns_are_refused(self, baseline: Baseline) -> None:
         with pytest.raises(ConfigurationError, match=f"baseline={baseline}"):
             AdvantageConfig(credit="turn", baseline=baseline)

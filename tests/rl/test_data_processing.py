@@ -58,6 +58,14 @@ def runs_of_turns(turns: list[Turn]) -> list[list[Turn]]:
 
 
 class TestTrajectoryToData:
+    @pytest.mark.parametrize(("prompt", "reply", "datums"), [([], [5], 0), ([], [5, 6], 1), ([3], [5], 1)])
+    def test_the_first_token_of_an_empty_prompt_has_nothing_that_predicts_it(
+        self, prompt: list[int], reply: list[int], datums: int
+    ) -> None:
+        made = trajectory_to_data(trajectory(turn(prompt, said(reply))), 1.0)
+        assert len(made) == datums
+        assert all(datum.model_input.length > 0 for datum in made)
+
     @given(conversations())
     def test_each_action_token_once_and_the_rest_masked(self, turns: list[Turn]) -> None:
         data = trajectory_to_data(trajectory(*(turn(ob, ac) for ob, ac in turns)), 0.5)

@@ -16,6 +16,7 @@ from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.config import StreamMinibatchConfig
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.rollout_limits import RolloutLimits, TerminationRewardPolicy
@@ -105,6 +106,15 @@ class TestSteps:
         config = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
         run(make_config(tmp_path, loss_fn="ppo", loss_fn_config=config, max_steps=1))
         assert [(p.loss_fn, p.config) for p in service.trainers[0].passes] == [("ppo", config)]
+
+    @pytest.mark.parametrize("pacing", [{}, {"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2)}])
+    def test_a_schedule_reaches_the_optimizer_and_the_row(
+        self, service: FakeServiceClient, tmp_path: Path, pacing: dict[str, Any]
+    ) -> None:
+        run(make_config(tmp_path, lr_schedule="linear", lr_warmup_steps=1, **pacing))
+        rates = [row["optim/lr"] for row in rows(tmp_path)]
+        assert rates == pytest.approx([0.25, 0.5, 0.5 * 2 / 3, 0.5 / 3])
+        assert [params.learning_rate for params in service.trainers[0].adam] == pytest.approx(rates)
 
     def test_metrics_of_a_step(self, service: FakeServiceClient, tmp_path: Path) -> None:
         run(make_config(tmp_path))

@@ -1,13 +1,15 @@
 """Requests as they come over a bad network: twice, out of order, too late, about what has ended."""
 
+import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
-from tests.server.serving import Serving, Wire
+from tests.server.serving import Serving, Wire, forward_backward_body
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         "max_models": 2,
         "max_snapshots": 2,
         "max_rank": 8,
+        "max_results_mib": 1,
         "max_body_mib": 1,
         "max_decompressed_mib": 2,
         "body_seconds": 1.0,
@@ -224,10 +227,40 @@ def test_a_fetched_result_is_forgotten_after_a_while(impatient: Serving) -> None
     session = wire.session()
     _, accepted = wire.sample(wire.sampler(session))
     assert isinstance(wire.result(accepted), bytes)
+    assert "fetched some time ago" in wait_until_forgotten(wire, session, accepted)
+    wire.post(f"/sessions/{session}/finish")
+
+
+def test_results_that_nobody_fetches_make_room(impatient: Serving) -> None:
+    """Seven tokens with their 400 likeliest alternatives, 64 times, are over a mebibyte."""
+    wire = Wire(impatient.url)
+    session = wire.session()
+    sampler = wire.sampler(session)
+
+    def large(seq_id: int) -> Any:
+        return wire.post(
+            "/asample",
+            sampling_session_id=sampler,
+            seq_id=seq_id,
+            num_samples=64,
+            topk_sample_logprobs=400,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            sampling_params={"max_tokens": 7, "stop": []},
+        )[1]
+
+    first = large(0)
+    while wire.post("/retrieve_future", request_id=first["request_id"])[0] == 408:
+        pass
+    assert "made room for later ones" in wait_until_forgotten(wire, session, first)
+    small = wire.sample(sampler, 1)[1]
+    assert isinstance(wire.result(small), bytes)
+    wire.post(f"/sessions/{session}/finish")
+
+
+def wait_until_forgotten(wire: Wire, session: str, accepted: dict[str, Any]) -> str:
     while isinstance(reply := wire.result(accepted), bytes):
         wire.post("/session_heartbeat", session_id=session)
-    assert "fetched some time ago" in reply["error"]
-    wire.post(f"/sessions/{session}/finish")
+    return reply["error"]
 
 
 def test_a_pending_result_is_408_after_the_poll_time(impatient: Serving) -> None:
@@ -241,11 +274,7 @@ def test_a_pending_result_is_408_after_the_poll_time(impatient: Serving) -> None
     wire.post(f"/sessions/{session}/finish")
 
 
-def test_bodies_that_are_too_large_too_slow_or_bombs(impatient: Serving, tmp_path: Path) -> None:
-    import socket
-
-    import zstandard
-
+def test_bodies_that_are_too_large_too_slow_or_bombs(impatient: Serving) -> None:
     wire = Wire(impatient.url)
     proto = {"Content-Type": "application/x-protobuf"}
     status, reply = wire.ask("POST", "/forward_backward", content=b"x" * (2 << 20), headers=proto)
@@ -263,13 +292,37 @@ def test_bodies_that_are_too_large_too_slow_or_bombs(impatient: Serving, tmp_pat
     with socket.create_connection((host, int(port)), timeout=30) as slow:
         slow.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: k\r\nContent-Length: 100\r\n\r\n{")
         assert b"400" in slow.recv(100)
+    for beginning in (b"", b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\n"):
+        with socket.create_connection((host, int(port)), timeout=30) as silent:
+            silent.sendall(beginning)
+            assert silent.recv(100) == b""
+
+
+def test_metrics_count_what_happens(server: Serving, wire: Wire) -> None:
+    def numbers() -> dict[str, float]:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    before = numbers()
+    session = wire.session()
+    model, sampler = wire.model(session), wire.sampler(session)
+    wire.result(wire.forward_backward(model, 1, length=6)[1])
+    wire.result(wire.optim_step(model, 2)[1])
+    assert "error" in wire.result(wire.optim_step(model, 3)[1])
+    wire.result(wire.sample(sampler, max_tokens=4)[1])
+    after = numbers()
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown['tinker_tokens_total{kind="forward_backward"}'] == 6
+    assert grown['tinker_tokens_total{kind="sample"}'] == 4
+    assert grown['tinker_operations_total{kind="optim_step",outcome="ok"}'] == 1
+    assert grown['tinker_operations_total{kind="optim_step",outcome="user"}'] == 1
+    assert grown['tinker_operation_seconds_count{kind="sample"}'] == 1
+    assert grown['tinker_http_requests_total{route="/api/v1/optim_step",status="200"}'] == 2
+    assert (grown["tinker_live_sessions"], grown["tinker_live_models"], grown["tinker_live_samplers"]) == (1, 1, 1)
+    assert after["tinker_live_requests"] == 0
 
 
 def test_compressed_bodies_are_read(wire: Wire) -> None:
-    import zstandard
-
-    from tests.server.serving import forward_backward_body
-
     model = wire.model(wire.session())
     body = zstandard.ZstdCompressor().compress(forward_backward_body(model, 1))
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}

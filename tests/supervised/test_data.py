@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from tinker_cookbook.supervised.data import (
 )
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
-from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 
 MODEL = "tests/supervised"
 
@@ -203,34 +201,3 @@ def test_tool_calls_and_thinking_from_a_file_are_rendered(tmp_path: Path) -> Non
     (text,) = shown([dataset.get_batch(0)])
     written = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert text.endswith("assistant\n" + written)
-
-
-# Schedule -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("linear", [1.0, 0.75, 0.5, 0.0]),
-        ("cosine", [1.0, 0.5 + 0.25 * math.sqrt(2), 0.5, 0.0]),
-        ("constant", [1.0] * 4),
-    ],
-)
-def test_lr_schedule_golden(schedule, expected: list[float]) -> None:
-    got = [compute_schedule_lr_multiplier(schedule, step, total_steps=4) for step in (0, 1, 2, 4)]
-    assert got == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "step", "total", "error"),
-    [
-        ("linear", 0, 0, "total_steps=0"),
-        ("linear", 0, -1, "total_steps=-1"),
-        ("linear", 5, 4, "step=5"),
-        ("linear", -1, 4, "step=-1"),
-        ("step", 0, 4, "lr_schedule='step'"),
-    ],
-)
-def test_lr_schedule_errors(schedule, step: int, total: int, error: str) -> None:
-    with pytest.raises(ConfigurationError, match=error):
-        compute_schedule_lr_multiplier(schedule, step, total)

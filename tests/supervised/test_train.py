@@ -359,7 +359,5 @@ def test_an_example_beyond_the_context_is_found_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinker_cookbook.model_info.get_context_length", lambda name: 6)
-    with pytest.raises(
-        DataValidationError, match=r"batch \d: an example of 7 tokens, .* a context of 6; set .* to 6"
-    ):
+    with pytest.raises(DataValidationError, match=r"batch \d: an example of 7 tokens, .* a context of 6; set .* to 6"):
         train.check_config(config(tmp_path))

@@ -43,6 +43,10 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
         check_judge(self.judge)
         return super().check()
 
+    @property
+    def added_request(self) -> str:
+        return CONFIDENCE_REQUEST
+
     async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
         protocol = DebateProtocol.make(task, renderer, self.prompts, self.max_tokens, self.context_window)
         judge = await make_judge(self.judge if self.judge.seed is not None else chz.replace(self.judge, seed=self.seed))

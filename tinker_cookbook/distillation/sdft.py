@@ -50,6 +50,7 @@ from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
+from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class SDFTOptions(RunOptions):
 class Config(SDFTOptions, RunConfig):
     """A run of self-distillation."""
 
-    learning_rate: float = chz.field(default=2e-5, doc="Adam's, constant over the run", validator=chz.validators.gt(0))
+    learning_rate: float = chz.field(default=2e-5, doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     max_tokens: int = chz.field(default=2048, doc="longest reply", validator=chz.validators.gt(0))
 
 
@@ -304,7 +305,11 @@ class _Loop(StepLoop):
     def adam_params(self, step: int) -> tinker.AdamParams:
         config = self._config
         return tinker.AdamParams(
-            learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=config.grad_clip_norm
+            learning_rate=learning_rate_at(config, step, self.end),
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            grad_clip_norm=config.grad_clip_norm,
         )
 
     def cursor(self, step: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ cross-entropy step on those as (N, K) targets. While the engine trains, the teac
 `teacher_concurrency` sequences at a time and for the next ones only when all have answered, so that which sequences
 share a pass, and with it the last bit of a probability, is the same in a resumed run.
 
-Left out: a learning-rate schedule, and what the teacher thinks of anything but its likeliest tokens (see `targets`).
+Left out: what the teacher thinks of anything but its likeliest tokens (see `targets`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
 
 CHECKED_BATCHES = 100
@@ -74,7 +75,7 @@ class OffPolicyOptions(RunOptions):
 class Config(OffPolicyOptions, RunConfig):
     """An off-policy distillation run."""
 
-    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_configs: list[DatasetWithTeacher] = chz.field(doc="what is learnt, and from whom")
 
 
@@ -187,7 +188,11 @@ class _Loop(StepLoop):
     def adam_params(self, step: int) -> tinker.AdamParams:
         config = self._config
         return tinker.AdamParams(
-            learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=config.grad_clip_norm
+            learning_rate=learning_rate_at(config, step, self.end),
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            grad_clip_norm=config.grad_clip_norm,
         )
 
     def cursor(self, step: int) -> dict[str, int]:

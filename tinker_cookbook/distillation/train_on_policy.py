@@ -58,7 +58,7 @@ class OnPolicyOptions(UpdateOptions):
 class Config(OnPolicyOptions, RunConfig):
     """An on-policy distillation run."""
 
-    learning_rate: float = chz.field(doc="Adam's learning rate, constant over the run", validator=chz.validators.gt(0))
+    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="what is asked, and who judges the answers")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
 
@@ -68,6 +68,11 @@ class CompositeDatasetBuilder(RLDatasetBuilder):
     """The training sets of all datasets as one. Their test sets are left to `HeldOutTeacherKL`."""
 
     dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets with their teachers")
+
+    @property
+    def system_prompt(self) -> str | None:
+        prompts = {config.dataset_builder.system_prompt for config in self.dataset_configs}
+        return prompts.pop() if len(prompts) == 1 else None
 
     async def __call__(self) -> tuple[CompositeDataset, None]:
         made = [await config.dataset_builder() for config in self.dataset_configs]

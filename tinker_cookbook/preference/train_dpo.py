@@ -88,7 +88,7 @@ async def main_async(config: Config) -> None:
     """Run or resume: the whole life of a DPO run."""
     data = check_config(config)
     check_resumed(config, data)
-    async with open_session(config, {"reference": config.reference}) as session:
+    async with open_session(config, {"reference": config.reference}, data.system_prompt) as session:
         start = session.begin(data.steps, data.batches_per_epoch)
         if start is not None:
             reference = await open_reference(session, config.reference)

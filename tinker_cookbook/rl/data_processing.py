@@ -55,7 +55,7 @@ def trajectory_to_data(traj: Trajectory, traj_advantage: float | Sequence[float]
     With turns (ob1, ac1), (ob2, ac2) and ob2 = ob1 + ac1 + delta the datum is ob1 ac1 delta ac2, where ob1 and delta have
     mask, advantage and logprob 0. Where an observation does not start with exactly what came before, a new datum begins.
     Replies with the metric `parse_error_masked` keep their logprobs and have mask and advantage 0; a datum of nothing else
-    is left out.
+    is left out, and so is one of a single token.
 
     Args:
         traj_advantage: of every sampled token, or one for each turn's.
@@ -81,7 +81,8 @@ def trajectory_to_data(traj: Trajectory, traj_advantage: float | Sequence[float]
         masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
         advantage = traj_advantage[turn] if isinstance(traj_advantage, Sequence) else traj_advantage
         current.add(action.tokens, action.logprobs, 0.0 if masked else advantage, 0.0 if masked else 1.0)
-    return [sequence.to_datum() for sequence in (*data, current) if any(sequence.mask)]
+    # Nothing predicts the first token of all: a reply of one token to an empty prompt has nothing to train.
+    return [sequence.to_datum() for sequence in (*data, current) if any(sequence.mask[1:])]
 
 
 def _text_tokens(observation: tinker.ModelInput) -> list[int]:

@@ -37,6 +37,7 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -151,9 +152,13 @@ class Loop:
             self.penalties,
         )
 
-    def new_update(self) -> Update:
+    def learning_rate(self, step: int) -> float:
+        """That of a step's update."""
+        return learning_rate_at(self.config, step, self.end)
+
+    def new_update(self, step: int) -> Update:
         client, config = self.session.training_client, self.config
-        return Update(client, config.learning_rate, config.loss_fn, config.loss_fn_config, config.grad_clip_norm)
+        return Update(client, self.learning_rate(step), config.loss_fn, config.loss_fn_config, config.grad_clip_norm)
 
     async def train(
         self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, update: Update | None = None
@@ -169,7 +174,7 @@ class Loop:
             metrics |= await self._update(step, batch, update)
         if self.config.write_records:
             record = training_step_record(
-                step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.config.learning_rate
+                step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.learning_rate(step)
             )
             self.session.run.write_record(f"training_step_{step + 1:04d}", record)
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
@@ -211,7 +216,7 @@ class Loop:
             settings = {
                 "max_tokens_per_turn": config.max_tokens,
                 "temperature": config.temperature,
-                "learning_rate": config.learning_rate,
+                "learning_rate": self.learning_rate(step),
             }
             with timed("write_records", times):
                 for name, content in group_records(batch.groups, step, config.model_name, settings):
@@ -251,7 +256,7 @@ class Loop:
         self.is_between_steps = False
         with timed("train", metrics):
             if update is None:
-                update = self.new_update()
+                update = self.new_update(step)
                 update.submit(data_D, config.num_substeps)
             logprobs_D, found = await update.finish()
         metrics |= found | compute_kl_sample_train(batch.data_D, logprobs_D)

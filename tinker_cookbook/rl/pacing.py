@@ -23,7 +23,7 @@ async def _take_steps(loop: Loop, take_step: Callable[[int], Awaitable[StepOutco
         metrics: LoopMetrics = {
             "progress/batch": step,
             "progress/done_frac": (step + 1) / loop.end,
-            "optim/lr": loop.config.learning_rate,
+            "optim/lr": loop.learning_rate(step),
         }
         with timed("total", metrics):
             metrics |= await loop.evaluate(step)
@@ -85,7 +85,7 @@ async def _stream_batch(loop: Loop, config: StreamMinibatchConfig, step: int, ta
     running = [
         tasks.create_task(loop.sample_group(step, i, builder)) for i, builder in enumerate(loop.batches.get_batch(step))
     ]
-    update, times = loop.new_update(), LoopMetrics()
+    update, times = loop.new_update(step), LoopMetrics()
     sampled: list[WrappedTrajectoryGroup] = []
     parts: list[Minibatch] = []
     for substep in split_list(running, min(loop.config.num_substeps, len(running))):

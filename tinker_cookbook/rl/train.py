@@ -91,7 +91,8 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         own.append(make_test)
     rounds = config.evaluation_rounds(*own)
     batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
-    async with open_session(config, {"kl_reference_config": config.kl_reference_config}) as session:
+    weights = {"kl_reference_config": config.kl_reference_config}
+    async with open_session(config, weights, config.dataset_builder.system_prompt) as session:
         session.rewind(session.start_step(), len(batches))
         if config.kl_penalty_coef != 0:
             reference = await open_reference(session, config.kl_reference_config)

@@ -256,5 +256,10 @@ class RLDataset(ABC):
 class RLDatasetBuilder:
     """Makes a training dataset and, optionally, a test dataset."""
 
+    @property
+    def system_prompt(self) -> str | None:
+        """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
+        return None
+
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")

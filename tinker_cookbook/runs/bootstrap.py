@@ -80,12 +80,12 @@ def open_run(
     config: Any,
     recipe_name: str,
     trackers: ml_log.TrackerConfig | None = None,
-    engine: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Run:
     """Make or reopen the folder of a run and return it with its loggers. Use it in a `with` statement.
 
     Args:
-        engine: what runs the models, for the metadata.
+        extra: more entries of the metadata.
 
     Raises:
         ConfigurationError: `log_path` cannot be written to, or another run is writing to it; or a logger is asked for
@@ -97,7 +97,6 @@ def open_run(
     with ExitStack() as opening:
         opening.enter_context(one_writer(log_path, "log_path"))
         resumed = (log_path / METADATA_BASE_NAME).exists()
-        extra = {} if engine is None else {"engine": dict(engine)}
         entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name, extra=extra)
         tracked = ml_log.tracker_settings(trackers) if trackers is not None else {}
         loggers = ml_log.setup_logging(log_path, config=config, **tracked)

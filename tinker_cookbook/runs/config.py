@@ -5,12 +5,14 @@ The config of a loop is in two parts. Its options have defaults, and recipes inh
 config proper adds what the loop needs to be told, data above all.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import chz
 
 from tinker_cookbook.eval.evaluators import EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.ml_log import TrackerConfig
 
 
@@ -18,6 +20,10 @@ def _positive_or_none(owner: Any, attribute: str) -> None:
     value = getattr(owner, attribute)
     if value is not None and value <= 0:
         raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be greater than 0, or None")
+
+
+def _known_schedule(owner: Any, attribute: str) -> None:
+    check_schedule(getattr(owner, attribute))
 
 
 @chz.chz(typecheck=True)
@@ -32,6 +38,15 @@ class RunOptions(TrackerConfig):
     load_checkpoint_path: str | None = chz.field(default=None, doc="start from these weights (tinker://...)")
     lora_rank: int = chz.field(
         default=32, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
+    )
+    lr_schedule: str | Callable[..., Any] = chz.field(
+        default="constant",
+        doc="how the learning rate changes over the run: constant, linear, cosine (both fall to 0), or your own "
+        "(path/file.py:function)",
+        validator=_known_schedule,
+    )
+    lr_warmup_steps: int = chz.field(
+        default=0, doc="steps over which the learning rate first rises to its peak", validator=chz.validators.ge(0)
     )
     seed: int = chz.field(default=0, doc="seed of everything random")
     max_steps: int | None = chz.field(default=None, doc="stop after this many batches")

@@ -75,6 +75,14 @@ def write_run_metadata(
     return entry
 
 
+def run_system_prompt(log_dir: str | Path) -> str | None:
+    """What every conversation of a run's training data began with, as its metadata says; None: nothing, or not known."""
+    path = Path(log_dir).expanduser() / METADATA_BASE_NAME
+    if not path.exists():
+        return None
+    return read_json_object(path, "move the file away").get("system_prompt")
+
+
 def changed_keys(before: Any, after: Any) -> dict[str, list[Any]]:
     """The config keys whose values differ, each with [before, after]; None stands for an absent key."""
     old, new = flatten(before), flatten(after)

@@ -97,13 +97,16 @@ def _check_ttl(config: RunConfig) -> None:
 
 @asynccontextmanager
 async def open_session(
-    config: RunConfig, others: Mapping[str, WeightsConfig | None] | None = None
+    config: RunConfig,
+    others: Mapping[str, WeightsConfig | None] | None = None,
+    system_prompt: str | None = None,
 ) -> AsyncGenerator[Session]:
     """Open the run of a config; on leaving, outstanding saves are finished and the loggers closed.
 
     Args:
         others: by field, weights that the loop opens besides those it trains; None: there are none. They are checked before
             anything is loaded.
+        system_prompt: what every conversation of the training data begins with, for the run's metadata.
 
     Raises:
         ConfigurationError: the folder cannot be used, a logger's package is missing, or a checkpoint's life is one that the
@@ -113,9 +116,8 @@ async def open_session(
     _check_ttl(config)
     engine = backends.describe_engine(config.backend, config.base_url)
     engine |= {"model": config.model_name, "renderer": config.renderer_name}
-    with open_run(
-        config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, engine=engine
-    ) as run:
+    extra = {"engine": engine, "system_prompt": system_prompt}
+    with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, extra=extra) as run:
         logger.info("%s", ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None))
         service = backends.create_service_client(config.backend, config.base_url)
         for name, weights in (others or {}).items():

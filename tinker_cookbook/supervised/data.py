@@ -14,7 +14,7 @@ import chz
 from tinker_cookbook.data.epochs import ShuffledItems, hold_out
 from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
-from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
+from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat, get_text_content
 from tinker_cookbook.supervised.common import Reduction, check_context, datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import read_conversations
 from tinker_cookbook.supervised.types import (
@@ -263,7 +263,15 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         train, test = hold_out(rows, self.test_size, self.shuffle_seed, self.file_path)
         warn_of_rewritten_history([row.messages for row in rows], self)
         convert = conversation_mapper(self)
-        return train_and_test(train, test, self.common_config, lambda row: convert(row.messages))
+        training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages))
+        training.system_prompt = _common_system_prompt([row.messages for row in train])
+        return training, held_out
+
+
+def _common_system_prompt(conversations: Sequence[list[Message]]) -> str | None:
+    openings = (messages[0] for messages in conversations)
+    prompts = {get_text_content(opening) if opening["role"] == "system" else None for opening in openings}
+    return prompts.pop() if len(prompts) == 1 else None
 
 
 def warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chz
 
@@ -17,7 +17,7 @@ from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Metrics, StepLoop, limited_steps
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
-from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_multiplier
+from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -32,10 +32,7 @@ CHECKED_BATCHES = 100
 class EpochOptions(RunOptions):
     """Settings of the loops over epochs of a dataset."""
 
-    lr_schedule: LRSchedule = chz.field(
-        default="linear",
-        doc="how it falls over the run, linear, cosine or constant: over all epochs, or over max_steps where that is less",
-    )
+    lr_schedule: str | Callable[..., Any] = with_default(RunOptions, "lr_schedule", "linear")
     num_epochs: int = chz.field(default=1, doc="passes over the data", validator=chz.validators.gt(0))
     eval_every: int = with_default(RunOptions, "eval_every", 10)
     adam_beta1: float = chz.field(default=0.9, doc="Adam's beta1")
@@ -95,6 +92,11 @@ class EpochData:
         self._kept = {index: self._read(self._dataset, index, "batch") for index in first}
         test_batches = [self._read(test, index, "test batch") for index in range(len(test))] if test is not None else []
         self.test = [batch.data for batch in test_batches if batch.data]
+
+    @property
+    def system_prompt(self) -> str | None:
+        """What every conversation of the training data begins with, if it does."""
+        return self._dataset.system_prompt
 
     @property
     def bad_examples(self) -> list[str]:
@@ -180,7 +182,7 @@ class EpochLoop(StepLoop):
     def adam_params(self, step: int) -> tinker.AdamParams:
         config = self._config
         return tinker.AdamParams(
-            learning_rate=config.learning_rate * compute_schedule_lr_multiplier(config.lr_schedule, step, self.end),
+            learning_rate=learning_rate_at(config, step, self.end),
             beta1=config.adam_beta1,
             beta2=config.adam_beta2,
             eps=config.adam_eps,

@@ -93,7 +93,7 @@ async def main(config: Config) -> None:
     data = check_config(config)
     check_resumed(config, data)
     evaluators = [partial(NLLEvaluator, data.test)] if data.test else []
-    async with open_session(config) as session:
+    async with open_session(config, system_prompt=data.system_prompt) as session:
         start = session.begin(data.steps, data.batches_per_epoch)
         if start is not None:
             await _Loop(config, session, data, evaluators, config.submit_ahead).run(start)

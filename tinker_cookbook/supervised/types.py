@@ -21,6 +21,9 @@ Row = TypeVar("Row")
 class SupervisedDataset(ABC):
     """Batches by index. The order may change between epochs and only there, so that a run can resume anywhere."""
 
+    system_prompt: str | None = None
+    """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
+
     @abstractmethod
     def get_batch(self, index: int) -> list[tinker.Datum]:
         """Batch `index` of the current epoch, 0 <= index < len(self); IndexError outside."""

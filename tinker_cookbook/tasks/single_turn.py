@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
@@ -104,6 +104,18 @@ class TaskDatasetBuilder(TaskItemsConfig, RLDatasetBuilder):
     num_batches: int = chz.field(doc="training batches", validator=chz.validators.gt(0))
     max_test_items: int | None = chz.field(default=None, doc="evaluate on this many test items")
 
+    @property
+    def added_request(self) -> str:
+        """What stands behind the task's own system prompt."""
+        return ""
+
+    @property
+    def system_prompt(self) -> str | None:
+        task = get_task(self.task, self.reward_fn)
+        if type(task).messages is not Task.messages:
+            return None  # it asks in a way of its own
+        return get_text_content(task.messages(TaskItem("", "", ""), self.added_request)[0])
+
     def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         """As `load`, with enough items for a batch of different questions."""
         task, train, test = self.load(self.test_dataset)
@@ -132,6 +144,10 @@ class SingleTurnDatasetBuilder(TaskDatasetBuilder):
     accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
     accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
     max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
+
+    @property
+    def added_request(self) -> str:
+        return self.extra_request
 
     async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
         def of_size(group_size: int) -> MakeGroup:

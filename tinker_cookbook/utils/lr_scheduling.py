@@ -1,27 +1,100 @@
 """How the learning rate changes over a run: a multiplier per step."""
 
 import math
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
 
 LRSchedule: TypeAlias = Literal["linear", "cosine", "constant"]
+OwnSchedule: TypeAlias = Callable[[int, int], float]
+"""(step, total_steps) -> multiplier of the learning rate; step is 0-based, warm-up left out of both."""
+
+SCHEDULE_KIND = Kind(
+    key="lr_schedule",
+    wanted="def schedule(step: int, total_steps: int) -> float, what to multiply the learning rate by; step counts from 0",
+    example='''
+def schedule(step, total_steps):
+    """Full speed, then a tenth of it in the last fifth of the run."""
+    return 1.0 if step < 0.8 * total_steps else 0.1
+''',
+    problem=partial(parameter_problem, names=("step", "total_steps")),
+)
 
 
-def compute_schedule_lr_multiplier(lr_schedule: LRSchedule, step: int, total_steps: int) -> float:
+class Scheduled(Protocol):
+    """A config with a schedule."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def lr_schedule(self) -> str | Callable[..., Any]: ...
+    @property
+    def lr_warmup_steps(self) -> int: ...
+
+
+def compute_schedule_lr_multiplier(
+    lr_schedule: str | OwnSchedule, step: int, total_steps: int, warmup_steps: int = 0
+) -> float:
     """What to multiply the learning rate by at `step` (0-based) of `total_steps`.
 
-    linear: 1 - step/total. cosine: (1 + cos(pi step/total)) / 2. constant: 1.
-    Raises ConfigurationError for an unknown schedule, total_steps <= 0, or a step outside [0, total_steps].
+    The first `warmup_steps` rise linearly, from 1 / (warmup_steps + 1) on; the schedule runs over the rest, of t steps:
+    linear: 1 - step/t. cosine: (1 + cos(pi step/t)) / 2. constant: 1. Or a function of one's own, see SCHEDULE_KIND.
+
+    Raises:
+        ConfigurationError: an unknown schedule, total_steps <= 0, a step outside [0, total_steps], or a function that returns
+            anything but a finite number of at least 0.
     """
-    if lr_schedule not in get_args(LRSchedule):
-        raise ConfigurationError(f"lr_schedule={lr_schedule!r} is unknown; choose one of {get_args(LRSchedule)}")
     if total_steps <= 0:
         raise ConfigurationError(f"total_steps={total_steps}: a schedule needs at least one step; check the dataset")
     if not 0 <= step <= total_steps:
         raise ConfigurationError(f"step={step} is outside the schedule of total_steps={total_steps}; raise total_steps")
-    if lr_schedule == "linear":
-        return 1 - step / total_steps
-    if lr_schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * step / total_steps))
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    return check_schedule(lr_schedule)(step - warmup_steps, max(1, total_steps - warmup_steps))
+
+
+def check_schedule(lr_schedule: str | OwnSchedule) -> OwnSchedule:
+    """The function that a schedule stands for. Raises ConfigurationError for an unknown one."""
+    schedule = _SCHEDULES.resolve(lr_schedule)
+
+    def multiplier(step: int, total_steps: int) -> float:
+        value: object = schedule(step, total_steps)
+        if not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise ConfigurationError(
+                f"lr_schedule={lr_schedule!r} gives {value!r} at step {step} of {total_steps}: must be a number of at least 0"
+            )
+        return float(value)
+
+    return multiplier
+
+
+def learning_rate_at(config: Scheduled, step: int, total_steps: int) -> float:
+    """The learning rate of a run's step."""
+    return config.learning_rate * compute_schedule_lr_multiplier(
+        config.lr_schedule, step, total_steps, config.lr_warmup_steps
+    )
+
+
+def _linear(step: int, total_steps: int) -> float:
+    return 1 - step / total_steps
+
+
+def _cosine(step: int, total_steps: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * step / total_steps))
+
+
+def _constant(step: int, total_steps: int) -> float:
     return 1.0
+
+
+_SCHEDULES: Registry[OwnSchedule] = Registry(
+    SCHEDULE_KIND, dict(zip(get_args(LRSchedule), (_linear, _cosine, _constant), strict=True))
+)
+
+
+def register_schedule(name: str, schedule: OwnSchedule) -> None:
+    """Make a schedule of one's own known under a name. Raises ConfigurationError for a name that is taken."""
+    _SCHEDULES.register(name, schedule)

@@ -52,6 +52,9 @@ class ServerConfig:
     max_training_requests: int = chz.field(
         default=1024, doc="waiting or running requests of one trained model", validator=chz.validators.gt(0)
     )
+    max_results_mib: int = chz.field(
+        default=1024, doc="results that are kept for a session; beyond, the oldest go", validator=chz.validators.gt(0)
+    )
 
     session_timeout_seconds: float = chz.field(
         default=300.0, doc="a session without heartbeat for so long is dead", validator=chz.validators.gt(0)

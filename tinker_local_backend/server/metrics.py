@@ -30,15 +30,8 @@ class Metrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
-        self._queued = Histogram(
-            "tinker_queue_seconds",
-            "from the arrival of a request until the engine begins with it",
-            ["kind"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
 
-    def watch(self, live: Callable[[], Mapping[str, int]]) -> None:
+    def watch(self, live: Callable[[], Mapping[str, float]]) -> None:
         """Show these numbers as they are at the time of asking."""
         for name in live():
             gauge = Gauge(f"tinker_live_{name}", f"{name.replace('_', ' ')} there are now", registry=self._registry)
@@ -49,11 +42,8 @@ class Metrics:
 
     def ended(self, request: Request, reply: Frame) -> None:
         outcome = reply.fields.get("category", "error") if "error" in reply.fields else "ok"
-        elapsed = time.monotonic() - request.created
         self._operations.labels(request.kind, outcome).inc()
-        self._seconds.labels(request.kind).observe(elapsed)
-        if "ran_seconds" in reply.fields:
-            self._queued.labels(request.kind).observe(max(0.0, elapsed - reply.fields["ran_seconds"]))
+        self._seconds.labels(request.kind).observe(time.monotonic() - request.created)
         if "tokens" in reply.fields:
             self._tokens.labels(request.kind).inc(reply.fields["tokens"])
 

@@ -204,12 +204,12 @@ class _Asked:
             ended.cancel()
 
     def _response(self, request: Request) -> SampleResponse:
+        reply = request.reply
         self._service.forget(request)
-        assert request.reply is not None
-        fields = request.reply.fields
-        if "error" in fields:
+        if reply is None or "error" in reply.fields:
+            fields = {"error": "the result is gone", "category": "server"} if reply is None else reply.fields
             raise Refused(400 if fields["category"] == "user" else 500, fields["error"])
-        return deserialize_sample_response(request.reply.body)
+        return deserialize_sample_response(reply.body)
 
 
 def _send(body: OpenAIBody, reply: dict[str, Any], pieces: Any) -> Response:

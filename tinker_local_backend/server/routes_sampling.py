@@ -54,13 +54,7 @@ def router() -> APIRouter:
     async def retrieve_future(body: RetrieveFuture, service: ServiceOf, tenant: TenantOf) -> Response:
         request = service.request(tenant, body.request_id)
         if request is None:
-            return JSONResponse(
-                {
-                    "error": f"there is no request {body.request_id!r}: its result was fetched some time ago, or the server "
-                    "was restarted since; make a new ServiceClient and go on from a saved checkpoint",
-                    "category": "user",
-                }
-            )
+            return _forgotten(body.request_id)
         request.session.seen = time.monotonic()
         if request.reply is None:
             try:
@@ -69,7 +63,8 @@ def router() -> APIRouter:
             except TimeoutError:
                 again = {"type": "try_again", "request_id": request.request_id, "queue_state": "active"}
                 return JSONResponse(again, status_code=408)
-        assert request.reply is not None
+        if request.reply is None:
+            return _forgotten(body.request_id)
         request.fetched = request.fetched or time.monotonic()
         fields = request.reply.fields
         if "error" in fields:
@@ -85,3 +80,11 @@ def router() -> APIRouter:
             service.cancel(request)
 
     return routes
+
+
+def _forgotten(request_id: str) -> Response:
+    error = (
+        f"there is no result of a request {request_id!r}: it was fetched some time ago, made room for later ones, or the server "
+        "was restarted since; make a new ServiceClient and go on from a saved checkpoint"
+    )
+    return JSONResponse({"error": error, "category": "user"})

@@ -13,6 +13,9 @@ from tinker_local_backend.server.sessions import Refused
 CLIENT_CONFIG = {
     # Unpickled clients of one sampler ask for a range of sequence numbers instead of guessing one.
     "sample_join_sampling_session": True,
+    # SDK 0.24 sends training data as JSON, and to two routes, unless it is told not to; later ones know nothing else.
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
 }
 """Flags that differ from the SDK's own."""
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -25,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
+FILES_BESIDES = 256
+TICKS_PER_LOOK = 10
+"""uvicorn ticks ten times a second"""
 
 
 def serve(config: ServerConfig) -> None:
@@ -32,7 +38,20 @@ def serve(config: ServerConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
     access = Access(read_keys(config.api_keys_file, os.environ), config.home_path)
     check_config(config, access.has_keys)
+    _allow_connections(config)
     asyncio.run(_serve(config, access))
+
+
+def _allow_connections(config: ServerConfig) -> None:
+    """Every connection is an open file; the usual limit of 1,024 is for programs that have few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + FILES_BESIDES
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        logger.warning(
+            "the system allows %d open files, fewer than max_connections=%d needs", hard, config.max_connections
+        )
+        wanted = hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 async def _serve(config: ServerConfig, access: Access) -> None:
@@ -79,6 +98,7 @@ def _uvicorn_config(config: ServerConfig, app: object) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         lifespan="off",
+        ws="none",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         limit_concurrency=config.max_connections,
         ssl_certfile=config.tls_certfile,
@@ -94,6 +114,29 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
         self._service = service
+        self._waiting: dict[Any, float] = {}
+        """connections that have begun no request, and since when"""
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_LOOK == 0:
+            self.close_slow(time.monotonic())
+        return await super().on_tick(counter)
+
+    def close_slow(self, now: float) -> None:
+        """Close connections on which no request is under way and the headers of the next one do not come to an end.
+
+        uvicorn itself bounds only how long a connection is silent between requests. Bodies are the guard's business.
+        """
+        waiting: dict[Any, float] = {}
+        for connection in list(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            is_between = cycle is None or cycle.response_complete
+            if is_between and getattr(connection, "timeout_keep_alive_task", None) is None:
+                waiting[connection] = self._waiting.get(connection, now)
+        self._waiting = waiting
+        for connection, since in waiting.items():
+            if now - since > self._service.config.body_seconds:
+                connection.transport.close()  # pyright: ignore[reportAttributeAccessIssue]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

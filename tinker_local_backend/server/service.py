@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
-from tinker_local_backend.server.config import ServerConfig
+from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
@@ -339,6 +339,7 @@ class Service:
         """Drop a request whose result nobody will ask for again."""
         self._requests.pop(request.request_id, None)
         request.session.requests.pop(request.request_id, None)
+        request.reply = None  # what is sent twice is still known, but not by its result
 
     def cancel(self, request: Request) -> None:
         """Stop a sampling request. Others are never cancelled: those after them count on them."""
@@ -372,17 +373,29 @@ class Service:
             since = request.fetched if request.session.session_id in self._sessions else request.created
             if request.reply is not None and since is not None and now - since > self.config.result_seconds:
                 self.forget(request)
+        for session in self._sessions.values():
+            self._bound_results(session)
+
+    def _bound_results(self, session: Session) -> None:
+        """Forget the oldest results of a client that leaves more of them than it may."""
+        room = self.config.max_results_mib * MIB
+        for request in reversed(list(session.requests.values())):
+            room -= len(request.reply.body) if request.reply is not None else 0
+            if room < 0 and request.reply is not None:
+                self.forget(request)
 
     @property
-    def live(self) -> dict[str, int]:
-        """How many there are of each thing."""
-        sessions = self._sessions.values()
+    def live(self) -> dict[str, float]:
+        """How many there are of each thing, and how long the oldest request has waited, in seconds."""
+        sessions, now = self._sessions.values(), time.monotonic()
+        waiting = [request for request in self._requests.values() if request.reply is None]
         return {
             "sessions": len(self._sessions),
             "models": sum(len(session.models) for session in sessions),
             "samplers": sum(not sampler.evicted for session in sessions for sampler in session.samplers.values()),
-            "requests": sum(request.reply is None for request in self._requests.values()),
+            "requests": len(waiting),
             "sampling_requests": sum(self._sampling.values()),
+            "oldest_request_seconds": max((now - request.created for request in waiting), default=0.0),
         }
 
     async def drain(self, seconds: float) -> None:
