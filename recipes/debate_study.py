@@ -7,7 +7,7 @@ measuring alone. `truth`, trained on the truth itself, shows what there was to g
 held-out items; intervals (95 %) come from drawing seeds and items again.
 
     python -m recipes.debate_study                        # three seeds
-    python -m recipes.debate_study seeds=0 tokens=40000   # what `make demo` runs
+    python -m recipes.debate_study seeds=0 tokens=20000   # what `make demo` runs
 """
 
 import time
@@ -39,7 +39,10 @@ from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_study"
+BEGIN, END = "<!-- study -->", "<!-- end of study -->"
 BEFORE = "before"
+DEMO_TOKENS = 20_000
+"""Enough to see the order of the protocols on one seed, in a few minutes."""
 
 
 @chz.chz(typecheck=True)
@@ -52,9 +55,14 @@ class CLIConfig(TaskConfig):
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
     tokens: int = chz.field(default=60_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
     step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
-    num_rollouts: int = with_default(TaskConfig, "num_rollouts", 128)
-    num_groups: int = with_default(TaskConfig, "num_groups", 16)
+    num_rollouts: int = with_default(TaskConfig, "num_rollouts", 64)
+    num_groups: int = with_default(TaskConfig, "num_groups", 8)
+    write_records: bool = with_default(TaskConfig, "write_records", False)
+    num_groups_to_log: int = with_default(TaskConfig, "num_groups_to_log", 0)
     samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
+    page: str | None = chz.field(
+        default=None, doc=f"Markdown page with the lines {BEGIN} and {END}, which gets the table"
+    )
 
     @chz.validate
     def _check_study(self) -> None:
@@ -64,6 +72,8 @@ class CLIConfig(TaskConfig):
             raise ConfigurationError("seeds and protocols must name at least one each")
         if self.samples % 2:
             raise ConfigurationError(f"samples={self.samples} is odd, but a debate takes two answers; make it even")
+        if self.page is not None:
+            fill_page(self.page, "")
 
 
 @dataclass(frozen=True)
@@ -256,12 +266,28 @@ def sentence(runs: Sequence[Run]) -> str:
     )
 
 
+def markdown(runs: Sequence[Run]) -> str:
+    """The table and the sentence."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(row) + " |" for row in table_rows(runs)]
+    return "\n".join([*lines, "", sentence(runs)])
+
+
+def fill_page(path: str, section: str) -> str:
+    """The page with this section. Raises ConfigurationError when it lacks the lines that mark the place."""
+    page = Path(path).expanduser()
+    text = page.read_text() if page.is_file() else ""
+    before, begin, rest = text.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(f"{END}\n")
+    if not begin or not end:
+        raise ConfigurationError(f"page={path!r} must be a file with the lines {BEGIN} and {END}, in this order")
+    return f"{before}{begin}\n{section}\n\n{end}{after}"
+
+
 def write_results(folder: Path, runs: Sequence[Run]) -> None:
     """study.json with every number, study.md with the table."""
     write_json(folder / "study.json", {"runs": [asdict(run) for run in runs]})
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(row) + " |" for row in table_rows(runs)]
-    write_text(folder / "study.md", "\n".join([*lines, "", sentence(runs), ""]))
+    write_text(folder / "study.md", f"{markdown(runs)}\n")
 
 
 async def study(cli: CLIConfig) -> list[Run]:
@@ -295,7 +321,10 @@ def show(runs: Sequence[Run]) -> None:
 
 
 async def main(cli: CLIConfig) -> None:
-    show(await study(cli))
+    runs = await study(cli)
+    if cli.page is not None:
+        write_text(Path(cli.page).expanduser(), fill_page(cli.page, markdown(runs)))
+    show(runs)
 
 
 if __name__ == "__main__":
