@@ -7,11 +7,14 @@ measuring alone. `truth`, trained on the truth itself, shows what there was to g
 held-out items; intervals (95 %) come from drawing seeds and items again.
 
     python -m recipes.debate_study                        # three seeds
-    python -m recipes.debate_study seeds=0 tokens=20000   # what `make demo` runs
+    python -m recipes.debate_study seeds=0 tokens=12000   # what `make demo` runs
 """
 
+import asyncio
+import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +23,7 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
-from recipes.common import open_log_path, settle
+from recipes.common import RL_LEARNING_RATE, by_model, open_log_path, settle
 from recipes.rl_common import TaskConfig, check_groups
 from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
@@ -41,7 +44,7 @@ from tinker_cookbook.weights_config import WeightsConfig
 RECIPE = "debate_study"
 BEGIN, END = "<!-- study -->", "<!-- end of study -->"
 BEFORE = "before"
-DEMO_TOKENS = 20_000
+DEMO_TOKENS = 12_000
 """Enough to see the order of the protocols on one seed, in a few minutes."""
 
 
@@ -53,13 +56,17 @@ class CLIConfig(TaskConfig):
     task: str = with_default(TaskConfig, "task", "collatz")
     protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
-    tokens: int = chz.field(default=60_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
+    learning_rate: float | None = by_model("Adam's learning rate", 2e-3, RL_LEARNING_RATE)
+    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
     step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
     num_rollouts: int = with_default(TaskConfig, "num_rollouts", 64)
     num_groups: int = with_default(TaskConfig, "num_groups", 8)
     write_records: bool = with_default(TaskConfig, "write_records", False)
     num_groups_to_log: int = with_default(TaskConfig, "num_groups_to_log", 0)
     samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
+    processes: int = chz.field(
+        default=2, doc="runs at a time, each on a core of its own", validator=chz.validators.gt(0)
+    )
     page: str | None = chz.field(
         default=None, doc=f"Markdown page with the lines {BEGIN} and {END}, which gets the table"
     )
@@ -292,21 +299,26 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
 
 async def study(cli: CLIConfig) -> list[Run]:
     """Every protocol with every seed; results are written after each run."""
-    folder = Path(open_log_path(cli, RECIPE, RECIPE, cli.task))
+    folder = Path(open_log_path(cli, RECIPE, RECIPE, str(cli.task)))
     cli = settle(cli)
     before = {protocol: await measure(cli, protocol, cli.load_checkpoint_path) for protocol in cli.protocols}
     runs: list[Run] = []
-    for seed in cli.seeds:
-        for protocol in cli.protocols:
-            run = await run_one(cli, folder, protocol, seed, before[protocol])
+    todo = [(cli, folder, protocol, seed, before[protocol]) for seed in cli.seeds for protocol in cli.protocols]
+    # Processes, not threads: an engine computes on one core, and each run has one of its own.
+    with ProcessPoolExecutor(cli.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for run in pool.map(_run_process, todo):
             runs.append(run)
             write_results(folder, runs)
             print(
-                f"{protocol}, seed {seed}: {run.steps} steps, {run.tokens} tokens, {run.seconds:.0f} s; right "
+                f"{run.protocol}, seed {run.seed}: {run.steps} steps, {run.tokens} tokens, {run.seconds:.0f} s; right "
                 f"{fmean(run.before.correct_I):.3f} -> {fmean(run.after.correct_I):.3f}",
                 flush=True,
             )
     return runs
+
+
+def _run_process(arguments: tuple[CLIConfig, Path, str, int, Measured]) -> Run:
+    return asyncio.run(run_one(*arguments))
 
 
 def show(runs: Sequence[Run]) -> None:
