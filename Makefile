@@ -13,11 +13,12 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-faults test-gpu test-server smoke lint llms
+.PHONY: help demo test test-ecosystem test-faults test-gpu test-server smoke lint llms
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
 	@echo "make test         run the tests"
+	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
@@ -30,6 +31,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q
+
+test-ecosystem: $(STAMP)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/ecosystem -m ecosystem -q
 
 test-faults: $(STAMP)
 	@TINKER_TEST_FAULTS=200 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/test_faults.py -n 2 -q

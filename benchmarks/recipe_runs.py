@@ -232,11 +232,13 @@ RECIPES: tuple[RecipeRun, ...] = (
         small=("max_steps=1", "num_rollouts=16", "max_tokens=32"),
         files=("report.json", "report.md"),
     ),
+    RecipeRun("recipes.models", folder_key=None, small=("like=gpt-oss",)),
     RecipeRun("recipes.chat", folder_key=None, arguments=("seed=0",), stdin="What is 2 + 3?\n/quit\n"),
 )
 
 NOT_SMOKED = {
     "recipes.prompt_distillation.multilingual": "writes a shipped data file",
+    "recipes.check_artifacts": "takes the folder of a run; tests/recipes/test_check_artifacts.py runs it",
 }
 """Commands that are no recipes to try out, and why."""
 

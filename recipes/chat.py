@@ -1,7 +1,7 @@
 """Talk to a checkpoint, to the last checkpoint of a run, or to a base model, in the terminal.
 
     python -m recipes.chat                                       # the shipped tiny model
-    python -m recipes.chat log_path=/tmp/tinker-examples/sl_basic/20260101_120000_conversations
+    python -m recipes.chat log_path=~/.local/share/tinker-cookbook/sl_basic/20260101_120000_conversations
     python -m recipes.chat model_path=tinker://<run>/sampler_weights/final temperature=0
     echo "What is 2 + 3?" | python -m recipes.chat seed=0        # lines from a pipe work too
 

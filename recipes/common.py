@@ -12,7 +12,7 @@ import chz
 from tinker_cookbook import backends, config_tree, environment, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
 from tinker_cookbook.data.rows import is_data_file
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import get_renderer
@@ -44,10 +44,17 @@ def _positive(owner: Any, attribute: str) -> None:
         raise ConfigurationError(f"{attribute.removeprefix('X_')}: must be greater than 0, got {value:g}")
 
 
-def by_model(doc: str, tiny: float, usual: float) -> Any:
-    """A field that is positive and has one default for the shipped models and another for all others; `settle` fills it in."""
-    doc = f"{doc}; default: {tiny:g} for {' and '.join(SHIPPED_MODELS)}, {usual:g} for other models"
-    return chz.field(default=None, doc=doc, validator=_positive, metadata={"tiny": tiny, "usual": usual})
+def by_model(doc: str, tiny: float, usual: float, known: Callable[[str], float | None] | None = None) -> Any:
+    """A field that is positive and has one default for the shipped models and another for all others; `settle` fills it in.
+
+    Args:
+        known: the default for a model, by name; None where it does not know: then `usual`.
+    """
+    rule = "" if known is None else "hyperparam_utils.get_lr where it knows the model, else "
+    doc = f"{doc}; default: {tiny:g} for {' and '.join(SHIPPED_MODELS)}, {rule}{usual:g} for other models"
+    return chz.field(
+        default=None, doc=doc, validator=_positive, metadata={"tiny": tiny, "usual": usual, "known": known}
+    )
 
 
 @chz.chz(typecheck=True)
@@ -67,7 +74,8 @@ class CommonConfig(RunOptions):
     )
     renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; default: the model's own")
     log_path: str | None = chz.field(
-        default=None, doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <tmp>/tinker-examples"
+        default=None,
+        doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <user data>/tinker-cookbook",
     )
     name: str | None = chz.field(default=None, doc="added to the default folder's name")
     behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
@@ -79,7 +87,7 @@ class CommonConfig(RunOptions):
     @property
     def is_tiny(self) -> bool:
         """Whether a shipped model is trained."""
-        return any(self.model_name in (name, str(EXAMPLE_DATA / name)) for name in SHIPPED_MODELS)
+        return shipped_model(self.model_name) in [shipped_model(name) for name in SHIPPED_MODELS]
 
 
 def settle(cli: C) -> C:
@@ -88,16 +96,21 @@ def settle(cli: C) -> C:
     Raises ConfigurationError for a model, backend or renderer that cannot be had; nothing is loaded.
     """
     model, renderer_name = resolve_model(cli)
-    which = "tiny" if cli.is_tiny else "usual"
     fields = chz.chz_fields(cli).items()
-    missing = {key: field.metadata[which] for key, field in fields if field.metadata and getattr(cli, key) is None}
+    missing = {key: _default(cli, model, **f.metadata) for key, f in fields if f.metadata and getattr(cli, key) is None}
     return chz.replace(cli, model_name=model, renderer_name=renderer_name, **missing)
+
+
+def _default(
+    cli: CommonConfig, model: str, tiny: float, usual: float, known: Callable[[str], float | None] | None
+) -> float:
+    found = known(model) if known is not None and not cli.is_tiny else None
+    return found if found is not None else tiny if cli.is_tiny else usual
 
 
 def resolve_model(config: CommonConfig) -> tuple[str, str]:
     """(model, renderer name) of a config, checked together with the backend before anything is loaded."""
-    is_shipped = config.model_name in SHIPPED_MODELS
-    model = str(EXAMPLE_DATA / config.model_name) if is_shipped else config.model_name
+    model = shipped_model(config.model_name)
     backends.check_backend(config.backend, model, config.base_url)
     renderer_name = config.renderer_name or model_info.get_recommended_renderer_name(model)
     if config.renderer_name is not None:

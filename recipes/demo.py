@@ -34,7 +34,7 @@ class DemoConfig:
     tokens: int = with_default(debate_study.CLIConfig, "tokens", debate_study.DEMO_TOKENS)
     protocols: tuple[str, ...] = with_default(debate_study.CLIConfig, "protocols", debate_study.PROTOCOLS)
     log_path: str | None = chz.field(
-        default=None, doc="folder of the runs; default: a new one under <tmp>/tinker-examples"
+        default=None, doc="folder of the runs; default: a new one under <user data>/tinker-cookbook"
     )
 
 

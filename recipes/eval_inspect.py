@@ -7,6 +7,7 @@
 `inspect view --log-dir <log_dir>` shows every sample.
 """
 
+import os
 import time
 
 import chz
@@ -14,11 +15,24 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
-from tinker_cookbook.benchmarks.inspect_adapter import inspect_model, require_inspect, run_inspect, task_of_items
+from tinker_cookbook.benchmarks.inspect_adapter import (
+    OWN_TASKS,
+    inspect_model,
+    require_inspect,
+    run_inspect,
+    task_of_items,
+)
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.data.rows import is_data_file
 
 RECIPE = "eval_inspect"
-OURS = ("qa/", "summary/")
+
+
+def name_task(task: str) -> str:
+    """The task as `task_of_items` or inspect takes it: a data file is one of questions, and inspect knows no absolute path."""
+    if is_data_file(task) and not task.startswith(OWN_TASKS):
+        return f"qa/{task}"
+    return os.path.relpath(task) if os.path.isabs(task) else task
 
 
 @chz.chz(typecheck=True)
@@ -26,7 +40,8 @@ class CLIConfig(PolicyCLIConfig):
     """Keys of `python -m recipes.eval_inspect`."""
 
     task: str = chz.field(
-        default="qa/arithmetic", doc="qa/<dataset> or summary/<dataset>; anything else is inspect's: a name or a file"
+        default="qa/arithmetic",
+        doc="qa/<dataset>, summary/<dataset> or a data file of questions; anything else is inspect's: a name or a file",
     )
     limit: int = chz.field(default=100, doc="samples at most", validator=chz.validators.gt(0))
     epochs: int = chz.field(default=1, doc="tries per sample", validator=chz.validators.gt(0))
@@ -37,7 +52,8 @@ class CLIConfig(PolicyCLIConfig):
 
 async def main(cli: CLIConfig) -> None:
     require_inspect()
-    task = task_of_items(cli.task) if cli.task.startswith(OURS) else cli.task
+    name = name_task(cli.task)
+    task = task_of_items(name) if name.startswith(OWN_TASKS) else name
     policy = await open_policy(cli)
     max_tokens = reply_tokens(cli, policy.base_model)
     model = inspect_model(policy, max_tokens, temperature=cli.temperature, seed=cli.seed)

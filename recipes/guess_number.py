@@ -117,7 +117,7 @@ class GuessNumberDatasetBuilder(MessageDatasetBuilder):
         return RECIPE
 
     @property
-    def system_prompt(self) -> str:
+    def shared_system_prompt(self) -> str:
         return QA_SYSTEM
 
     def draw(self, rng: random.Random) -> Callable[[], GuessNumberEnv]:

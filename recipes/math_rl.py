@@ -53,7 +53,7 @@ class MathDatasetBuilder(RLDatasetBuilder):
     max_prompt_tokens: int | None = chz.field(doc="a longer prompt is not asked; None: no limit")
 
     @property
-    def system_prompt(self) -> str:
+    def shared_system_prompt(self) -> str:
         return MathTask(grading=self.grading, answer_style=self.answer_style).system_prompt
 
     def load(self) -> tuple[MathTask, list[TaskItem], list[TaskItem]]:

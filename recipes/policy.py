@@ -4,7 +4,7 @@ import chz
 
 from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS, default_model
 from tinker_cookbook import config_tree
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.weights_config import Policy, WeightsConfig
@@ -44,8 +44,6 @@ async def open_policy(cli: PolicyCLIConfig) -> Policy:
         path = last_sampler_path(cli.log_path)
     if not named:
         base_model = default_model()
-    if base_model == TINY_CHAT:
-        base_model = str(EXAMPLE_DATA / TINY_CHAT)
     weights = config_tree.fill(WeightsConfig, cli, base_model=base_model, load_checkpoint_path=path)
     return await weights.open_policy(named[0] if named else "model_name")
 
@@ -54,4 +52,4 @@ def reply_tokens(cli: PolicyCLIConfig, base_model: str) -> int:
     """The reply length asked for, else what suits the model."""
     if cli.max_tokens is not None:
         return cli.max_tokens
-    return TINY_MAX_TOKENS if base_model == str(EXAMPLE_DATA / TINY_CHAT) else MAX_TOKENS
+    return TINY_MAX_TOKENS if base_model == shipped_model(TINY_CHAT) else MAX_TOKENS

@@ -87,7 +87,7 @@ class ArithmeticDatasetBuilder(RLDatasetBuilder):
     seed: int = chz.field(doc="seed of the problems")
 
     @property
-    def system_prompt(self) -> str:
+    def shared_system_prompt(self) -> str:
         return QA_SYSTEM
 
     async def __call__(self) -> tuple[ArithmeticDataset, ArithmeticDataset]:

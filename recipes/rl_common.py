@@ -8,7 +8,6 @@ import chz
 from recipes.common import (
     MAX_TOKENS,
     RL_LEARNING_RATE,
-    TINY_CHAT,
     TINY_LEARNING_RATE,
     TINY_MAX_TOKENS,
     CommonConfig,
@@ -18,13 +17,14 @@ from recipes.common import (
     prompt_room,
     run_config,
 )
-from tinker_cookbook import backends
+from tinker_cookbook import backends, config_tree
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.algorithms import PRESETS, get_preset
+from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, get_preset
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.outcome import print_rl_changes
@@ -33,10 +33,6 @@ from tinker_cookbook.tasks.rewards import REWARDS
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 
 _RETRY = "rollout_error_tolerance"
-
-
-class AppliedPreset(str):
-    """The name of a preset whose values stand below the keys of the command line already."""
 
 
 def preset_keys(name: str) -> dict[str, Any]:
@@ -50,14 +46,37 @@ def preset_keys(name: str) -> dict[str, Any]:
     }
 
 
-def _is_applied(owner: Any, attribute: str) -> None:
-    value = getattr(owner, attribute)
-    if value is not None and not isinstance(value, AppliedPreset):
-        get_preset(value)
-        raise ConfigurationError(
-            f"preset={value!r} is a key of the command line; from Python give what it stands for: "
-            f"CLIConfig(**recipes.rl_common.preset_keys({value!r}))"
-        )
+def _known_preset(owner: Any, attribute: str) -> None:
+    if (name := getattr(owner, attribute)) is not None:
+        get_preset(name)
+
+
+def _by_preset(key: str) -> Any:
+    """A field of RLOptions that is what the preset says unless it is given: on the command line and from Python alike."""
+    field = chz.chz_fields(RLOptions)[key]
+    default = config_tree.default_of(field)
+
+    def settled(config: "RLConfig", given: Any) -> Any:
+        if given is not None:
+            return given
+        return default if config.preset is None else preset_keys(config.preset)[key]
+
+    doc = f"{field._doc}; default: the preset's, else {default}"
+    return chz.field(default=None, x_type=field.x_type | None, munger=settled, doc=doc)
+
+
+def _loss_settings(config: "RLConfig", given: dict[str, float] | None) -> dict[str, float] | None:
+    if given is not None or config.preset is None or config.loss_fn != get_preset(config.preset).loss_fn:
+        return given  # the settings of one loss are nothing that another loss takes over
+    return preset_keys(config.preset)["loss_fn_config"]
+
+
+def _advantages(config: "RLConfig", given: AdvantageConfig) -> AdvantageConfig:
+    is_default = given is config_tree.default_of(chz.chz_fields(config)["advantage"])
+    return get_preset(config.preset).advantage if is_default and config.preset is not None else given
+
+
+_ADVANTAGE = AdvantageConfig()
 
 
 @chz.chz(typecheck=True)
@@ -80,8 +99,16 @@ class RLConfig(CommonConfig, RLOptions):
     preset: str | None = chz.field(
         default=None,
         doc=f"{', '.join(PRESETS)}: loss, clip, advantages and filter of a published algorithm; keys that are given count more",
-        validator=_is_applied,
+        validator=_known_preset,
     )
+    loss_fn: str = _by_preset("loss_fn")
+    loss_fn_config: dict[str, float] | None = chz.field(
+        default=None, munger=_loss_settings, doc=chz.chz_fields(RLOptions)["loss_fn_config"]._doc
+    )
+    advantage: AdvantageConfig = chz.field(
+        default_factory=lambda: _ADVANTAGE, munger=_advantages, doc=chz.chz_fields(RLOptions)["advantage"]._doc
+    )
+    remove_constant_reward_groups: bool = _by_preset("remove_constant_reward_groups")
     learning_rate: float | None = by_model("Adam's learning rate", TINY_LEARNING_RATE, RL_LEARNING_RATE)
     max_tokens: int | None = by_model("longest completion of one turn", TINY_MAX_TOKENS, MAX_TOKENS)
     max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
@@ -92,18 +119,19 @@ class RLConfig(CommonConfig, RLOptions):
         """Values that follow from the keys given on the command line, and stand below them."""
         values: dict[str, Any] = {}
         if (name := given.get("preset", "None")) != "None":
-            values = {"preset": AppliedPreset(name)} | _preset_layer(name, given)
+            values = _preset_layer(name, given)
         reference = "kl_reference_config"
         if f"{reference}.load_checkpoint_path" in given and f"{reference}.base_model" not in given:
             model = given.get("model_name") or default_model()
-            values[f"{reference}.base_model"] = str(EXAMPLE_DATA / TINY_CHAT) if model == TINY_CHAT else model
+            values[f"{reference}.base_model"] = shipped_model(model)
         return values
 
 
 def _preset_layer(name: str, given: Mapping[str, str]) -> dict[str, Any]:
-    keys = preset_keys(name)
-    advantage, settings = keys.pop("advantage"), keys.pop("loss_fn_config") or {}
-    if given.get("loss_fn", keys["loss_fn"]) != keys["loss_fn"]:
+    """Those of its values that may be given in part."""
+    preset, keys = get_preset(name), dict[str, Any]()
+    advantage, settings = preset.advantage, preset.loss_fn_config or {}
+    if given.get("loss_fn", preset.loss_fn) != preset.loss_fn:
         settings = {}  # the settings of another loss
     for key, value in chz.asdict(advantage).items():
         keys[f"advantage.{key}"] = value
@@ -149,7 +177,7 @@ def train_config(
     evaluators = [*cli.evaluator_builders, *evaluator_builders]
     own: dict[str, Any] = {"dataset_builder": dataset_builder, "evaluator_builders": evaluators}
     # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
-    if cli.temperature != 1.0 and backends.resolve_backend(cli.backend) == "local":
+    if cli.temperature != 1.0 and cli.loss_fn in LOSS_FNS and backends.resolve_backend(cli.backend) == "local":
         own["loss_fn_config"] = {"temperature": cli.temperature} | (cli.loss_fn_config or {})
     return run_config(cli, train.Config, train.check_config, recipe, folder, **own)
 

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
 
 import chz
 
 from tinker_cookbook import backends, environment, model_info
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import get_renderer, get_text_content
+from tinker_cookbook.renderers import Renderer, get_renderer, get_text_content
+from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import np, tinker
-from tinker_cookbook.utils.ml_log import setup_logging
+from tinker_cookbook.utils.ml_log import Logger
 
 
 @chz.chz(typecheck=True)
@@ -39,8 +38,9 @@ class CLIConfig:
     backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
     log_path: str = chz.field(
         default_factory=lambda: default_log_path("rl_loop", time.strftime("%Y%m%d_%H%M%S")),
-        doc="new folder for metrics.jsonl and logs.log; default: one under <tmp>/tinker-examples/rl_loop",
+        doc="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
     )
+    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, delete, raise; resume: begin anew")
     learning_rate: float = chz.field(default=1e-3, doc="Adam's learning rate", validator=chz.validators.gt(0))
     lora_rank: int = chz.field(default=32, doc="rank of the LoRA adapter", validator=chz.validators.gt(0))
     groups_per_batch: int = chz.field(default=16, doc="questions per step", validator=chz.validators.gt(0))
@@ -69,9 +69,13 @@ async def main(cli: CLIConfig) -> None:
     backends.check_backend(cli.backend, cli.model_name)
     renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
     renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
-    if Path(cli.log_path).exists():
-        raise ConfigurationError(f"log_path={cli.log_path!r} exists, and this loop cannot resume; name a new folder")
-    ml_logger = setup_logging(cli.log_path, config=cli)
+    check_log_dir(cli.log_path, cli.behavior_if_log_dir_exists)
+    with open_run(cli.log_path, config=cli, recipe_name="rl_loop") as run:
+        run.rewind_metrics(0)
+        await train(cli, renderer, run.logger)
+
+
+async def train(cli: CLIConfig, renderer: Renderer, ml_logger: Logger) -> None:
     service = backends.create_service_client(cli.backend)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     adam = tinker.AdamParams(learning_rate=cli.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -110,7 +114,6 @@ async def main(cli: CLIConfig) -> None:
 
     saved = await client.save_state("final")
     print(f"Weights: {saved.path}\nFiles: {cli.log_path}")
-    ml_logger.close()
 
 
 if __name__ == "__main__":

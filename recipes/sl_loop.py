@@ -4,27 +4,26 @@
     python -m recipes.sl_loop file=my_chats.jsonl model_name=Qwen/Qwen3-4B-Base learning_rate=2e-4
 
 One step at a time, each awaited: no evaluation, no resume, a checkpoint at the end only. `recipes.sl_basic` has these. The
-loss (train_mean_nll in metrics.jsonl) falls from 7.9 to 4.7 between the first and the last step of the default run.
+loss (train_mean_nll in metrics.jsonl) falls from 7.9 to 4.7 in the default run.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import chz
 
 from tinker_cookbook import backends, environment, model_info
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum, read_conversations
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
-from tinker_cookbook.utils.ml_log import setup_logging
+from tinker_cookbook.utils.ml_log import Logger
 
 
 @chz.chz(typecheck=True)
@@ -39,8 +38,9 @@ class CLIConfig:
     backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
     log_path: str = chz.field(
         default_factory=lambda: default_log_path("sl_loop", time.strftime("%Y%m%d_%H%M%S")),
-        doc="new folder for metrics.jsonl and logs.log; default: one under <tmp>/tinker-examples/sl_loop",
+        doc="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
     )
+    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, delete, raise; resume: begin anew")
     learning_rate: float = chz.field(default=1e-3, doc="peak learning rate", validator=chz.validators.gt(0))
     lora_rank: int = chz.field(default=32, doc="rank of the LoRA adapter", validator=chz.validators.gt(0))
     batch_size: int = chz.field(default=16, doc="conversations per step", validator=chz.validators.gt(0))
@@ -51,22 +51,22 @@ class CLIConfig:
 
 async def main(cli: CLIConfig) -> None:
     backends.check_backend(cli.backend, cli.model_name)
-    renderer = get_renderer(
-        model_info.get_recommended_renderer_name(cli.model_name),
-        get_tokenizer(cli.model_name),
-        model_name=cli.model_name,
-    )
+    renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
+    renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
     dataset = SupervisedDatasetFromList(
         read_conversations(cli.file),
         cli.batch_size,
         lambda row: conversation_to_datum(row.messages, renderer, cli.max_length),
     )
-    if Path(cli.log_path).exists():
-        raise ConfigurationError(f"log_path={cli.log_path!r} exists, and this loop cannot resume; name a new folder")
-    ml_logger = setup_logging(cli.log_path, config=cli)
+    check_log_dir(cli.log_path, cli.behavior_if_log_dir_exists)
+    with open_run(cli.log_path, config=cli, recipe_name="sl_loop") as run:
+        run.rewind_metrics(0)
+        await train(cli, dataset, run.logger)
+
+
+async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: Logger) -> None:
     service = backends.create_service_client(cli.backend)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
-
     total_steps = cli.num_epochs * len(dataset)
     for step in range(total_steps):
         epoch, batch = divmod(step, len(dataset))
@@ -74,7 +74,7 @@ async def main(cli: CLIConfig) -> None:
             dataset.set_epoch(seed=cli.seed + epoch)
         data = dataset.get_batch(batch)
         learning_rate = cli.learning_rate * compute_schedule_lr_multiplier("linear", step, total_steps)
-        # Both are submitted before the first is awaited, so that the engine goes from one to the other without us.
+        # Both are submitted before the first is awaited: the engine goes from one to the other without us.
         passed = client.forward_backward(data, "cross_entropy")
         updated = client.optim_step(tinker.AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.95, eps=1e-8))
         logprobs = [output["logprobs"] for output in (await passed).loss_fn_outputs]
@@ -84,7 +84,6 @@ async def main(cli: CLIConfig) -> None:
 
     saved = await client.save_state("final")
     print(f"Weights: {saved.path}\nFiles: {cli.log_path}")
-    ml_logger.close()
 
 
 if __name__ == "__main__":

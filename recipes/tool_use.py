@@ -31,7 +31,7 @@ from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.tasks.types import parse_solution
-from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, function_tool
+from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, tool
 from tinker_cookbook.tool_use.env import tool_conversation
 from tinker_cookbook.utils.files import read_jsonl
 
@@ -61,7 +61,7 @@ class Question:
 @cache
 def registry(task: ToolTask) -> ToolRegistry:
     """The one tool of each task."""
-    return ToolRegistry([ArticleSearch.from_jsonl(ARTICLES).tool() if task == "search" else function_tool(calculate)])
+    return ToolRegistry([ArticleSearch.from_jsonl(ARTICLES).tool() if task == "search" else tool(calculate)])
 
 
 @cache

@@ -220,8 +220,13 @@ class FakeRestClient:
         return Pending("delete", None, self.service.calls)
 
     def get_training_run_by_tinker_path_async(self, tinker_path: str) -> Awaitable[tinker.types.TrainingRun]:
-        training_run: Any = SimpleNamespace(base_model=self.service.base_model, user_metadata=None)
-        return Pending("get_training_run", training_run, self.service.calls)
+        return Pending("get_training_run", self._training_run(), self.service.calls)
+
+    def get_training_run_by_tinker_path(self, tinker_path: str) -> Any:
+        return SimpleNamespace(result=self._training_run)
+
+    def _training_run(self) -> Any:
+        return SimpleNamespace(base_model=self.service.base_model, user_metadata=None)
 
 
 @dataclass

@@ -31,7 +31,7 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -117,9 +117,9 @@ def run_killed(start: Start, folder: Path, kills: Sequence[KillPoint]) -> Outcom
     return run_whole(start, folder)
 
 
-def _unnamed(value: Any) -> Any:
+def _unnamed(value: Any, but: Collection[str] = ()) -> Any:
     if isinstance(value, dict):
-        return {key: _unnamed(item) for key, item in value.items()}
+        return {key: _unnamed(item, but) for key, item in value.items() if key not in but}
     return re.sub(r"tinker://[^/]*/", "tinker://<run>/", value) if isinstance(value, str) else value
 
 
@@ -147,7 +147,7 @@ def read_outcome(folder: Path) -> Outcome:
         sampler=(sampler / "adapter_model.safetensors").read_bytes(),
         optimizer=(state / "optimizer.safetensors").read_bytes(),
         optimizer_steps=json.loads((state / "checkpoint.json").read_text())["optimizer_steps"],
-        final=_unnamed({key: value for key, value in record.items() if not key.endswith("_path")}),
+        final=_unnamed({key: value for key, value in record.items() if not key.endswith("_path")}, but={"seconds"}),
     )
 
 

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import chz
+import platformdirs
 import pytest
 
 from tests.child import python_path
@@ -317,7 +317,7 @@ class TestCheckLogDir:
 
 class TestNames:
     def test_default_log_path(self) -> None:
-        expected = Path(tempfile.gettempdir()) / "tinker-examples" / "debate" / "Qwen-Qwen3-8B-lr1"
+        expected = Path(platformdirs.user_data_dir("tinker-cookbook")) / "debate" / "Qwen-Qwen3-8B-lr1"
         assert cli_utils.default_log_path("debate", "Qwen/Qwen3-8B-lr1") == str(expected)
 
     def test_the_last_model_name_counts(self) -> None:

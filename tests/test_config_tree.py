@@ -95,8 +95,23 @@ def test_a_preset_stands_below_the_keys_and_above_the_recipe() -> None:
     assert parsed(single_turn, "preset=dapo", "loss_fn=importance_sampling").loss_fn_config is None
     with pytest.raises(ConfigurationError, match="preset='grop' is unknown"):
         parsed(single_turn, "preset=grop")
-    with pytest.raises(ConfigurationError, match=r"from Python give .*preset_keys\('grpo'\)"):
-        single_turn.CLIConfig(preset="grpo")
+
+
+def test_a_preset_works_from_python() -> None:
+    config = single_turn.CLIConfig(preset="dapo")
+    assert {key: getattr(config, key) for key in preset_keys("dapo")} == preset_keys("dapo")
+    own = AdvantageConfig(baseline="zscore", scale="sum")
+    settled = settle(single_turn.CLIConfig(preset="dapo", advantage=own, remove_constant_reward_groups=False))
+    assert (settled.advantage, settled.remove_constant_reward_groups) == (own, False)
+    assert settled.loss_fn_config == preset_keys("dapo")["loss_fn_config"]
+    # A key that is given counts, even if it is what it would be without a preset.
+    other = single_turn.CLIConfig(preset="dapo", loss_fn="importance_sampling")
+    assert (other.loss_fn, other.loss_fn_config) == ("importance_sampling", None)
+    plain, default = single_turn.CLIConfig(), chz.chz_fields(single_turn.CLIConfig)["advantage"]
+    assert (plain.loss_fn, plain.loss_fn_config) == ("importance_sampling", None)
+    assert plain.advantage == config_tree.default_of(default) and plain.remove_constant_reward_groups is False
+    with pytest.raises(ConfigurationError, match="preset='grop' is unknown"):
+        single_turn.CLIConfig(preset="grop")
 
 
 def test_a_reference_needs_its_path_alone() -> None:

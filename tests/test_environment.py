@@ -141,7 +141,7 @@ def test_builders_of_tasks_say_it_too(builder: Any, expected: str) -> None:
     made = builder(
         task="qa", model_name=TINY, renderer_name="qwen3_instruct", num_groups=1, group_size=2, num_batches=1
     )
-    assert made.system_prompt == expected
+    assert made.shared_system_prompt == expected
 
 
 def test_a_run_says_where_it_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,11 @@ from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderer_metadata import (
     add_renderer_name_to_user_metadata,
+    check_renderer_name_for_checkpoint,
     check_renderer_name_for_checkpoint_async,
+    get_renderer_name_from_checkpoint,
     get_renderer_name_from_checkpoint_async,
+    resolve_renderer_name_from_checkpoint_or_default,
     resolve_renderer_name_from_checkpoint_or_default_async,
 )
 
@@ -21,6 +24,7 @@ from tinker_cookbook.renderer_metadata import (
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, str]:
     """A service on the shipped model, and a checkpoint of a run that recorded its renderer."""
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("TINKER_BACKEND", raising=False)
     service = backends.create_service_client("local")
 
     async def save() -> str:
@@ -31,18 +35,37 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, str]:
     return service, asyncio.run(save())
 
 
-def test_it_is_found_from_a_path(trained: tuple[Any, str]) -> None:
-    service, path = trained
-    found = asyncio.run(get_renderer_name_from_checkpoint_async(service, path))
-    assert found == "role_colon"
-    resolve = resolve_renderer_name_from_checkpoint_or_default_async
-    assert asyncio.run(resolve(service, TINY, None, path)) == "role_colon"
-    assert asyncio.run(resolve(service, TINY, "qwen3", path)) == "qwen3"
-    assert asyncio.run(resolve(service, TINY, None, None)) == "qwen3_instruct"
+def resolve(asynchronous: bool, explicit: str | None, path: str | None) -> str:
+    keys = {"model_name": TINY, "explicit_renderer_name": explicit, "load_checkpoint_path": path}
+    if asynchronous:
+        return asyncio.run(resolve_renderer_name_from_checkpoint_or_default_async(**keys))
+    return resolve_renderer_name_from_checkpoint_or_default(**keys)
 
 
-def test_another_one_is_refused(trained: tuple[Any, str]) -> None:
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_it_is_found_from_a_path(trained: tuple[Any, str], asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     service, path = trained
-    asyncio.run(check_renderer_name_for_checkpoint_async(service, path, "role_colon"))
+    if asynchronous:
+        assert asyncio.run(get_renderer_name_from_checkpoint_async(service, path)) == "role_colon"
+    else:
+        assert get_renderer_name_from_checkpoint(service, path) == "role_colon"
+    assert resolve(asynchronous, None, path) == "role_colon"
+    monkeypatch.setattr(backends, "create_service_client", None)
+    assert resolve(asynchronous, "qwen3", path) == "qwen3"
+    assert resolve(asynchronous, None, None) == "qwen3_instruct"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_another_one_is_refused(trained: tuple[Any, str], asynchronous: bool) -> None:
+    service, path = trained
+
+    def check(name: str | None) -> None:
+        if asynchronous:
+            asyncio.run(check_renderer_name_for_checkpoint_async(service, path, name))
+        else:
+            check_renderer_name_for_checkpoint(service, path, name)
+
+    check("role_colon")
+    check(None)
     with pytest.raises(ConfigurationError, match="set renderer_name=role_colon"):
-        asyncio.run(check_renderer_name_for_checkpoint_async(service, path, "qwen3"))
+        check("qwen3")

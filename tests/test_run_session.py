@@ -15,6 +15,7 @@ from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.utils.misc_utils import timed
 
 
 @pytest.fixture
@@ -231,3 +232,20 @@ class TestReference:
         train(config, 3)
         with pytest.raises(ConfigurationError, match="started without a reference"):
             self.reference(config)
+
+
+def test_a_run_that_is_traced_writes_its_spans(service: FakeServiceClient, tmp_path: Path) -> None:
+    async def main(fail: bool) -> None:
+        async with open_session(make_config(tmp_path, enable_trace=True)):
+            with timed("train", {}):
+                pass
+            if fail:
+                raise ZeroDivisionError
+
+    asyncio.run(main(fail=False))
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(main(fail=True))
+    with timed("after the run", {}):
+        pass
+    spans = [(row["ph"], row["name"]) for row in rows(tmp_path, "trace_events.jsonl") if row["ph"] != "M"]
+    assert spans == [("B", "train"), ("E", "train")] * 2

@@ -222,3 +222,33 @@ def test_addresses_that_are_none(tmp_path: Path) -> None:
         hosted_export((tmp_path / "none").as_uri(), tmp_path / "out")
     with pytest.raises(ConfigurationError, match="format='gguf'"):
         asyncio.run(weights.export(Hosted(""), "tinker://x", tmp_path / "out", "gguf"))  # type: ignore[arg-type]
+
+
+class TestScripts:
+    """The functions that scripts call, one after the other, none of them asynchronous."""
+
+    def test_download_then_adapter_then_model(self, run: Path, tmp_path: Path) -> None:
+        path = last_sampler_path(run / "log")
+        folder = weights.download(tinker_path=path, output_dir=str(tmp_path / "downloaded"))
+        weights.build_lora_adapter(base_model=TINY, adapter_path=folder, output_path=str(tmp_path / "adapter"))
+        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == TINY
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(tmp_path / "adapter"))
+        assert logprobs(model) == pytest.approx(trained_logprobs(run), abs=1e-3)
+        merged = str(tmp_path / "merged")
+        weights.build_hf_model(base_model=TINY, adapter_path=folder, output_path=merged, dtype="float32")
+        assert logprobs(AutoModelForCausalLM.from_pretrained(merged)) == pytest.approx(trained_logprobs(run), abs=1e-3)
+        card = weights.ModelCardConfig(TINY, datasets=["mine"], tags=["sums"], license="mit")
+        described = weights.generate_model_card(config=card, repo_id="me/sums", model_path=folder)
+        assert (described.data.base_model, described.data.datasets, described.data.license) == (TINY, ["mine"], "mit")
+        assert described.data.tags == ["tinker", "lora", "sums"] and described.data.library_name == "peft"
+        assert "# me/sums" in described.text
+        with pytest.raises(ConfigurationError, match="exists"):
+            weights.build_lora_adapter(base_model=TINY, adapter_path=folder, output_path=str(tmp_path / "adapter"))
+
+    @pytest.mark.parametrize("option", [{"quantize": "fp8"}, {"trust_remote_code": True}, {"device": "cuda"}])
+    def test_what_is_not_offered_is_said(self, option: dict[str, Any], tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match=next(iter(option))):
+            weights.build_hf_model(base_model=TINY, adapter_path="a", output_path=str(tmp_path / "m"), **option)
+        with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json"):
+            weights.build_lora_adapter(base_model=TINY, adapter_path=str(tmp_path), output_path=str(tmp_path / "a"))

@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from tinker_cookbook import environment, server_watch
 from tinker_cookbook.clients import ServiceClient
@@ -87,6 +87,18 @@ def check_backend(
     return resolved
 
 
+def why_not_local(model_name: str, config: Any) -> str | None:
+    """What in a model's (transformers) config the local engine does not support; None when it finds nothing."""
+    from tinker_local_backend import ModelLoadError
+    from tinker_local_backend.engine.base_model import refuse_unsupported
+
+    try:
+        refuse_unsupported(model_name, config)
+    except ModelLoadError as error:
+        return str(error)
+    return None
+
+
 def create_service_client(backend: str | None = None, base_url: str | None = None) -> ServiceClient:
     """A service client of the chosen engine.
 
@@ -135,6 +147,12 @@ def is_engine_error(error: BaseException) -> bool:
 
     local = sys.modules.get("tinker_local_backend")
     return isinstance(error, tinker.TinkerError) or (local is not None and isinstance(error, local.LocalBackendError))
+
+
+def is_non_finite_error(error: BaseException) -> bool:
+    """Whether an engine says with this that a loss or a gradient is NaN or infinite."""
+    local = sys.modules.get("tinker_local_backend")
+    return local is not None and isinstance(error, local.NonFiniteError)
 
 
 def is_checkpoint_error(error: BaseException) -> bool:

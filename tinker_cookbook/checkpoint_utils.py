@@ -3,8 +3,11 @@
 from tinker_cookbook.renderer_metadata import (
     RENDERER_NAME_METADATA_KEY,
     add_renderer_name_to_user_metadata,
+    check_renderer_name_for_checkpoint,
     check_renderer_name_for_checkpoint_async,
+    get_renderer_name_from_checkpoint,
     get_renderer_name_from_checkpoint_async,
+    resolve_renderer_name_from_checkpoint_or_default,
     resolve_renderer_name_from_checkpoint_or_default_async,
 )
 from tinker_cookbook.runs.checkpoints import (
@@ -26,10 +29,13 @@ __all__ = [
     "PendingCheckpoint",
     "add_renderer_name_to_user_metadata",
     "append_checkpoint",
+    "check_renderer_name_for_checkpoint",
     "check_renderer_name_for_checkpoint_async",
     "get_last_checkpoint",
+    "get_renderer_name_from_checkpoint",
     "get_renderer_name_from_checkpoint_async",
     "load_checkpoints_file",
+    "resolve_renderer_name_from_checkpoint_or_default",
     "resolve_renderer_name_from_checkpoint_or_default_async",
     "save_checkpoint",
     "save_checkpoint_async",

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, get_args
 
 import chz
+import platformdirs
 from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
 
 from tinker_cookbook import config_tree, environment
@@ -30,6 +30,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCook
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
+from tinker_cookbook.utils.secrets import redact
 
 LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
 
@@ -76,10 +77,15 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
         )
 
 
+def runs_path(*parts: str) -> str:
+    """A path below the folder of runs without one: TINKER_COOKBOOK_RUNS_DIR, else `<user data folder>/tinker-cookbook`."""
+    root = environment.read("TINKER_COOKBOOK_RUNS_DIR") or platformdirs.user_data_dir("tinker-cookbook")
+    return str(Path(root, *parts).expanduser())
+
+
 def default_log_path(recipe_name: str, run_name: str) -> str:
-    """`<tmp>/tinker-examples/<recipe>/<run name>`. Slashes in a name (as in model names) become dashes."""
-    parts = [name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)]
-    return str(Path(tempfile.gettempdir(), "tinker-examples", *parts))
+    """`runs_path` of a recipe and its run. Slashes in a name (as in model names) become dashes."""
+    return runs_path(*(name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)))
 
 
 def model_name_from_argv(argv: Sequence[str], default: str) -> str:
@@ -244,7 +250,7 @@ def _saved(log_path: Path) -> str:
 def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:
     if environment.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
         traceback.print_exception(error)
-    print(f"{prefix}{message}", file=sys.stderr)
+    print(redact(f"{prefix}{message}"), file=sys.stderr)  # which may well go to a file
     raise SystemExit(code) from None
 
 

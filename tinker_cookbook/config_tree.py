@@ -34,10 +34,10 @@ HELP_WIDTH = (80, 130)
 def with_default(owner: type, name: str, default: Any) -> Any:
     """The field `name` of `owner` for a subclass that has another default: documentation and validators stay."""
     field = chz.chz_fields(owner)[name]
-    validators = list(field._validator)
+    kept: dict[str, Any] = {"doc": field._doc, "validator": list(field._validator), "munger": field._munger}
     if chz.is_chz(default):
-        return chz.field(default_factory=lambda: default, doc=field._doc, validator=validators)
-    return chz.field(default=default, doc=field._doc, validator=validators)
+        return chz.field(default_factory=lambda: default, **kept)
+    return chz.field(default=default, **kept)
 
 
 def fill(config_cls: type[T], source: Any, **own: Any) -> T:

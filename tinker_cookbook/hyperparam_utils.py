@@ -7,6 +7,7 @@ and it does not depend on the rank (the update is scaled by alpha / rank).
 Shapes come from a model folder, from the table of well-known hub names in model_shapes, or from the Hugging Face cache or hub.
 """
 
+import logging
 import math
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from tinker_cookbook.tokenizer_utils import base_model_of
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
 
 BASE_LEARNING_RATE = 5e-5
 LORA_OVER_FULL = 10.0
@@ -48,7 +51,7 @@ def get_lr(model_name: str, is_lora: bool = True) -> float:
         ConfigurationError: nothing is known of the model.
         NotImplementedError: there is no published rule for its family.
     """
-    config = _config(model_name)
+    config = model_config(model_name)
     family = _FAMILIES.get(config.model_type)
     if family is None:
         raise NotImplementedError(
@@ -60,8 +63,36 @@ def get_lr(model_name: str, is_lora: bool = True) -> float:
     return BASE_LEARNING_RATE * multiplier * ratio ** HIDDEN_SIZE_EXPONENTS[family]
 
 
+def is_known(model_name: str) -> bool:
+    """Whether the model's shapes are known without a download: a folder, or a name of the table."""
+    name = base_model_of(model_name)
+    return Path(name).expanduser().is_dir() or model_shapes.shapes_of(name) is not None
+
+
+def known_lr(model_name: str) -> float | None:
+    """`get_lr`, or None where no rule or nothing at all is known of the model. Nothing is downloaded for it."""
+    if not is_known(model_name):
+        return None
+    try:
+        return get_lr(model_name)
+    except (ConfigurationError, NotImplementedError):
+        return None
+
+
+def warn_if_low(learning_rate: float, model_name: str) -> None:
+    """Log a warning for a learning rate below a tenth of `get_lr`, with which LoRA hardly moves."""
+    usual = known_lr(model_name)
+    if usual is not None and learning_rate < usual / 10:
+        logger.warning(
+            "learning_rate=%g is below a tenth of %.2g, the rate to begin with for LoRA on this model (get_lr): the weights "
+            "will hardly move",
+            learning_rate,
+            usual,
+        )
+
+
 def get_lora_lr_over_full_finetune_lr(model_name: str, lora_alpha: int = 32) -> float:
-    """How many times the best learning rate of full fine-tuning that of LoRA is: 10 for every model that was measured.
+    """Factor from the best learning rate of full fine-tuning to that of LoRA: 10 for every model that was measured.
 
     They were measured with `lora_alpha` 32, the service's; nothing is known of another, and 10 is returned for it too.
     """
@@ -107,7 +138,7 @@ def get_lora_param_count(
     chosen = (_ATTENTION if train_attn else ()) + (_MLP if train_mlp else ()) + (_UNEMBED if train_unembed else ())
     if not chosen:
         raise ConfigurationError("train_mlp, train_attn and train_unembed are all False: nothing would train; set one")
-    counted = count_lora(_config(model_name))
+    counted = count_lora(model_config(model_name))
     if counted is None:
         linears = _linears(model_name)
         return sum(lora_rank * sum(sizes) for path, sizes in linears.items() if path.rpartition(".")[2] in chosen)
@@ -143,11 +174,14 @@ def _skeleton(model_name: str) -> "nn.Module":
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(_config(model_name))
+        return AutoModelForCausalLM.from_config(model_config(model_name))
 
 
-def _config(model_name: str) -> "PreTrainedConfig":
-    """The config of the model, of a model that sees that of its text model."""
+def model_config(model_name: str) -> "PreTrainedConfig":
+    """The config of a model; of one that sees, that of its text model. Nothing is downloaded where its shapes are known.
+
+    Raises ConfigurationError for a model of which nothing is known.
+    """
     from transformers import AutoConfig
 
     name = base_model_of(model_name)

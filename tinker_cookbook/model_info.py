@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
@@ -160,6 +161,21 @@ _NVIDIA_NAMES = (
 )
 
 
+HOSTED_MODELS = frozenset(
+    [
+        *(f"meta-llama/{name}" for name in ("Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct")),
+        *(f"Qwen/{name}" for name in _QWEN_NAMES if re.match(r"Qwen3(-VL|\.\d)-.*(?<!-Base)$", name)),
+        *(f"Qwen/Qwen3-{size}" for size in ("8B", "32B", "30B-A3B")),
+        *(f"Qwen/Qwen3-{size}-Instruct-2507" for size in ("4B", "30B-A3B", "235B-A22B")),
+        "deepseek-ai/DeepSeek-V3.1",
+        *(f"openai/{name}" for name in _GPT_OSS_NAMES),
+        *(f"moonshotai/{name}" for name in _MOONSHOT_NAMES),
+        *(f"nvidia/{name}" for name in _NVIDIA_NAMES),
+    ]
+)
+"""Text models that the hosted service has offered. What it offers today, ServiceClient.get_server_capabilities says."""
+
+
 def get_llama_info() -> dict[str, ModelAttributes]:
     """Meta's Llama 3 text models, by name without the organization."""
     return _attributes_of_all("meta-llama", _LLAMA_NAMES)
@@ -286,7 +302,7 @@ def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None)
 
 def get_context_length(model_name: str) -> int | None:
     """Positions that the model was made for, by its config; None when that cannot be had (a name only a server knows)."""
-    folder = Path(model_name).expanduser()
+    folder = Path(shipped_model(model_name)).expanduser()
     return _read_context_length(str(folder)) if folder.is_dir() else _context_length_of_hub_name(model_name)
 
 

@@ -1,9 +1,9 @@
 """Which renderer made a training run's data: recorded in the run's user metadata, found again from its checkpoints."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tinker_cookbook import model_info
+from tinker_cookbook import backends, model_info
 from tinker_cookbook.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,31 +21,72 @@ def add_renderer_name_to_user_metadata(
     return {**(user_metadata or {}), **named}
 
 
-async def get_renderer_name_from_checkpoint_async(service_client: "ServiceClient", path: str) -> str | None:
+async def get_renderer_name_from_checkpoint_async(service_client: "ServiceClient", checkpoint_path: str) -> str | None:
     """The renderer that a checkpoint (tinker://...) was trained with; None when its run did not say."""
-    training_run = await service_client.create_rest_client().get_training_run_by_tinker_path_async(path)
-    return (training_run.user_metadata or {}).get(RENDERER_NAME_METADATA_KEY)
+    return _recorded(await service_client.create_rest_client().get_training_run_by_tinker_path_async(checkpoint_path))
+
+
+def get_renderer_name_from_checkpoint(service_client: "ServiceClient", checkpoint_path: str) -> str | None:
+    """`get_renderer_name_from_checkpoint_async` for a program that is not asynchronous."""
+    return _recorded(service_client.create_rest_client().get_training_run_by_tinker_path(checkpoint_path).result())
 
 
 async def resolve_renderer_name_from_checkpoint_or_default_async(
-    service_client: "ServiceClient", model_name: str, renderer_name: str | None, load_checkpoint_path: str | None
+    *,
+    model_name: str,
+    explicit_renderer_name: str | None,
+    load_checkpoint_path: str | None,
+    base_url: str | None = None,
 ) -> str:
-    """The renderer asked for, else the checkpoint's own, else the one recommended for the model."""
-    if renderer_name is not None:
-        return renderer_name
-    if load_checkpoint_path is not None:
-        recorded = await get_renderer_name_from_checkpoint_async(service_client, load_checkpoint_path)
-        if recorded is not None:
-            return recorded
-    return model_info.get_recommended_renderer_name(model_name)
+    """The renderer asked for, else the checkpoint's own, else the one recommended for the model.
+
+    Args:
+        base_url: server that knows the checkpoint; it is asked only where that matters.
+    """
+    recorded = None
+    if explicit_renderer_name is None and load_checkpoint_path is not None:
+        service = backends.create_service_client(base_url=base_url)
+        recorded = await get_renderer_name_from_checkpoint_async(service, load_checkpoint_path)
+    return explicit_renderer_name or recorded or model_info.get_recommended_renderer_name(model_name)
+
+
+def resolve_renderer_name_from_checkpoint_or_default(
+    *,
+    model_name: str,
+    explicit_renderer_name: str | None,
+    load_checkpoint_path: str | None,
+    base_url: str | None = None,
+) -> str:
+    """`resolve_renderer_name_from_checkpoint_or_default_async` for a program that is not asynchronous."""
+    recorded = None
+    if explicit_renderer_name is None and load_checkpoint_path is not None:
+        service = backends.create_service_client(base_url=base_url)
+        recorded = get_renderer_name_from_checkpoint(service, load_checkpoint_path)
+    return explicit_renderer_name or recorded or model_info.get_recommended_renderer_name(model_name)
 
 
 async def check_renderer_name_for_checkpoint_async(
-    service_client: "ServiceClient", path: str, renderer_name: str
+    service_client: "ServiceClient", checkpoint_path: str, expected_renderer_name: str | None
 ) -> None:
-    """Raises ConfigurationError when a checkpoint was trained with another renderer than `renderer_name`."""
-    recorded = await get_renderer_name_from_checkpoint_async(service_client, path)
-    if recorded not in (None, renderer_name):
+    """Raises ConfigurationError when a checkpoint was trained with another renderer than the expected one; None fits all."""
+    recorded = await get_renderer_name_from_checkpoint_async(service_client, checkpoint_path)
+    _check(recorded, checkpoint_path, expected_renderer_name)
+
+
+def check_renderer_name_for_checkpoint(
+    service_client: "ServiceClient", checkpoint_path: str, expected_renderer_name: str | None
+) -> None:
+    """`check_renderer_name_for_checkpoint_async` for a program that is not asynchronous."""
+    recorded = get_renderer_name_from_checkpoint(service_client, checkpoint_path)
+    _check(recorded, checkpoint_path, expected_renderer_name)
+
+
+def _recorded(training_run: Any) -> str | None:
+    return (training_run.user_metadata or {}).get(RENDERER_NAME_METADATA_KEY)
+
+
+def _check(recorded: str | None, path: str, expected: str | None) -> None:
+    if None not in (recorded, expected) and recorded != expected:
         raise ConfigurationError(
-            f"renderer_name={renderer_name!r}, but {path} was trained with {recorded!r}: set renderer_name={recorded}"
+            f"renderer_name={expected!r}, but {path} was trained with {recorded!r}: set renderer_name={recorded}"
         )

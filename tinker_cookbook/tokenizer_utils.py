@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,28 +26,28 @@ _registry: dict[str, TokenizerFactory] = {}
 _made: dict[str, Tokenizer] = {}
 
 
-def get_tokenizer(name_or_path: str) -> Tokenizer:
+def get_tokenizer(model_name: str) -> Tokenizer:
     """The tokenizer of a model; the same object on every call with the same name.
 
     Raises ConfigurationError when the name is a path that does not exist, or when Hugging Face cannot load it.
     """
-    if name_or_path in _registry:
-        if name_or_path not in _made:
-            _made[name_or_path] = _registry[name_or_path]()
-        return _made[name_or_path]
-    name = base_model_of(name_or_path)
+    if model_name in _registry:
+        if model_name not in _made:
+            _made[model_name] = _registry[model_name]()
+        return _made[model_name]
+    name = base_model_of(model_name)
     if _is_path(name):
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            raise ConfigurationError(f"model_name={name_or_path!r}: there is no such folder; {_WHAT_A_NAME_MAY_BE}")
+            raise ConfigurationError(f"model_name={model_name!r}: there is no such folder; {_WHAT_A_NAME_MAY_BE}")
         # Resolved before the cache: the same relative path means another folder after a chdir.
         return _from_hugging_face(str(folder.resolve()))
     return _from_hugging_face(name)
 
 
 def base_model_of(model_name: str) -> str:
-    """The name of the base model in `base:peft:adapter`; any other name as it is."""
-    return model_name.partition(":peft:")[0]
+    """The name of the base model in `base:peft:adapter`, and the folder of a shipped one; any other name as it is."""
+    return shipped_model(model_name.partition(":peft:")[0])
 
 
 def register_tokenizer(name: str, factory: TokenizerFactory) -> None:

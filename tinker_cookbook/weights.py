@@ -11,7 +11,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,9 +19,9 @@ from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
-from tinker_cookbook.utils.files import flatten, read_jsonl, write_text
+from tinker_cookbook.utils.files import flatten, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table, not_none
-from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
+from tinker_cookbook.utils.ml_log import read_metrics
 
 Format = Literal["adapter", "merged"]
 T = TypeVar("T")
@@ -107,10 +107,14 @@ async def download_adapter(service: ServiceClient, model_path: str, folder: Path
             f"{model_path}: this SDK hands out external weights only; save them with "
             "training_client.save_weights_external(name) and give that path"
         )
+    _name_base_model(folder, base_model)
+    return folder
+
+
+def _name_base_model(folder: Path, base_model: str) -> None:
     config_path = folder / ADAPTER_CONFIG
     config = json.loads(config_path.read_text(encoding="utf-8"))
     write_text(config_path, json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n")
-    return folder
 
 
 def model_card(model_path: str, base_model: str, format: Format, log_path: str | Path | None = None) -> str:
@@ -120,17 +124,15 @@ def model_card(model_path: str, base_model: str, format: Format, log_path: str |
     """
     config = _run_config(log_path)
     recipe = config.get("recipe_name")
-    library = "peft" if format == "adapter" else "transformers"
     head = {
         "base_model": base_model,
-        "library_name": library,
+        "library_name": _LIBRARY[format],
         "tags": ["lora", "tinker", *([recipe] if recipe else [])],
     }
-    front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items())
-    what = "LoRA adapter" if format == "adapter" else "Model with a LoRA adapter merged in"
+    what = _WHAT[format]
     made = f", trained with the recipe `{recipe}`" if recipe else ""
     parts = [
-        f"---\n{front}\n---",
+        _front(head),
         f"# {what}",
         f"{what} of `{base_model}`{made}. Checkpoint: `{model_path}`.",
         _USE[format],
@@ -144,6 +146,13 @@ def model_card(model_path: str, base_model: str, format: Format, log_path: str |
     return "\n\n".join(parts) + "\n"
 
 
+def _front(head: Mapping[str, Any]) -> str:
+    lines = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items())
+    return f"---\n{lines}\n---"
+
+
+_LIBRARY: Mapping[Format, str] = {"adapter": "peft", "merged": "transformers"}
+_WHAT: Mapping[Format, str] = {"adapter": "LoRA adapter", "merged": "Model with a LoRA adapter merged in"}
 _USE: Mapping[Format, str] = {
     "adapter": """```python
 from peft import AutoPeftModelForCausalLM
@@ -221,11 +230,104 @@ def _run_config(log_path: str | Path | None) -> dict[str, Any]:
 
 
 def _metric_rows(log_path: str | Path) -> list[list[str]]:
-    path = Path(log_path).expanduser() / METRICS_BASE_NAME
-    lines = read_jsonl(path, tolerate_torn_tail=True) if path.exists() else []
     ends: dict[str, tuple[float, float]] = {}
-    for line in lines:
+    for line in read_metrics(log_path):
         for key, value in line.items():
             if isinstance(value, int | float) and not key.startswith(_CARD_SKIPS):
                 ends[key] = (ends[key][0] if key in ends else value, value)
     return [[f"`{key}`", f"{first:.4g}", f"{last:.4g}"] for key, (first, last) in sorted(ends.items())]
+
+
+def download(*, tinker_path: str, output_dir: str, base_url: str | None = None) -> str:
+    """Fetch a checkpoint's PEFT adapter into `output_dir`, which must not exist; the folder. Not from within an event loop.
+
+    Raises as `export`.
+    """
+    service = backends.create_service_client(base_url=base_url)
+    return str(asyncio.run(export(service, tinker_path, output_dir)).folder)
+
+
+def build_lora_adapter(
+    *, base_model: str, adapter_path: str, output_path: str, trust_remote_code: bool | None = None
+) -> None:
+    """Copy a downloaded adapter to `output_path`, with the base model's name in its config, for PEFT and vLLM.
+
+    Raises ConfigurationError for an output that exists, and CheckpointError for a folder without an adapter.
+    """
+    _refuse(trust_remote_code=trust_remote_code)
+    source, target = Path(adapter_path).expanduser(), Path(output_path).expanduser()
+    _check(target, "adapter", None, overwrite=False)
+    if not (source / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(f"adapter_path={adapter_path!r}: holds no {ADAPTER_CONFIG}")
+    shutil.copytree(source, target)
+    _name_base_model(target, base_model)
+
+
+def build_hf_model(
+    *,
+    base_model: str,
+    adapter_path: str,
+    output_path: str,
+    dtype: str = "bfloat16",
+    trust_remote_code: bool | None = None,
+    merge_strategy: Literal["auto", "full"] = "auto",
+    dequantize: bool = False,
+    quantize: str | None = None,
+    serving_format: str | None = None,
+    device: str | None = None,
+) -> None:
+    """Merge a downloaded adapter into its base model, as a folder that transformers and vLLM load. Computed on the CPU.
+
+    Raises ConfigurationError for an output that exists and for what is not offered here (quantized weights, code from the hub),
+    and as `backends.merge_adapter`.
+    """
+    _refuse(
+        trust_remote_code=trust_remote_code, dequantize=dequantize, quantize=quantize, serving_format=serving_format
+    )
+    if merge_strategy not in ("auto", "full") or device not in (None, "cpu"):
+        raise ConfigurationError(
+            f"merge_strategy={merge_strategy!r}, device={device!r}: the whole model is merged, on the CPU; leave them out"
+        )
+    target = Path(output_path).expanduser().absolute()
+    _check(target, "merged", dtype, overwrite=False)
+    backends.merge_adapter(Path(adapter_path).expanduser(), target, base_model, dtype, False)
+
+
+def _refuse(**options: Any) -> None:
+    for name, value in options.items():
+        if value:
+            raise ConfigurationError(f"{name}={value!r}: is not offered here; leave it out")
+
+
+@dataclass(frozen=True)
+class ModelCardConfig:
+    """What a model card says in its header besides what it knows of itself."""
+
+    base_model: str
+    datasets: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
+    license: str | None = None
+    language: list[str] = field(default_factory=list)
+
+
+def generate_model_card(*, config: ModelCardConfig, repo_id: str | None = None, model_path: str | None = None) -> Any:
+    """A `huggingface_hub.ModelCard` of an adapter or merged model.
+
+    Args:
+        repo_id: where it is going to be: its heading.
+        model_path: its folder, which says whether it is an adapter; None: a merged model.
+    """
+    from huggingface_hub import ModelCard
+
+    is_adapter = model_path is not None and (Path(model_path) / ADAPTER_CONFIG).is_file()
+    format: Format = "adapter" if is_adapter else "merged"
+    lists = {"datasets": config.datasets, "language": config.language}
+    head = {
+        "base_model": config.base_model,
+        "library_name": _LIBRARY[format],
+        "tags": ["tinker", *(["lora"] if is_adapter else []), *config.tags],
+        **{key: value for key, value in lists.items() if value},
+        **({"license": config.license} if config.license else {}),
+    }
+    parts = [_front(head), f"# {repo_id or _WHAT[format]}", f"{_WHAT[format]} of `{config.base_model}`.", _USE[format]]
+    return ModelCard("\n\n".join(parts) + "\n")

@@ -13,6 +13,7 @@ import chz
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import SamplingClient, ServiceClient
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderer_metadata import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.renderers import Renderer, get_renderer
@@ -100,7 +101,9 @@ class WeightsConfig:
     """
 
     base_model: str | None = chz.field(
-        default=None, doc="base model: a directory or a hub id; None: the checkpoint's own"
+        default=None,
+        doc="base model: a directory, a hub id, or tiny_chat (shipped); None: the checkpoint's own",
+        munger=lambda self, name: None if name is None else shipped_model(name),
     )
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
@@ -188,7 +191,9 @@ class WeightsConfig:
 class ScorerConfig(WeightsConfig):
     """Weights that give the probabilities of token ids which are already there, so that they need no renderer."""
 
-    base_model: str = chz.field(doc="base model: a directory or a hub id")
+    base_model: str = chz.field(
+        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
+    )
 
     @chz.validate
     def _needs_no_renderer(self) -> None:

@@ -11,6 +11,7 @@ from tinker_local_backend.errors import (
     EngineClosedError,
     LocalBackendError,
     ModelLoadError,
+    NonFiniteError,
     RequestError,
 )
 from tinker_local_backend.rest_client import RestClient
@@ -23,6 +24,7 @@ __all__ = [
     "EngineClosedError",
     "LocalBackendError",
     "ModelLoadError",
+    "NonFiniteError",
     "RequestError",
     "RestClient",
     "SamplingClient",

@@ -1,5 +1,7 @@
 """Errors of the engine. Each names the field, the value and the fix; each fails one request and leaves the engine running."""
 
+from collections.abc import Sequence
+
 
 class LocalBackendError(Exception):
     """Root of the errors that this package raises on purpose."""
@@ -7,6 +9,17 @@ class LocalBackendError(Exception):
 
 class RequestError(LocalBackendError, ValueError):
     """A request cannot be carried out as it was made (unknown field, wrong shape, id outside the vocabulary, ...)."""
+
+
+class NonFiniteError(RequestError):
+    """A loss or a gradient is NaN or infinite. Nothing of it was kept, and no weight was changed.
+
+    `datums` are the indices into the call's data of those that are the cause; empty where no single one is.
+    """
+
+    def __init__(self, message: str, datums: Sequence[int] = ()):
+        super().__init__(message)
+        self.datums = tuple(datums)
 
 
 class ModelLoadError(LocalBackendError, ValueError):

@@ -169,7 +169,7 @@ class TestTinyModel:
 
     def test_a_training_loop_can_run_it_on_the_way(self, tmp_path: Path) -> None:
         builder = inspect_adapter.InspectEvaluatorBuilder(
-            model_name=TINY, renderer_name="qwen3_instruct", log_dir=str(tmp_path / "logs"), max_tokens=32, max_items=6
+            model_name=TINY, renderer_name="qwen3_instruct", log_dir=str(tmp_path / "logs"), max_tokens=32, limit=6
         )
 
         async def evaluate() -> list[dict[str, float]]:

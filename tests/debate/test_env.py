@@ -154,9 +154,17 @@ class TestSteps:
         envs = asyncio.run(builder.make_envs())
         for verdict in (None, "B"):
             if verdict is not None:
-                envs[0].transcript.verdict = Verdict(Winner.B)
+                envs[0].transcript.verdict = Verdict(Winner.B, "because")
             assert builder.describe_members(envs) == [
-                {"question": "7" * 100, "instance_id": "sum-1", "agent": seat, "verdict": verdict} for seat in "AB"
+                {
+                    "question": "7" * 100,
+                    "instance_id": "sum-1",
+                    "agent": seat,
+                    "ground_truth": "12",
+                    "verdict": verdict,
+                    "judge": verdict and "because",
+                }
+                for seat in "AB"
             ]
             assert builder.select_trained([], envs) == [False, verdict == "B"]
 

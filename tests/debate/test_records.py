@@ -40,11 +40,11 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+    return [json.loads(path.read_text()) for path in sorted(folder.rglob(pattern))]
 
 
 def test_one_record_per_debate(run_folder: Path) -> None:
-    names = sorted(path.stem for path in run_folder.glob("debate_*.json"))
+    names = sorted(path.stem for path in (run_folder / "iteration_000000").glob("debate_*.json"))
     assert names == [f"debate_000000_g00{group}_0{debate}" for group in (0, 1) for debate in (0, 1)]
 
 

@@ -37,8 +37,8 @@ def exercises(count: int) -> list[tuple[str, list[str], str]]:
 
 
 def _conversations(count: int) -> Rows:
-    lines = iterate_jsonl(EXAMPLE_DATA / "conversations.jsonl")
-    return [{"messages": line.row["messages"]} for _, line in zip(range(count), lines, strict=False)]
+    shipped = [line.row["messages"] for line in iterate_jsonl(EXAMPLE_DATA / "conversations.jsonl")]
+    return [{"messages": shipped[i % len(shipped)]} for i in range(count)]
 
 
 def _gsm8k(count: int, seed: int) -> Rows:
@@ -72,8 +72,8 @@ def _science(count: int) -> Rows:
 
 
 DATASETS: dict[str, dict[str, Callable[[], Rows]]] = {
-    "HuggingFaceH4/no_robots": {"train": lambda: _conversations(48), "test": lambda: _conversations(8)},
-    "openai/gsm8k": {"train": lambda: _gsm8k(64, 0), "test": lambda: _gsm8k(8, 1)},
+    "HuggingFaceH4/no_robots": {"train": lambda: _conversations(256), "test": lambda: _conversations(8)},
+    "openai/gsm8k": {"train": lambda: _gsm8k(128, 0), "test": lambda: _gsm8k(8, 1)},
     "Anthropic/hh-rlhf": {"train": lambda: _preferences(48), "test": lambda: _preferences(8)},
     "open-thoughts/OpenThoughts3-1.2M": {"train": lambda: _reasoning(64)},
     "zwhe99/DeepMath-103K": {"train": lambda: [{"question": q, "final_answer": str(a)} for q, a in sums(64)]},

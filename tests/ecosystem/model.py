@@ -33,7 +33,7 @@ from tinker_local_backend.merge import merge_adapter
 
 CONTEXT = 8192
 """Positions of the model that is made; the longest prompt of a recipe has 2,400 tokens."""
-STEPS, BATCH_SIZE, LEARNING_RATE = 80, 12, 2e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 70, 7, 2e-3
 RENDERERS = ("qwen3_instruct", "qwen3_disable_thinking")
 
 Conversation = list[Message]
@@ -50,10 +50,13 @@ def exchange(prompt: Conversation, reply: str) -> Conversation:
 
 def boxed_numbers(rng: random.Random) -> Conversation:
     """A sum of the kind of gsm8k, with or without the example that the recipes put first; the right answer or one near it."""
-    environment = recipe("math_rl.math_env").MathEnv
+    module = recipe("math_rl.math_env")
     question, answer = rng.choice(sums(64))
-    prefix = environment.standard_fewshot_prefix() if rng.random() < 0.7 else []
-    suffix = rng.choice([environment.question_suffix(), recipe("math_rl.math_env").Gsm8kDataset.question_suffix()])
+    suffix = rng.choice([module.MathEnv.question_suffix(), module.Gsm8kDataset.question_suffix()])
+    prefix: Conversation = []
+    if rng.random() < 0.7:
+        asked, told = module.MathEnv.standard_fewshot_prefix()
+        prefix = [{**asked, "content": asked["content"].replace(module.MathEnv.question_suffix(), suffix)}, told]
     shown = answer if rng.random() < 0.6 else rng.randint(0, 8)
     return exchange([*prefix, {"role": "user", "content": question + suffix}], f"\\boxed{{{shown}}}")
 

@@ -11,7 +11,7 @@ VERSION = "0.5.8"
 PACKAGE = f"tinker-cookbook=={VERSION}"
 FOLDER = "recipes"
 """What is unpacked. Everything else that the recipes import from tinker_cookbook has to be this library's."""
-NEEDED = ("termcolor",)
+NEEDED = ("termcolor", "pylatexenc")
 """Packages that recipes import and this library does not need."""
 
 
@@ -24,6 +24,7 @@ def unpack_recipes(folder: Path) -> Path:
 
     Raises IndexUnreachableError with what pip says.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     _pip("download", "--dest", str(folder), PACKAGE)
     _pip("install", "--target", str(folder), *NEEDED)
     (wheel_file,) = folder.glob("tinker_cookbook-*.whl")

@@ -80,13 +80,22 @@ def complain(data: list[tinker.Datum], logprobs: list) -> Any:
 
 
 def two_steps(
-    client: TrainingClient, bad: Call | None = None
+    client: TrainingClient, bad: Call | None = None, part: slice = slice(None)
 ) -> tuple[list[tinker.APIFuture], tinker.APIFuture | None]:
-    """Two accumulated passes and a step, twice; a bad operation in the middle of the first."""
-    futures: list[tinker.APIFuture] = [client.forward_backward([cross_entropy_datum(6, 1)], "cross_entropy")]
-    failing = bad(client) if bad else None
-    futures += [client.forward_backward([GOOD], "ppo"), client.optim_step(STEP)]
-    futures += [client.forward_backward([cross_entropy_datum(4, 2)], "cross_entropy"), client.optim_step(STEP)]
+    """Two accumulated passes and a step, then a pass and a step; a bad operation between the first two."""
+    failing = None
+    futures: list[tinker.APIFuture] = []
+    calls: list[Call] = [
+        lambda c: c.forward_backward([cross_entropy_datum(6, 1)], "cross_entropy"),
+        lambda c: c.forward_backward([GOOD], "ppo"),
+        lambda c: c.optim_step(STEP),
+        lambda c: c.forward_backward([cross_entropy_datum(4, 2)], "cross_entropy"),
+        lambda c: c.optim_step(STEP),
+    ]
+    for i, call in enumerate(calls[part]):
+        if i == 1 and bad is not None:
+            failing = bad(client)
+        futures.append(call(client))
     return futures, failing
 
 
@@ -94,22 +103,26 @@ def two_steps(
 def test_a_bad_operation_among_good_ones_leaves_no_trace(
     service: ServiceClient, tied_model: str, base_sampler: SamplingClient, name: str
 ) -> None:
-    """In its own client, in another one, and in what is sampled at the time."""
+    """In another client, and in what is sampled at the time. In its own, the step behind a bad pass is not taken either."""
     bad, message = BAD_OPERATIONS[name]
-    clean, own, other = (make_training_client(service, tied_model) for _ in range(3))
-    for future in two_steps(clean)[0]:
+    is_pass = name not in ("bad step", "load of nothing")
+    clean, own, other, second_alone = (make_training_client(service, tied_model) for _ in range(4))
+    for future in [*two_steps(clean)[0], *two_steps(second_alone, part=slice(3, None))[0]]:
         future.result()
     request = params(12, seed=1, stop=[])
     expected = base_sampler.sample(prompt(TOKENS), 2, request).result()
     sampling = base_sampler.sample(prompt(TOKENS), 2, request)
     futures, failing = two_steps(own, bad)
+    if is_pass:
+        with pytest.raises(RequestError, match="no step was taken: a forward_backward before it failed"):
+            futures.pop(2).result()
     futures += two_steps(other)[0]
     assert failing is not None
     with pytest.raises(LocalBackendError, match=message):
         failing.result()
     for future in futures:
         future.result()
-    assert_repeats(weights(own), weights(clean))
+    assert_repeats(weights(own), weights(second_alone if is_pass else clean))
     assert_repeats(weights(other), weights(clean))
     assert_same_tokens((s.tokens for s in sampling.result().sequences), (s.tokens for s in expected.sequences))
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import chz
 import datasets
 import pytest
 
@@ -14,6 +15,7 @@ from tinker_cookbook.preference.preference_datasets import (
     ChatDatasetBuilderFromComparisons,
     ComparisonBuilderFromHF,
     ComparisonBuilderFromJsonl,
+    ComparisonDatasetBuilder,
     read_comparisons,
 )
 from tinker_cookbook.preference.types import Comparison, LabeledComparison
@@ -229,9 +231,7 @@ class TestPreferenceModelExamples:
 
     def test_one_order(self, tmp_path: Path) -> None:
         source = ComparisonBuilderFromJsonl(train_path=write(tmp_path / "p.jsonl", line("B")))
-        builder = ChatDatasetBuilderFromComparisons(
-            common_config=common(), comparison_builder=source, both_orders=False
-        )
+        builder = ChatDatasetBuilderFromComparisons(common_config=common(), comparison_builder=source, swap=False)
         assert [text.removesuffix("<|im_end|>") for text in texts(builder()[0].get_batch(0))] == ["B"]
 
     def test_a_comparison_whose_label_would_be_cut_off(self, tmp_path: Path) -> None:
@@ -252,3 +252,32 @@ class TestPreferenceModelExamples:
         for builder in (ChatDatasetBuilderFromComparisons, DPODatasetBuilderFromComparisons):
             with pytest.raises(ConfigurationError, match="leave split_rewritten out"):
                 builder(common_config=common(split_rewritten=True), comparison_builder=source)
+
+
+@chz.chz
+class RowsOfAScript(ComparisonDatasetBuilder):
+    """As scripts write them: rows of their own, split and shuffled by themselves, some of which are left out."""
+
+    test_size: int = 2
+
+    def get_train_and_test_datasets(self) -> Any:
+        rows = datasets.Dataset.from_list([{"i": i} for i in range(6)])
+        return rows.skip(self.test_size), rows.take(self.test_size)
+
+    def example_to_labeled_comparison(self, example: Any) -> LabeledComparison | None:
+        if example["i"] == 4:
+            return None
+        replies = [said("assistant", f"{side}{example['i']}") for side in "ab"]
+        return LabeledComparison(Comparison([said("user", "?")], [replies[0]], [replies[1]]), "A")
+
+
+class TestScripts:
+    def test_their_rows_keep_their_order_and_their_split(self) -> None:
+        train, test = RowsOfAScript().get_labeled_comparisons()
+        assert [row.comparison.completion_A[0]["content"] for row in train] == ["a2", "a3", "a5"]
+        assert test is not None and [row.comparison.completion_B[0]["content"] for row in test] == ["b0", "b1"]
+        assert [row.place for row in RowsOfAScript().get_rows()[0]] == [f"RowsOfAScript[train][{i}]" for i in (0, 1, 3)]
+
+    def test_a_source_without_rows_says_what_it_lacks(self) -> None:
+        with pytest.raises(NotImplementedError, match="must define read, or get_train_and_test_datasets"):
+            ComparisonDatasetBuilder().get_rows()

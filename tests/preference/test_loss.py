@@ -104,7 +104,7 @@ def test_lists_of_scalars_are_taken_too() -> None:
     ("change", "error", "message"),
     [
         ({"loss_type": "kto"}, ConfigurationError, "loss_type='kto' is unknown; use dpo, ipo, dpo_norm"),
-        ({"beta": 0.0}, ConfigurationError, "dpo_beta=0.0: must be greater than 0"),
+        ({"dpo_beta": 0.0}, ConfigurationError, "dpo_beta=0.0: must be greater than 0"),
         ({"loss_type": "ipo"}, ConfigurationError, "needs chosen_lengths and rejected_lengths"),
         ({"rejected_logprobs": torch.zeros(3)}, DataValidationError, "one number per pair"),
         ({"chosen_logprobs": []}, DataValidationError, "one number per pair"),
@@ -113,10 +113,10 @@ def test_lists_of_scalars_are_taken_too() -> None:
 def test_what_cannot_be_is_named(change: dict, error: type[Exception], message: str) -> None:
     given = {
         name: torch.zeros(2)
-        for name in ("chosen_logprobs", "rejected_logprobs", "ref_chosen_logprobs", "ref_rejected_logprobs")
+        for name in ("chosen_logprobs", "rejected_logprobs", "chosen_ref_logprobs", "rejected_ref_logprobs")
     }
     with pytest.raises(error, match=message):
-        compute_dpo_loss(**{**given, "beta": 0.1, **change})
+        compute_dpo_loss(**{**given, "dpo_beta": 0.1, **change})
 
 
 def datum(weights: list[float]) -> tinker.Datum:

@@ -200,6 +200,13 @@ class TestReference:
         train_dpo.main(make_config(tmp_path, reference=KLReferenceConfig(base_model=TINY, load_checkpoint_path=path)))
         assert rows(tmp_path, "checkpoints.jsonl")[-1]["reference"] == {"base_model": TINY, "path": path}
 
+    def test_a_base_model_may_be_named_alone(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        train_dpo.main(make_config(tmp_path / "a", reference_model_name=TINY))
+        reference = rows(tmp_path / "a", "checkpoints.jsonl")[-1]["reference"]
+        assert reference == {"base_model": TINY, "path": None}
+        with pytest.raises(ConfigurationError, match="reference and reference_model_name are both set"):
+            make_config(tmp_path / "b", reference_model_name=TINY, reference=KLReferenceConfig(base_model=TINY))
+
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
@@ -233,6 +240,14 @@ def test_a_pair_that_fails_late_leaves_the_good_steps(
         train_dpo.main(make_config(tmp_path))
     (record,) = rows(tmp_path, "checkpoints.jsonl")
     assert record["batch"] == 2 and service.saved[record["state_path"]] == 2
+
+
+def test_runs_can_be_compared_at_equal_tokens(service: FakeServiceClient, tmp_path: Path) -> None:
+    train_dpo.main(make_config(tmp_path))
+    written = rows(tmp_path)
+    trained = [row["num_loss_tokens"] for row in written]
+    assert [row["progress/trained_tokens"] for row in written] == [sum(trained[: i + 1]) for i in range(len(written))]
+    assert all(row["progress/sampled_tokens"] == 0 and row["progress/seconds"] > 0 for row in written)
 
 
 def test_an_evaluator_that_raises_leaves_the_good_steps(service: FakeServiceClient, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ GIVEN: dict[str, Any] = {
     "lora_rank": 3,
     "seed": 5,
     "max_steps": 2,
+    "lr_schedule": "cosine",
+    "lr_warmup_steps": 1,
     "load_checkpoint_path": "tinker://run/weights/start",
     "eval_every": 4,
     "infrequent_eval_every": 6,
@@ -33,7 +35,9 @@ GIVEN: dict[str, Any] = {
     "ttl_seconds": 90,
     "rolling_save_every": 3,
     "rolling_ttl_seconds": 30,
+    "on_nonfinite": "skip",
     "async_periodic_saves": True,
+    "enable_trace": True,
     **{key: True if value is False else key for key, value in tracker_settings(TrackerConfig()).items()},
 }
 RECIPES = (

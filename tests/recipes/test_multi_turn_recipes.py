@@ -78,7 +78,7 @@ def test_the_learning_rate_does_not_reach_the_warm_up(tmp_path: Path) -> None:
 
 def test_an_episode_of_several_turns_is_one_datum(tmp_path: Path) -> None:
     run(guess_number, tmp_path / "run", "warm_up_steps=0", "max_tokens=24")
-    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("training_step_*.json"))]
+    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("iteration_*/training_step_*.json"))]
     datums = [datum["source"] for record in records for datum in record["datums"]]
     assert datums and max(source["rounds_merged"] for source in datums) > 1
     for record in records:
@@ -269,9 +269,9 @@ class TestToolUse:
         for question in questions:
             assert question.answer not in question.text.rpartition(". ")[2]
             call = tool_use.ToolCall.FunctionBody(name="search", arguments=json.dumps(question.arguments))
-            message, error = asyncio.run(tool.call(tool_use.ToolCall(function=call)))
-            assert error is None
-            found += question.answer in str(message["content"])
+            result = asyncio.run(tool.call(tool_use.ToolCall(function=call)))
+            assert result.error is None
+            found += question.answer in str(result.messages[0]["content"])
         assert found >= 0.9 * len(questions)
 
     @staticmethod

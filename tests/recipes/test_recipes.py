@@ -45,7 +45,7 @@ def untimed_bytes(log_path: Path) -> bytes:
 
 
 def records(log_path: Path, pattern: str) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(log_path.glob(pattern))]
+    return [json.loads(path.read_text()) for path in sorted(log_path.rglob(pattern))]
 
 
 class TestDebate:
@@ -144,7 +144,8 @@ def test_a_home_folder_is_written_with_a_tilde(tmp_path: Path, monkeypatch: pyte
     assert len(rows(tmp_path / "runs" / "first")) == 1
 
 
-def test_ctrl_c_leaves_whole_files_and_says_how_to_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_leaves_whole_files_and_says_how_to_resume(tmp_path: Path, name: str, code: int) -> None:
     log_path = tmp_path / "run"
     argv = [
         f"log_path={log_path}",
@@ -166,18 +167,20 @@ def test_ctrl_c_leaves_whole_files_and_says_how_to_resume(tmp_path: Path) -> Non
         while not (log_path / "checkpoints.jsonl").exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(getattr(signal, name))
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130, error
+    assert process.returncode == code, error
+    last = json.loads((log_path / "checkpoints.jsonl").read_text().splitlines()[-1])
+    assert f"the last checkpoint is {last['name']}" in error and last["batch"] == len(rows(log_path))
     assert "Traceback" not in error
     assert f"python -m recipes.rl_basic max_steps=500 groups_per_batch=4 save_every=1 eval_every=0 lora_rank=4 " \
         f"log_path={log_path} behavior_if_log_dir_exists=resume" in error  # fmt: skip
     assert not list(log_path.rglob("*.tmp"))
     assert len(rows(log_path)) >= 1
-    for path in [*log_path.glob("*.json")]:
+    for path in log_path.rglob("*.json"):
         json.loads(path.read_text())
     for line in (log_path / "checkpoints.jsonl").read_text().splitlines():
         state = json.loads(line)["state_path"].removeprefix("tinker://")

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.renderers.reasoning_families import kimi_tokenizer, trimmed, with_kimi_ids
 from tests.renderers.synthetic import conversation, make_tokenizer, template_tokens
 from tests.renderers.test_all_families import ENTRIES, make
-from tinker_cookbook.renderers import Message, ensure_list
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.renderers.content import thinking_of
 from tinker_cookbook.renderers.qwen3_5 import EFFORTS
 
 _CHATML = r"""
@@ -99,8 +100,11 @@ KIMI_TEMPLATE = r"""
 {%- set default = 'You are Kimi, an AI assistant created by Moonshot AI.' %}
 {%- macro head(token, name) %}{{- '<|im_' + token + '|>' + name + '<|im_middle|>' }}{% endmacro %}
 {%- set answered = namespace(at=-1) %}
-{%- for message in messages if message.role == 'assistant' and not message.tool_calls %}
-    {%- if not (loop.last and not add_generation_prompt) %}{% set answered.at = messages.index(message) %}{% endif %}
+{%- for message in messages %}
+    {%- set asked_for = loop.last and not add_generation_prompt %}
+    {%- if message.role == 'assistant' and not message.tool_calls and not asked_for %}
+        {%- set answered.at = loop.index0 %}
+    {%- endif %}
 {%- endfor %}
 {%- if messages[0].role != 'system' %}{{- head('system', 'system') + default + '<|im_end|>' }}{% endif %}
 {%- for message in messages %}
@@ -196,7 +200,7 @@ def test_whole_conversations_read_as_the_template_writes_them(name: str, data: s
     """As text: the block that the prompt opens is encoded with the prompt. Nemotron's template closes the block of an
     answer without reasoning in a way that no prompt has opened."""
     messages, renderer = data.draw(conversations(name)), make(name)
-    reasons = any(part["type"] == "thinking" for part in ensure_list(messages[-1]["content"]))
+    reasons = bool(thinking_of(messages[-1]["content"]).strip())
     if name.startswith("nemotron3") and not (reasons or renderer.disables_thinking):
         return
     whole = str(renderer.tokenizer.decode(renderer.build_supervised_example(messages)[0].to_ints()))

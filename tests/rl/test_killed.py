@@ -1,6 +1,5 @@
 """Reinforcement learning killed at any instant and resumed, in every pacing, is the run that was not."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,8 @@ from tests.killing import (
     run_killed,
     run_whole,
 )
+from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
+from tinker_cookbook.rl.transcripts import iteration_folder
 
 STEPS = 6
 SAMPLE_GROUP = "tinker_cookbook.rl.loop:Loop.sample_group"
@@ -88,13 +89,7 @@ def test_ahead_of_training_no_group_is_lost_or_trained_twice(tmp_path: Path, kil
     assert outcome.optimizer_steps == sum(1 - row["train/skipped_steps"] for row in steps)
     # What the records say was trained: each step its own groups, each question of a batch once.
     for row in steps:
-        path = outcome.log_path / f"training_step_{row['step'] + 1:04d}.json"
-        if row["train/skipped_steps"]:
-            continue
-        trained = {datum["source"]["group_idx"] for datum in json.loads(path.read_text())["datums"]}
+        about, turns = read_rollouts(iteration_folder(outcome.log_path, row["step"]) / FILE_NAME)
+        assert about["run"]["step"] == row["step"] and {turn["group"] for turn in turns} == set(range(GROUPS))
+        trained = {turn["group"] for turn in turns if turn["advantages"] is not None}
         assert len(trained) == row["groups/trained"]
-    asked = [
-        (json.loads(path.read_text())["step"], json.loads(path.read_text())["group_id"])
-        for path in outcome.log_path.glob("baseline_*_00.json")
-    ]
-    assert sorted(asked) == [(step, group) for step in range(STEPS) for group in range(GROUPS)]

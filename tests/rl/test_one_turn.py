@@ -79,7 +79,7 @@ def test_a_group_is_so_many_attempts_with_a_record_of_each() -> None:
         assert content["completion_logprobs"] == REPLIES[i].logprobs
         assert content["prompt_token_count"] == len(content["prompt_tokens"]) == PROMPT_TOKENS
         assert content["reward"] == len(content["raw_response"]) == [2, 1, 3, 2][i]
-    assert group.member_info_G == [{"question": "Say x.", "instance_id": "length-1"}] * 4
+    assert group.member_info_G == [{"question": "Say x.", "instance_id": "length-1", "ground_truth": "x"}] * 4
 
 
 def test_a_prompt_that_is_too_long_is_not_asked_and_recorded() -> None:

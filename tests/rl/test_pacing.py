@@ -171,7 +171,7 @@ class TestStream:
 
     def test_metadata_finds_its_group_in_the_record(self, service: FakeServiceClient, tmp_path: Path) -> None:
         run(make_config(tmp_path, NumberDatasetBuilder(batches=1, groups=3), write_records=True, **stream(3)))
-        record = json.loads((tmp_path / "training_step_0001.json").read_text())
+        record = json.loads((tmp_path / "iteration_000000" / "training_step_0001.json").read_text())
         assert record["datums"]
         for datum in record["datums"]:
             assert datum["input_tokens"][0] == datum["source"]["group_idx"]

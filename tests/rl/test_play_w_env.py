@@ -50,7 +50,7 @@ def test_an_episode_by_hand(name: str) -> None:
 
 def test_a_reply_longer_than_allowed_is_cut_off() -> None:
     renderer = make_renderer("qwen3_instruct")
-    policy = ManualPolicy(renderer.tokenizer, typist("one two three", ""), screen()[0])
+    policy = ManualPolicy(renderer.tokenizer, read_line=typist("one two three", ""), console=screen()[0])
     stop = renderer.get_stop_sequences()
     reply = asyncio.run(policy(tinker.ModelInput.from_ints([1]), stop, max_tokens=2))
     assert reply.tokens == reply_ids(renderer, "one two three")[:2] and reply.stop_reason == "length"

@@ -249,12 +249,12 @@ class TestOffPolicyCorrection:
         assert row["optim/kl_sample_train_v1"] == pytest.approx(-0.25, rel=1e-5)
         assert row["optim/kl_pre_post_v1"] == 0  # the fake's samplers all agree
         (passed,) = service.trainers[0].passes
-        record = json.loads((tmp_path / "training_step_0001.json").read_text())
+        record = json.loads((tmp_path / "iteration_000000" / "training_step_0001.json").read_text())
         for datum, trained in zip(record["datums"], passed.data, strict=True):
             token = datum["target_tokens"][-1]
-            assert datum["sampling_logprobs"][-1] == fake_logprob(token)
+            assert datum["sampling_logprobs"][-1] == pytest.approx(fake_logprob(token), rel=1e-6)
             assert trained.loss_fn_inputs["logprobs"].tolist()[-1] == pytest.approx(fake_logprob(token) + 0.25)
-            assert datum["advantages"] == trained.loss_fn_inputs["advantages"].tolist()
+            assert datum["advantages"] == pytest.approx(trained.loss_fn_inputs["advantages"].tolist(), rel=1e-6)
             ratio = datum["advantages"][-1] / datum["source"]["centered_reward"]
             assert ratio == pytest.approx(math.exp(0.25), rel=1e-5)
 

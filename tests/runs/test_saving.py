@@ -1,6 +1,7 @@
 """Checkpoints are listed when they are safe, and what cannot be listed is refused before anything is saved."""
 
 import asyncio
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,34 @@ from typing import Any
 import pytest
 
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
-from tinker_cookbook.runs.checkpoints import get_last_checkpoint, load_checkpoints_file, save_checkpoint
+from tinker_cookbook.runs.checkpoints import (
+    get_last_checkpoint,
+    load_checkpoints_file,
+    save_checkpoint,
+    save_checkpoint_async,
+)
+
+Save = Callable[..., dict[str, str]]
+
+
+class Future:
+    """Done when it is awaited, or when its result is asked for."""
+
+    def __init__(self, finish: Callable[[], SimpleNamespace]) -> None:
+        self.result = finish
+
+    def __await__(self) -> Generator[Any, None, SimpleNamespace]:
+        yield from asyncio.sleep(0).__await__()
+        return self.result()
+
+
+def save_and_await(*args: Any, **kwargs: Any) -> dict[str, str]:
+    return asyncio.run(save_checkpoint_async(*args, **kwargs))
+
+
+@pytest.fixture(params=[save_checkpoint, save_and_await], ids=["blocking", "async"])
+def save(request: pytest.FixtureRequest) -> Save:
+    return request.param
 
 
 class FakeTrainingClient:
@@ -22,14 +50,14 @@ class FakeTrainingClient:
     def _save(self, kind: str, name: str, ttl_seconds: int | None) -> Any:
         self.events.append(f"submit {kind} {name} {ttl_seconds}")
 
-        async def wait() -> SimpleNamespace:
+        def finish() -> SimpleNamespace:
             assert load_checkpoints_file(self.log_path) == []
             if self.fail:
                 raise RuntimeError("no disk")
             self.events.append(f"saved {kind}")
             return SimpleNamespace(path=f"tinker://r/{kind}/{name}")
 
-        return wait()
+        return Future(finish)
 
     def save_state(self, name: str, ttl_seconds: int | None = None) -> Any:
         return self._save("weights", name, ttl_seconds)
@@ -39,13 +67,9 @@ class FakeTrainingClient:
 
 
 class TestSaveCheckpoint:
-    def test_both_are_submitted_then_saved_then_recorded(self, tmp_path: Path) -> None:
+    def test_both_are_submitted_then_saved_then_recorded(self, save: Save, tmp_path: Path) -> None:
         client = FakeTrainingClient(tmp_path)
-        paths = asyncio.run(
-            save_checkpoint(
-                client, "000003", tmp_path, {"batch": 3, "epoch": 0, "seen": 7}, kind="both", ttl_seconds=60
-            )
-        )
+        paths = save(client, "000003", tmp_path, {"batch": 3, "epoch": 0, "seen": 7}, kind="both", ttl_seconds=60)
         assert paths == {
             "state_path": "tinker://r/weights/000003",
             "sampler_path": "tinker://r/sampler_weights/000003",
@@ -60,20 +84,22 @@ class TestSaveCheckpoint:
         assert record is not None
         assert record.to_dict() == {"name": "000003", "batch": 3, "epoch": 0, "seen": 7, **paths}
 
-    def test_a_failed_save_leaves_no_line(self, tmp_path: Path) -> None:
+    def test_a_failed_save_leaves_no_line(self, save: Save, tmp_path: Path) -> None:
         client = FakeTrainingClient(tmp_path, fail=True)
         with pytest.raises(RuntimeError, match="no disk"):
-            asyncio.run(save_checkpoint(client, "a", tmp_path, {"batch": 1}))
+            save(client, "a", tmp_path, {"batch": 1})
         assert load_checkpoints_file(tmp_path) == []
 
     @pytest.mark.parametrize("state", [{}, {"batch": 1, "state_path": "x"}, {"batch": 1, "name": "b"}])
-    def test_a_wrong_loop_state_is_refused_before_saving(self, tmp_path: Path, state: dict[str, Any]) -> None:
+    def test_a_wrong_loop_state_is_refused_before_saving(
+        self, save: Save, tmp_path: Path, state: dict[str, Any]
+    ) -> None:
         client = FakeTrainingClient(tmp_path)
         with pytest.raises(CheckpointError):
-            asyncio.run(save_checkpoint(client, "a", tmp_path, state))
+            save(client, "a", tmp_path, state)
         assert client.events == []
 
-    def test_an_unknown_kind_is_refused(self, tmp_path: Path) -> None:
+    def test_an_unknown_kind_is_refused(self, save: Save, tmp_path: Path) -> None:
         kind: Any = "all"
         with pytest.raises(ConfigurationError, match="kind='all'"):
-            asyncio.run(save_checkpoint(FakeTrainingClient(tmp_path), "a", tmp_path, {"batch": 1}, kind))
+            save(FakeTrainingClient(tmp_path), "a", tmp_path, {"batch": 1}, kind)

@@ -105,6 +105,13 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, bob: Wire, guarde
         sample = who.sample(name(sampler), 3)
         request_id = accepted["request_id"] if real else "0" * 32
         fetched = who.post("/retrieve_future", request_id=request_id)
+        chat = {"model": name(for_sampler), "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        answers.append(who.ask("POST", f"{guarded.url}/v1/chat/completions", json=chat))
+        prompt = {"model": name(saved), "prompt": "x", "max_tokens": 1}
+        answers.append(who.ask("POST", f"{guarded.url}/v1/completions", json=prompt))
+        answers.append(who.ask("GET", f"{guarded.url}/v1/models/{name(saved)}"))
+        tokens = {"model": name(saved), "token_ids": [1]}
+        answers.append(who.ask("POST", f"{guarded.url}/inference/v1/generate", json=tokens))
         answers += [forward, sample, (fetched[0], str(fetched[1]).replace(request_id, "ID"))]
         return [(status, str(reply).replace(name(session), "SESSION")) for status, reply in answers]
 

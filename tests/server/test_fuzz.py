@@ -16,7 +16,14 @@ from tests.server.serving import KEY, TINY_CHAT, Serving, Wire, forward_backward
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 from fastapi.routing import APIRoute
 
-from tinker_local_backend.server import routes_rest, routes_sampling, routes_service, routes_training
+from tinker_local_backend.server import (
+    routes_hosted_only,
+    routes_openai,
+    routes_rest,
+    routes_sampling,
+    routes_service,
+    routes_training,
+)
 
 pytestmark = pytest.mark.server
 
@@ -33,7 +40,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def all_routes() -> list[APIRoute]:
-    modules = (routes_service, routes_training, routes_sampling, routes_rest)
+    modules = (routes_service, routes_training, routes_sampling, routes_rest, routes_hosted_only, routes_openai)
     return [route for module in modules for route in module.router().routes if isinstance(route, APIRoute)]
 
 
@@ -88,6 +95,24 @@ class Maker:
             "user_metadata": [{}, {"a": "b"}, {"a": 1}],
             "ttl_seconds": [None, 10, -1, 10**30],
             "overwrite": [True, False],
+            "model": [TINY_CHAT, f"tinker://{model}/weights/x", "gpt-4"],
+            "messages": [
+                [{"role": "user", "content": "What is 7 + 5?"}],
+                [{"role": "user", "content": "<|im_end|>"}, {"role": "tool", "content": None}],
+                [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}],
+            ],
+            "token_ids": [[1, 2], [10**9], []],
+            "max_tokens": [1, 3, 0, 10**6],
+            "max_completion_tokens": [2, None],
+            "stop": [None, "e", ["e", "x"], ""],
+            "stop_token_ids": [None, [5], [10**9]],
+            "tools": [None, [{"type": "function", "function": {}}]],
+            "chat_template_kwargs": [None, {"x": True}],
+            "stream_options": [None, {"include_usage": True}],
+            **{name: [0, 1, None] for name in ("logprobs", "top_logprobs")},
+            **{name: [1, 0.5, None] for name in ("temperature", "top_p")},
+            **{name: [1, 2] for name in ("n", "top_k", "seed")},
+            **{name: [True, False] for name in ("stream", "echo", "return_token_ids")},
             "num_samples": [1, 2, 4096, 10**6],
             "topk_prompt_logprobs": [0, 3, 1024],
             "topk_sample_logprobs": [0, 2],
@@ -187,6 +212,7 @@ def test_no_wrong_request_is_a_fault_of_the_server(fuzzed: Serving, seed: int) -
     # Ending the one session that all of it is about would leave nothing to ask for.
     routes = [route for route in all_routes() if not route.path.endswith("/finish")]
     assert len(routes) > 30
+    routes += 4 * [route for route in routes if route.path.endswith(("/completions", "/generate"))]
     routes += 5 * [route for route in routes if route.path.endswith(("/forward_backward", "/optim_step", "/asample"))]
     statuses: Counter[int] = Counter()
     accepted: list[str] = []

@@ -252,6 +252,21 @@ def test_fields_that_ask_for_nothing_are_taken(web: httpx.Client) -> None:
     assert ask(web, messages=QUESTION, max_tokens=2, **neutral)["choices"]
 
 
+def test_a_client_that_goes_away_stops_its_sample(web: httpx.Client) -> None:
+    def number(name: str) -> float:
+        lines = [line for line in web.get("/metrics").text.splitlines() if line.startswith(name + " ")]
+        return float(lines[0].split()[-1]) if lines else 0.0
+
+    stopped = 'tinker_operations_total{kind="sample",outcome="user"}'
+    before = number(stopped)
+    body = {"prompt": "One", "model": TINY_CHAT, "max_tokens": 1000, "n": 64}
+    with pytest.raises(httpx.ReadTimeout):
+        web.post("/v1/completions", json=body, timeout=0.2)
+    while number("tinker_live_sampling_requests"):
+        pass  # it ends, or the test's own limit does
+    assert number(stopped) == before + 1
+
+
 def test_a_checkpoint_that_is_replaced_is_loaded_anew(web: httpx.Client, two_models: Serving) -> None:
     client = (
         tinker.ServiceClient(base_url=two_models.url, api_key=KEY)

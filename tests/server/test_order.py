@@ -104,6 +104,30 @@ def test_a_snapshot_that_is_asked_for_again_is_the_same(wire: Wire) -> None:
     assert wire.sample(sampler)[0] == 200
 
 
+def test_what_is_never_carried_out_holds_up_nothing(wire: Wire) -> None:
+    """It is refused in its turn: a number that never arrived would keep the model's later requests waiting."""
+    session = wire.session()
+    model = wire.model(session)
+    refused = [
+        wire.post("/optim_step", model_id=model, seq_id=1, optimizer_params={"type": "dimuon"}),
+        wire.post("/save_weights_external", model_id=model, seq_id=2, path="x"),
+        wire.post("/save_weights_for_sampler", model_id=model, seq_id=3, sampling_session_seq_id=0, kind="inflight"),
+        wire.post("/load_weights", model_id=model, seq_id=4, path="x", optimizer=True, weights_access_token="t"),
+    ]
+    for (status, accepted), reason in zip(refused, ("AdamW", "hosted", "snapshots", "hosted"), strict=True):
+        assert status == 200 and reason in wire.result(accepted)["error"]
+    assert loss_of(wire.result(wire.forward_backward(model, 5)[1])) > 0
+
+
+def test_routes_of_the_hosted_service_alone_say_why(wire: Wire) -> None:
+    pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+    from tinker_local_backend.server.routes_hosted_only import HOSTED_ONLY
+
+    for method, path, why in HOSTED_ONLY:
+        path = path.format(session_id="x", run_id="x", kind="weights", name="x")
+        assert wire.ask(method, path, json={}) == (400, {"detail": why})
+
+
 def test_samples_are_known_by_their_number_and_sessions_by_their_key(wire: Wire) -> None:
     sampler = wire.sampler(wire.session())
     first, again, other = (

@@ -9,7 +9,12 @@ import torch
 
 from tests.renderers.synthetic import make_tokenizer
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.supervised.common import compute_mean_bpb, compute_mean_nll, datum_from_model_input_weights
+from tinker_cookbook.supervised.common import (
+    compute_bpb,
+    compute_mean_nll,
+    datum_from_model_input_weights,
+    datum_from_tokens_weights,
+)
 
 
 def test_shift_golden() -> None:
@@ -107,7 +112,7 @@ def test_bits_per_byte_add_up_over_runs_of_tokens_and_datums() -> None:
     weights = [torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([]), torch.tensor([1.0])]
     logprobs = [torch.tensor([-1.0, -2.0, -9.0, -3.0]), torch.tensor([]), torch.tensor([-4.0])]
     expected = (1 + 2 + 3 + 4) / (4 * math.log(2))
-    assert compute_mean_bpb(logprobs, weights, targets, tokenizer) == pytest.approx(expected)
+    assert compute_bpb(logprobs, weights, targets, tokenizer) == pytest.approx(expected)
 
 
 def test_bits_per_byte_counts_a_split_character_once_and_no_special_token() -> None:
@@ -117,9 +122,9 @@ def test_bits_per_byte_counts_a_split_character_once_and_no_special_token() -> N
     logprobs = torch.full((len(tokens),), -3 * math.log(2))
     # x is left out, the special token does not count: 4 tokens of 3 bits each, 4 bytes.
     weights = torch.tensor([0.0] + [1.0] * (len(tokens) - 1))
-    assert compute_mean_bpb([logprobs], [weights], [targets], tokenizer) == pytest.approx(3.0)
+    assert compute_bpb([logprobs], [weights], [targets], tokenizer) == pytest.approx(3.0)
     with pytest.raises(DataValidationError, match=r"^no byte of text carries weight: bits per byte are not defined$"):
-        compute_mean_bpb([logprobs], [torch.zeros(len(tokens))], [targets], tokenizer)
+        compute_bpb([logprobs], [torch.zeros(len(tokens))], [targets], tokenizer)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0])
@@ -128,5 +133,13 @@ def test_bits_per_byte_are_those_of_tokens_with_positive_weight(weight: float) -
     tokenizer = make_tokenizer()
     targets = torch.tensor([tokenizer.convert_tokens_to_ids(letter) for letter in "xy"])
     logprobs = torch.tensor([-5.0, -3 * math.log(2)])
-    found = compute_mean_bpb([logprobs], [torch.tensor([weight, 0.5])], [targets], tokenizer)
+    found = compute_bpb([logprobs], [torch.tensor([weight, 0.5])], [targets], tokenizer)
     assert found == pytest.approx(3.0)
+
+
+def test_text_alone_needs_no_model_input() -> None:
+    tokens, weights = torch.tensor([5, 6, 7, 8]), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    found = datum_from_tokens_weights(tokens, weights, max_length=3, reduction="mean")
+    same = datum_from_model_input_weights(tinker.ModelInput.from_ints([5, 6, 7, 8]), weights, 3, "mean")
+    assert found.model_input.to_ints() == same.model_input.to_ints() == [5, 6]
+    assert found.loss_fn_inputs["weights"].tolist() == same.loss_fn_inputs["weights"].tolist() == [0.5, 0.5]

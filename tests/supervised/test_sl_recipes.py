@@ -59,7 +59,8 @@ def test_the_plain_loop_learns_and_starts_anew_only(tmp_path: Path, capsys: pyte
     assert rows[3]["train_mean_nll"] < 0.95 * rows[0]["train_mean_nll"]
     path = capsys.readouterr().out.partition("Weights: tinker://")[2].splitlines()[0]
     assert (tmp_path / "home" / "runs" / path / "adapter_model.safetensors").is_file()
-    assert "cannot resume; name a new folder" in fails(sl_loop, capsys, f"log_path={tmp_path / 'run'}", *argv)
+    assert "exists already" in fails(sl_loop, capsys, f"log_path={tmp_path / 'run'}", *argv)
+    assert run(sl_loop, tmp_path / "run", *argv, "behavior_if_log_dir_exists=resume") == rows
 
 
 def test_the_plain_loop_fits_on_a_screen() -> None:

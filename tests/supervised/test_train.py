@@ -176,6 +176,21 @@ class TestRows:
         assert {"test/nll", "test/bpb", "time/evals", "time/total"} <= rows[-1].keys()
         assert (rows[-1]["progress"], rows[-1]["progress/batch"], rows[-1]["progress/done_frac"]) == (1, 5, 1)
 
+    def test_runs_can_be_compared_at_equal_tokens(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Cumulated, and over a resume too."""
+        run(tmp_path, monkeypatch, save_every=2, num_epochs=2, lr_schedule="constant")
+        rows = read_jsonl(tmp_path / "log" / "metrics.jsonl")
+        trained = [row["num_loss_tokens"] for row in rows]
+        expected = [sum(trained[: i + 1]) for i in range(len(rows))]
+        assert [row["progress/trained_tokens"] for row in rows] == expected
+        assert {row["progress/sampled_tokens"] for row in rows} == {0}
+        forget_checkpoints(tmp_path / "log", after=2)
+        run(tmp_path, monkeypatch, save_every=2, num_epochs=2, lr_schedule="constant")
+        resumed = read_jsonl(tmp_path / "log" / "metrics.jsonl")
+        assert [row["progress/trained_tokens"] for row in resumed] == expected
+        seconds = [row["progress/seconds"] for row in resumed]
+        assert seconds == sorted(seconds) and seconds[0] > 0
+
     def test_the_first_example_is_shown_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -14,12 +14,14 @@ from tinker_cookbook.sweeps import collect, print_summary, rank, write_summary, 
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME
 
 
-def write_run(folder: Path, point: dict[str, Any], rows: list[dict[str, Any]], status: str = "finished") -> None:
+def write_run(
+    folder: Path, point: dict[str, Any], rows: list[dict[str, Any]], status: str = "finished", **config: Any
+) -> None:
     name = ",".join(f"{key}={value}" for key, value in point.items())
     (folder / name).mkdir()
     error = "Boom: x|y" if status == "failed" else None
     (folder / name / STATUS_BASE_NAME).write_text(
-        json.dumps({"name": name, "point": point, "status": status, "error": error})
+        json.dumps({"name": name, "point": point, "status": status, "error": error, "config": point | config})
     )
     if rows:
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -87,6 +89,19 @@ class TestRank:
         assert first.seeds == 2 and first.std == pytest.approx(2**0.5) and first.best_run == "lr=1,seed=1"
         assert [run.status for run in summary.runs[-2:]] == ["failed", "running"]
         assert {entry.setting["lr"] for entry in summary.ranking} == {1, 2}
+
+    def test_runs_with_other_fixed_settings_are_no_seeds_of_each_other(self, tmp_path: Path) -> None:
+        """As when a sweep is started again with more seeds, and with another number of steps."""
+        for seed, steps, score in ((0, 3, 1.0), (1, 3, 3.0), (2, 9, 8.0), (3, 9, 10.0)):
+            settings: dict[str, Any] = {"max_steps": steps, "inner": {"beta": 0.5}, "wandb_name": f"run-{seed}"}
+            write_run(tmp_path, {"lr": 1, "seed": seed}, [{"step": 0, "score": score}], **settings)
+        summary = rank(tmp_path, "score", "max")
+        assert [(entry.setting, entry.mean, entry.seeds) for entry in summary.ranking] == [
+            ({"lr": 1, "max_steps": 9}, 9.0, 2),
+            ({"lr": 1, "max_steps": 3}, 2.0, 2),
+        ]
+        write_summary(tmp_path, summary)
+        assert "| rank | lr | max_steps | mean | std | seeds | best run |" in (tmp_path / "summary.md").read_text()
 
     def test_what_is_written_and_printed(self, folder: Path) -> None:
         summary = rank(folder, "score", "max")

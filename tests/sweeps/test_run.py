@@ -138,6 +138,21 @@ class TestProcesses:
         assert "interrupted" in (folder / "console.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("module", "keys"),
+    [
+        ("recipes.sl_loop", {"num_epochs": 1, "batch_size": 64, "lora_rank": 2}),
+        ("recipes.rl_loop", {"max_steps": 1, "groups_per_batch": 2, "group_size": 2, "max_tokens": 4, "lora_rank": 2}),
+    ],
+)
+def test_the_plain_loops_can_be_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, keys: Any) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    points = grid({"learning_rate": [1e-3], "seed": [0, 1]})
+    for earlier in (False, True):
+        results = asyncio.run(run_sweep(module, points, tmp_path / "sweep", fixed=keys, processes=0))
+        assert [(result.status, result.earlier) for result in results] == [("finished", earlier)] * 2, results
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():

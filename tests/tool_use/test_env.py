@@ -17,11 +17,21 @@ from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Metrics, Trajectory
-from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, function_tool
+from tinker_cookbook.tool_use import (
+    ArticleSearch,
+    ToolInput,
+    ToolRegistry,
+    ToolResult,
+    ToolUseEnv,
+    build_agent_tool_env,
+    calculate,
+    simple_tool_result,
+    tool,
+)
 from tinker_cookbook.tool_use.env import tool_conversation
 
 QWEN = make_renderer("qwen3_instruct")
-TOOLS = ToolRegistry([function_tool(calculate)])
+TOOLS = ToolRegistry([tool(calculate)])
 
 
 def call(expression: str) -> str:
@@ -91,7 +101,7 @@ class TestTrouble:
 
     @staticmethod
     def play(replies: list[str], **options: Any) -> Trajectory:
-        @function_tool
+        @tool
         def calculate(expression: str) -> str:
             """Fail."""
             raise ConnectionError("no line")
@@ -176,6 +186,64 @@ def test_a_renderer_without_tools_says_so() -> None:
         tool_conversation(make_renderer("role_colon"), TOOLS, "", "?")
 
 
+def test_a_tool_may_end_the_episode_which_is_graded_as_it_stands() -> None:
+    @tool
+    def submit(answer: str) -> ToolResult:
+        """Hand in the answer."""
+        return simple_tool_result(answer, should_stop=answer != "?", metrics={"handed_in": 1})
+
+    def reward(messages: list[Message]) -> tuple[float, Metrics]:
+        return float(messages[-1]["content"] == "1692"), {"messages": len(messages)}
+
+    tools = ToolRegistry([submit])
+    call = '<tool_call>\n{"name": "submit", "arguments": {"answer": "%s"}}\n</tool_call>'
+    env = ToolUseEnv(tool_conversation(QWEN, tools, "", "What is 47 * 36?"), tools, reward)
+    first, last = play([call % "?", call % "1692"], env).transitions
+    assert (first.reward, first.metrics["handed_in"], last.reward) == (0, 1, 1)
+    assert (last.metrics["stop/tool_stopped"], last.metrics["handed_in"], last.metrics["messages"]) == (1, 1, 6)
+
+
+def test_the_last_turn_is_graded_with_what_its_calls_gave() -> None:
+    trajectory = play([call("2 * 3"), call("47 * 36"), "never said"], make_env(max_turns=2))
+    assert (len(trajectory.transitions), trajectory.stop_reason) == (2, "max_turns")
+    assert trajectory.transitions[-1].reward == 1 and trajectory.transitions[-1].metrics["tool_calls"] == 2
+    with pytest.raises(ConfigurationError, match="max_turns=0: must be at least 1"):
+        make_env(max_turns=0)
+
+
+class TestBuilder:
+    MESSAGES = tool_conversation(QWEN, TOOLS, "Be exact.", "What is 47 * 36?")
+
+    def play(self, replies: list[str], **options: Any) -> Trajectory:
+        env = build_agent_tool_env(QWEN, [tool(calculate)], self.MESSAGES, grade, **options)
+        turns = [said(reply_ids(QWEN, reply)) for reply in replies]
+        return asyncio.run(run_rollout(ScriptedCompleter({0: turns}), env))
+
+    def test_an_episode(self) -> None:
+        trajectory = self.play([call("47 * 36"), "1692"], max_turns=5)
+        assert sum(turn.reward for turn in trajectory.transitions) == 1 and trajectory.stop_reason == "completed"
+
+    def test_its_limits(self) -> None:
+        assert self.play([call("47 * 36"), call("1")], max_turns=1).transitions[-1].reward == 1
+        assert self.play([call("1"), call("2")], max_tool_calls=1).stop_reason == "max_tool_calls"
+        overflow = self.play(["1"], max_trajectory_tokens=5, context_overflow_reward=-0.25)
+        assert overflow.transitions[0].reward == -0.25
+        broken = self.play(["<tool_call>\n{\n</tool_call>"], failed_parse_reward=-0.5)
+        assert (broken.transitions[0].reward, broken.stop_reason) == (-0.5, "parse_error")
+
+    def test_a_config_says_what_nothing_else_does(self) -> None:
+        config = RolloutConfig(
+            limits=RolloutLimits(max_turns=1, max_tool_calls=1),
+            parse_errors=ParseErrorPolicy(max_consecutive=1),
+            tool_execution="sequential",
+        )
+        env = build_agent_tool_env(QWEN, [tool(calculate)], self.MESSAGES, grade, rollout_config=config, max_turns=3)
+        assert isinstance(env.message_env, ToolUseEnv)
+        assert (env.message_env.max_turns, env.message_env.max_tool_calls) == (3, 1)
+        assert env.message_env.tool_execution == "sequential"
+        assert env.parse_error_policy == config.parse_errors and env.rollout_limits == config.limits
+
+
 class TestSearch:
     ARTICLES = (
         "A storm hit Coldwater.",
@@ -190,16 +258,15 @@ class TestSearch:
 
     @pytest.mark.parametrize("query", ["", "   ", "zebra", "the", "?!"])
     def test_nothing_found_is_said(self, query: str) -> None:
-        assert (
-            asyncio.run(ArticleSearch(self.ARTICLES).tool()({"query": query})) == "No article has any of these words."
-        )
+        result = asyncio.run(ArticleSearch(self.ARTICLES).tool().run(ToolInput({"query": query})))
+        assert result.messages[0]["content"] == "No article has any of these words."
 
     def test_long_articles_and_queries_are_bounded(self) -> None:
         tools = ToolRegistry([ArticleSearch(self.ARTICLES, max_characters=10).tool()])
         arguments = [json.dumps({"query": query}) for query in ("Coldwater", "x" * 201)]
         calls = [ToolCall(function=ToolCall.FunctionBody(name="search", arguments=text)) for text in arguments]
         answers = asyncio.run(tools.call_all(calls))
-        assert [message["content"] for message, _ in answers] == [
+        assert [result.messages[0]["content"] for result in answers] == [
             "A storm hi...",
             "Error: the query has 201 characters; at most 200 are allowed",
         ]

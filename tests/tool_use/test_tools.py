@@ -7,12 +7,21 @@ from typing import Annotated, Literal
 import pytest
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import ToolCall
-from tinker_cookbook.tool_use import ToolError, ToolRegistry, calculate, function_tool
-from tinker_cookbook.tool_use.tools import FunctionTool
+from tinker_cookbook.renderers import ToolCall, ToolSpec
+from tinker_cookbook.tool_use import (
+    FunctionTool,
+    ToolError,
+    ToolInput,
+    ToolRegistry,
+    ToolResult,
+    calculate,
+    error_tool_result,
+    simple_tool_result,
+    tool,
+)
 
 
-@function_tool
+@tool
 def repeat(word: Annotated[str, "what to say"], times: int = 2, tone: Literal["low", "high"] = "low") -> str:
     """Say a word again and again.
 
@@ -20,20 +29,20 @@ def repeat(word: Annotated[str, "what to say"], times: int = 2, tone: Literal["l
     return " ".join([word] * times) + tone[0]
 
 
-@function_tool
+@tool
 async def later(number: float, tags: list[str] | None = None) -> str:
     """Answer a moment later."""
     await asyncio.sleep(0)
     return f"{number} {tags}"
 
 
-@function_tool
+@tool
 def broken() -> str:
     """Fail."""
     raise ZeroDivisionError("a bug")
 
 
-@function_tool
+@tool
 def picky() -> str:
     """Refuse."""
     raise ToolError("not today; try tomorrow")
@@ -45,14 +54,17 @@ def make_call(name: str, arguments: object, call_id: str | None = None) -> ToolC
 
 
 def answer(name: str, arguments: object) -> str:
-    message, error = asyncio.run(ToolRegistry([repeat, later, broken, picky]).call(make_call(name, arguments)))
-    assert message["role"] == "tool" and message.get("name") == name
-    assert isinstance(message["content"], str) and (error is not None) is message["content"].startswith("Error: ")
+    result = asyncio.run(ToolRegistry([repeat, later, broken, picky]).call(make_call(name, arguments)))
+    (message,) = result.messages
+    assert message["role"] == "tool" and message.get("name") == name and not result.should_stop
+    assert isinstance(message["content"], str) and (result.error is not None) is message["content"].startswith(
+        "Error: "
+    )
     return message["content"]
 
 
 def test_the_declaration_comes_from_the_function() -> None:
-    assert repeat.spec == {
+    assert repeat.to_spec() == {
         "name": "repeat",
         "description": "Say a word again and again.\n\nIt stops in the end.",
         "parameters": {
@@ -66,7 +78,7 @@ def test_the_declaration_comes_from_the_function() -> None:
             "required": ["word"],
         },
     }
-    json.dumps(later.spec)
+    json.dumps(later.to_spec())
 
 
 def test_a_parameter_may_be_called_title() -> None:
@@ -74,7 +86,7 @@ def test_a_parameter_may_be_called_title() -> None:
         """Find a book."""
         return title
 
-    assert function_tool(find).spec["parameters"]["properties"] == {"title": {"type": "string"}}
+    assert tool(find).to_spec()["parameters"]["properties"] == {"title": {"type": "string"}}
 
 
 def test_calls() -> None:
@@ -109,7 +121,7 @@ def test_a_bug_in_a_tool_is_told_to_the_model_and_logged(caplog: pytest.LogCaptu
 
 
 def test_a_mistake_in_the_configuration_of_a_tool_is_raised() -> None:
-    @function_tool
+    @tool
     def unset() -> str:
         """Needs a key."""
         raise ConfigurationError("SEARCH_KEY is not set: export it")
@@ -124,14 +136,14 @@ def test_a_tool_that_returns_no_string_is_a_bug() -> None:
         return 3
 
     with pytest.raises(TypeError, match="tool 'number' returned int"):
-        asyncio.run(FunctionTool(number)({}))
+        asyncio.run(FunctionTool(number).run(ToolInput({})))
 
 
 @pytest.mark.parametrize("execution", ["parallel", "sequential"])
 def test_answers_keep_the_order_and_ids_of_the_calls(execution: Literal["parallel", "sequential"]) -> None:
     running: list[str] = []
 
-    @function_tool
+    @tool
     async def wait(steps: int) -> str:
         """Let others go first."""
         running.append(f"{steps} begins")
@@ -142,8 +154,9 @@ def test_answers_keep_the_order_and_ids_of_the_calls(execution: Literal["paralle
 
     calls = [make_call("wait", {"steps": n}, f"id{n}") for n in (3, 1)]
     answers = asyncio.run(ToolRegistry([wait]).call_all(calls, execution))
-    assert [message["content"] for message, _ in answers] == ["3", "1"]
-    assert [message.get("tool_call_id") for message, _ in answers] == ["id3", "id1"]
+    messages = [message for result in answers for message in result.messages]
+    assert [message["content"] for message in messages] == ["3", "1"]
+    assert [message.get("tool_call_id") for message in messages] == ["id3", "id1"]
     sequential = ["3 begins", "3 ends", "1 begins", "1 ends"]
     assert (running == sequential) is (execution == "sequential")
 
@@ -166,11 +179,72 @@ def test_functions_that_cannot_be_declared_are_refused() -> None:
         (many, "parameter words must be one that is given by name"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            function_tool(function)
+            tool(function)
 
 
 def test_a_registry_needs_tools_of_different_names() -> None:
     with pytest.raises(ConfigurationError, match="tools is empty"):
         ToolRegistry([])
     with pytest.raises(ConfigurationError, match="two tools named 'calculate'"):
-        ToolRegistry([function_tool(calculate), function_tool(calculate)])
+        ToolRegistry([tool(calculate), tool(calculate)])
+
+
+class Shelf:
+    """Things with methods that are tools."""
+
+    def __init__(self, *books: str) -> None:
+        self.books = books
+
+    @tool
+    async def find(self, letter: Annotated[str, "how it begins"]) -> ToolResult:
+        """Find books."""
+        found = [book for book in self.books if book.startswith(letter)]
+        return simple_tool_result(", ".join(found), metrics={"found": len(found)}, should_stop=len(found) > 1)
+
+
+class TestMethodsAndResults:
+    def test_a_method_is_a_tool_of_its_object(self) -> None:
+        shelf, other = Shelf("Emma", "Ulysses"), Shelf("Erewhon", "Evelina")
+        assert shelf.find.to_spec()["parameters"]["properties"] == {
+            "letter": {"type": "string", "description": "how it begins"}
+        }
+        assert Shelf.find.to_spec() == shelf.find.to_spec() and shelf.find.name == "find"
+        for owner, text, stop in ((shelf, "Emma", False), (other, "Erewhon, Evelina", True)):
+            result = asyncio.run(ToolRegistry([owner.find]).call(make_call("find", {"letter": "E"}, "id1")))
+            message = {"role": "tool", "content": text, "name": "find", "tool_call_id": "id1"}
+            assert result == ToolResult([message], stop, {"found": 1 + stop})  # type: ignore[list-item]
+            assert result.error is None
+
+    def test_results_of_ones_own_keep_what_they_say(self) -> None:
+        @tool
+        def log() -> ToolResult:
+            """Say two things."""
+            first = simple_tool_result("a", name="other", call_id="mine", metadata={"seen": True})
+            return ToolResult([*first.messages, {"role": "user", "content": "b"}], metadata=first.metadata)
+
+        result = asyncio.run(ToolRegistry([log]).call(make_call("log", {}, "id1")))
+        assert result.messages == [
+            {"role": "tool", "content": "a", "name": "other", "tool_call_id": "mine"},
+            {"role": "user", "content": "b"},
+        ]
+        assert result.metadata == {"seen": True}
+
+    def test_errors_say_what_they_are(self) -> None:
+        result = error_tool_result("no such page", error_type="not_found", should_stop=True)
+        assert isinstance(result.error, ToolError) and result.should_stop and result.metadata == {"error": "not_found"}
+        assert result.messages == [{"role": "tool", "content": "Error: no such page"}]
+
+    def test_a_tool_of_ones_own_class(self) -> None:
+        class Echo:
+            name = "echo"
+
+            def to_spec(self) -> ToolSpec:
+                return {"name": "echo", "description": "Say it again.", "parameters": {"type": "object"}}
+
+            async def run(self, input: ToolInput) -> ToolResult:
+                return simple_tool_result(f"{input.arguments} {input.call_id}")
+
+        registry = ToolRegistry([Echo()])
+        assert [spec["name"] for spec in registry.specs] == ["echo"]
+        result = asyncio.run(registry.call(make_call("echo", {"a": 1}, "id1")))
+        assert result.messages[0]["content"] == "{'a': 1} id1"

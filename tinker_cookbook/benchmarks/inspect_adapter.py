@@ -16,6 +16,7 @@ import chz
 
 from tinker_cookbook import model_info
 from tinker_cookbook.benchmarks.runner import task_items
+from tinker_cookbook.cli_utils import runs_path
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
@@ -265,6 +266,10 @@ def _logprobs(renderer: Renderer, sequence: Any) -> Any:
     return model.Logprobs(content=content)
 
 
+OWN_TASKS = ("qa/", "summary/")
+"""How the names of our own tasks begin; any other name is inspect's."""
+
+
 def task_of_items(spec: str, split: Literal["train", "test"] = "test", max_items: int | None = None) -> Any:
     """An inspect `Task` over one of our tasks' items, `task/dataset` such as `qa/arithmetic`, scored by our task.
 
@@ -313,38 +318,60 @@ async def run_inspect(tasks: Any, model: Any, log_dir: str | Path, **options: An
 
 
 class InspectEvaluator(SamplingClientEvaluator):
-    """Runs an inspect task on a snapshot; metrics come as `<name>/<task>/<scorer>/<metric>`."""
+    """Runs inspect tasks on a snapshot; metrics come as `<name>/<task>/<scorer>/<metric>`."""
 
     def __init__(self, builder: "InspectEvaluatorBuilder") -> None:
         self._builder = builder
+        self._renderer_name = builder.renderer_name or model_info.get_recommended_renderer_name(builder.model_name)
         self._renderer = get_renderer(
-            builder.renderer_name, get_tokenizer(builder.model_name), model_name=builder.model_name
+            self._renderer_name, get_tokenizer(builder.model_name), model_name=builder.model_name
         )
-        self._task = task_of_items(builder.task, builder.split, builder.max_items)
+        named = [builder.tasks] if isinstance(builder.tasks, str) else builder.tasks
+        self._tasks = [
+            task_of_items(task, builder.split, builder.limit) if task.startswith(OWN_TASKS) else task for task in named
+        ]
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         builder = self._builder
         context = model_info.get_context_length(builder.model_name)
-        policy = Policy("snapshot", sampling_client, self._renderer, builder.renderer_name, builder.model_name, context)
-        model = inspect_model(policy, builder.max_tokens, temperature=builder.temperature, seed=builder.seed)
-        metrics = await run_inspect(self._task, model, builder.log_dir)
+        policy = Policy("snapshot", sampling_client, self._renderer, self._renderer_name, builder.model_name, context)
+        settings = {key: getattr(builder, key) for key in ("temperature", "seed", "top_p", "top_k")}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        model = inspect_model(policy, builder.max_tokens, max_connections=builder.max_connections, **settings)
+        metrics = await run_inspect(
+            self._tasks,
+            model,
+            builder.log_dir or runs_path("inspect"),
+            limit=builder.limit,
+            debug_errors=builder.debug_errors,
+            log_level=builder.log_level,
+        )
         return {f"{builder.name}/{key}": value for key, value in metrics.items()}
 
 
 @chz.chz(typecheck=True)
 class InspectEvaluatorBuilder:
-    """Makes an evaluator that runs one of our tasks through inspect. Raises ConfigurationError without inspect-ai."""
+    """Makes an evaluator that runs tasks through inspect. Raises ConfigurationError without inspect-ai."""
 
+    tasks: str | list[str] = chz.field(
+        default="qa/arithmetic", doc=f"{' or '.join(f'{own}<dataset>' for own in OWN_TASKS)}; others are inspect's own"
+    )
     model_name: str = chz.field(doc="base model, whose tokenizer and context to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
-    log_dir: str = chz.field(doc="where inspect's logs go")
-    max_tokens: int = chz.field(doc="longest reply", validator=chz.validators.gt(0))
+    renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; None: the model's own")
+    log_dir: str | None = chz.field(default=None, doc="where inspect's logs go; None: below the folder of runs")
+    max_tokens: int = chz.field(default=1000, doc="longest reply", validator=chz.validators.gt(0))
     name: str = chz.field(default="inspect", doc="prefix of the metrics")
-    task: str = chz.field(default="qa/arithmetic", doc="task/dataset")
-    split: Literal["train", "test"] = chz.field(default="test", doc="which items")
-    max_items: int | None = chz.field(default=100, doc="how many items at most")
+    split: Literal["train", "test"] = chz.field(default="test", doc="which items of ours")
+    limit: int | None = chz.field(default=None, doc="samples of a task at most")
     temperature: float = chz.field(default=0.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
-    seed: int | None = chz.field(default=0, doc="seed of sampling")
+    top_p: float | None = chz.field(
+        default=None, doc="sample from the likeliest tokens of this probability; None: from all"
+    )
+    top_k: int | None = chz.field(default=None, doc="sample from the k likeliest tokens alone; None: from all")
+    seed: int | None = chz.field(default=0, doc="seed of sampling; None samples afresh")
+    max_connections: int = chz.field(default=512, doc="samples under way at once", validator=chz.validators.gt(0))
+    debug_errors: bool = chz.field(default=True, doc="an error in a sample ends the evaluation with its traceback")
+    log_level: str = chz.field(default="warning", doc="of inspect's own log")
 
     def __call__(self) -> InspectEvaluator:
         return InspectEvaluator(self)

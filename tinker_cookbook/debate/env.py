@@ -171,7 +171,11 @@ class DebateGroupBuilder(EnvGroupBuilder):
                 "question": self.item.question[:100],
                 "instance_id": self.item.id,
                 "agent": seat.name,
+                "ground_truth": self.item.reference,
                 "verdict": transcript.verdict.winner.value if transcript.verdict is not None else None,
+                "judge": transcript.verdict.raw_response or transcript.verdict.reasoning
+                if transcript.verdict
+                else None,
             }
             for transcript in _transcripts(env_group)
             for seat in Seat

@@ -164,6 +164,9 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
     renderer_name: str = chz.field(doc="how messages become tokens")
     split: str = chz.field(default="train", doc="split of a hub dataset")
     system_prompt: str | None = chz.field(default=None, doc="put before every prompt")
+    convo_prefix: list[Message] | None = chz.field(
+        default=None, doc="messages before every prompt, after the system prompt: examples"
+    )
     max_prompt_tokens: int | None = chz.field(
         default=None, doc="longer prompts are left out, and counted in a warning; None: no limit"
     )
@@ -178,6 +181,10 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
     def _check_test(self) -> None:
         if self.test_dataset_name is not None and self.test_size == 0:
             raise ConfigurationError("test_dataset_name needs test_size, the number of its prompts to use")
+
+    @property
+    def shared_system_prompt(self) -> str | None:
+        return self.system_prompt
 
     async def __call__(self) -> tuple[PromptOnlyDataset, PromptOnlyDataset | None]:
         tokenizer = get_tokenizer(self.model_name_for_tokenizer)
@@ -197,7 +204,8 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
 
     def _fitting(self, renderer: Renderer, dataset_name: str) -> list[list[Message]]:
         system: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        prompts = [[*system, *messages] for messages in load_prompts(dataset_name, self.split)]
+        before = [*system, *(self.convo_prefix or [])]
+        prompts = [[*before, *messages] for messages in load_prompts(dataset_name, self.split)]
         if self.max_prompt_tokens is None:
             return prompts
         lengths = [renderer.build_generation_prompt(messages).length for messages in prompts]

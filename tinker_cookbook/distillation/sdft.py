@@ -19,6 +19,7 @@ See Shenfeld et al. 2026, "Self-Distillation Enables Continual Learning" (arXiv 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import chz
@@ -246,7 +247,9 @@ class _Loop(StepLoop):
             self._teacher = await move_reference(self.session, f"teacher-{step:06d}")
         prompts_P = [self._teacher_prompt(*pair) for pair in zip(questions, answers, strict=True)]
         with timed("teacher", metrics):
-            return await self._learn(step, data_D, metadata_D, prompts_P, metrics)
+            batch = await self._learn(step, data_D, metadata_D, prompts_P, metrics)
+        sampled = sum(trajectory.num_action_tokens for group in groups for trajectory in group.trajectories_G)
+        return replace(batch, sampled_tokens=sampled)
 
     async def _sample(self, step: int, builders: Sequence[EnvGroupBuilder]) -> list[TrajectoryGroup]:
         config = self._config

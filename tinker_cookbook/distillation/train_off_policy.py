@@ -23,7 +23,7 @@ from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers,
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.config import RunConfig, RunOptions
+from tinker_cookbook.runs.config import CheckedData, RunConfig, RunOptions
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
 from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
@@ -88,11 +88,18 @@ class _Plan:
     end: int
 
 
+_checked: CheckedData[_Plan] = CheckedData()
+
+
 def check_config(config: Config) -> _Plan:
     """Everything that can be wrong without loading a model. The first batches are rendered, and the whole test sets.
 
     Raises ConfigurationError naming field, value and fix; the errors of the dataset builders.
     """
+    return _checked.keep(config, _read(config))
+
+
+def _read(config: Config) -> _Plan:
     backends.check_backend(config.backend, config.model_name, config.base_url)
     if not config.dataset_configs:
         raise ConfigurationError("dataset_configs is empty: give at least one dataset with its teacher")
@@ -113,7 +120,9 @@ def check_config(config: Config) -> _Plan:
             test.extend((d, datum) for datum in _check_data(d, test_dataset, room, len(test_dataset)))
     weights = [dataset_config.weight for dataset_config in config.dataset_configs]
     mixture = SupervisedMixture(datasets, weights, config.batch_size, config.seed)
-    return _Plan(mixture, test, limited_steps(config, mixture.steps_per_epoch * config.num_epochs))
+    return _checked.keep(
+        config, _Plan(mixture, test, limited_steps(config, mixture.steps_per_epoch * config.num_epochs))
+    )
 
 
 def _check_data(d: int, dataset: SupervisedDataset, context: int | None, batches: int) -> list[tinker.Datum]:
@@ -146,7 +155,7 @@ def _check_resumed(config: Config, mixture: SupervisedMixture) -> None:
 
 async def main(config: Config) -> None:
     """Run or resume: the whole life of an off-policy distillation run."""
-    plan = check_config(config)
+    plan = _checked.take(config) or _read(config)
     _check_resumed(config, plan.mixture)
     teacher_configs = teachers_by_field(config.dataset_configs)
     async with open_session(config, teacher_configs) as session:

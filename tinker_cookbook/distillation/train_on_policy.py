@@ -70,8 +70,8 @@ class CompositeDatasetBuilder(RLDatasetBuilder):
     dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets with their teachers")
 
     @property
-    def system_prompt(self) -> str | None:
-        prompts = {config.dataset_builder.system_prompt for config in self.dataset_configs}
+    def shared_system_prompt(self) -> str | None:
+        prompts = {config.dataset_builder.shared_system_prompt for config in self.dataset_configs}
         return prompts.pop() if len(prompts) == 1 else None
 
     async def __call__(self) -> tuple[CompositeDataset, None]:

@@ -1,0 +1,11 @@
+"""Evaluators that a training loop runs on the way. Its names are imported when they are asked for."""
+
+from tinker_cookbook.utils.lazy import exports
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "evaluators": "Evaluator EvaluatorBuilder SamplingClientEvaluator SamplingClientEvaluatorBuilder "
+        "TrainingClientEvaluator",
+    },
+)

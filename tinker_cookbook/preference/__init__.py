@@ -1,0 +1,11 @@
+"""Learning from comparisons: DPO, preference models, and rewards from them. Its names are imported when they are asked for."""
+
+from tinker_cookbook.utils.lazy import exports
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "types": "Comparison LabeledComparison PreferenceModel PreferenceModelBuilder",
+        "preference_datasets": "ChatDatasetBuilderFromComparisons ComparisonBuilderFromJsonl ComparisonDatasetBuilder",
+    },
+)

@@ -14,6 +14,7 @@ from tinker_cookbook.preference.types import (
     LabeledComparison,
     PreferenceModel,
     PreferenceModelFromChatRenderer,
+    open_preference_model,
 )
 from tinker_cookbook.renderers import Content, Message, Renderer, TextPart, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -37,7 +38,7 @@ class ComparisonEvaluator(SamplingClientEvaluator):
 
     def __init__(
         self,
-        preference_model_builder: Callable[[], Awaitable[PreferenceModel]],
+        preference_model_builder: Callable[[], Awaitable[PreferenceModel] | PreferenceModel],
         comparisons: Sequence[Comparison],
         renderer_name: str,
         model_name_for_tokenizer: str,
@@ -60,7 +61,7 @@ class ComparisonEvaluator(SamplingClientEvaluator):
         self._model: PreferenceModel | None = None
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
-        model = self._model = self._model or await self._builder()
+        model = self._model = self._model or await open_preference_model(self._builder)
         policy = TinkerTokenCompleter(sampling_client, self._max_tokens, self._temperature, seed=self._seed)
         outcomes = await gather_all(
             self._compare(model, policy.fork("comparison", i), comparison)

@@ -21,16 +21,17 @@ Scalars: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 def compute_dpo_loss(
     chosen_logprobs: Scalars,
     rejected_logprobs: Scalars,
-    ref_chosen_logprobs: Scalars,
-    ref_rejected_logprobs: Scalars,
-    beta: float,
+    chosen_ref_logprobs: Scalars,
+    rejected_ref_logprobs: Scalars,
+    dpo_beta: float,
     loss_type: LossType = "dpo",
     chosen_lengths: Scalars | None = None,
     rejected_lengths: Scalars | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Mean loss over B pairs, and metrics.
 
-    With r the log-ratio of a reply, log p(reply) - log p_ref(reply), summed over its tokens, and n its number of tokens:
+    With beta short for dpo_beta, r the log-ratio of a reply, log p(reply) - log p_ref(reply), summed over its tokens, and n
+    its number of tokens:
 
         dpo        -log sigmoid(beta (r_chosen - r_rejected))           Rafailov et al. 2023, eq. 7; TRL: sigmoid
         dpo_norm   -log sigmoid(beta (r_chosen/n - r_rejected/n))       Lambert et al. 2024 (Tulu 3); TRL: sigmoid_norm
@@ -38,7 +39,7 @@ def compute_dpo_loss(
 
     Args:
         chosen_logprobs: (B,) or B scalars, the sums over reply tokens; the loss is differentiable in these and in
-            rejected_logprobs. The two ref_ arguments are constants.
+            rejected_logprobs. The two of the reference are constants.
         chosen_lengths: (B,) numbers of reply tokens; only the two length-normalised losses need them.
 
     Returns:
@@ -46,27 +47,27 @@ def compute_dpo_loss(
         (mean beta r) and margin (their difference), whatever the loss.
 
     Raises:
-        ConfigurationError: unknown loss_type, beta not positive, or lengths missing.
+        ConfigurationError: unknown loss_type, dpo_beta not positive, or lengths missing.
         DataValidationError: no pair, or arguments of different lengths.
     """
     if loss_type not in get_args(LossType):
         raise ConfigurationError(f"loss_type={loss_type!r} is unknown; use {', '.join(get_args(LossType))}")
-    if not beta > 0:
-        raise ConfigurationError(f"dpo_beta={beta}: must be greater than 0")
-    parts = [_vector(x) for x in (chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs)]
+    if not dpo_beta > 0:
+        raise ConfigurationError(f"dpo_beta={dpo_beta}: must be greater than 0")
+    parts = [_vector(x) for x in (chosen_logprobs, rejected_logprobs, chosen_ref_logprobs, rejected_ref_logprobs)]
     _check_lengths(parts)
     chosen, rejected = parts[0] - parts[2].detach(), parts[1] - parts[3].detach()
     if loss_type == "dpo":
-        losses = _pair_losses(chosen - rejected, beta, loss_type)
+        losses = _pair_losses(chosen - rejected, dpo_beta, loss_type)
     else:
         if chosen_lengths is None or rejected_lengths is None:
             raise ConfigurationError(f"loss_type={loss_type!r} needs chosen_lengths and rejected_lengths")
         counts = [_vector(chosen_lengths).to(chosen), _vector(rejected_lengths).to(chosen)]
         _check_lengths([chosen, *counts])
         chosen_mean, rejected_mean = chosen / counts[0], rejected / counts[1]
-        losses = _pair_losses(chosen_mean - rejected_mean, beta, loss_type)
+        losses = _pair_losses(chosen_mean - rejected_mean, dpo_beta, loss_type)
     loss = losses.mean()
-    rewards = beta * chosen.detach(), beta * rejected.detach()
+    rewards = dpo_beta * chosen.detach(), dpo_beta * rejected.detach()
     metrics = {
         "dpo_loss": float(loss.detach()),
         "accuracy": float((rewards[0] > rewards[1]).double().mean()),

@@ -16,7 +16,12 @@ import chz
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.comparison_policy_evaluator import preprocess_content
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
-from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
+from tinker_cookbook.preference.types import (
+    Comparison,
+    PreferenceModel,
+    PreferenceModelBuilder,
+    open_preference_model,
+)
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
@@ -193,7 +198,7 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
         renderer = get_renderer(
             self.policy_renderer_name, get_tokenizer(self.policy_model_name), model_name=self.policy_model_name
         )
-        model = await self.preference_model_builder()
+        model = await open_preference_model(self.preference_model_builder)
 
         def make_group(prompt: Prompt) -> PairwisePreferenceGroupBuilder:
             return PairwisePreferenceGroupBuilder(

@@ -6,7 +6,8 @@ messages as in conversation files, or has columns for the prompt, the chosen and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple, cast
@@ -31,6 +32,8 @@ from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDatas
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
+logger = logging.getLogger(__name__)
+
 _COMPARISON_KEYS = ("prompt_conversation", "completion_A", "completion_B")
 _EXPECTED = (
     '{"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"} or '
@@ -50,7 +53,11 @@ Rows = list[ComparisonRow]
 
 @chz.chz(typecheck=True)
 class ComparisonDatasetBuilder:
-    """Config that reads labeled comparisons. A source of one's own defines `read`."""
+    """Config that reads labeled comparisons.
+
+    A source of one's own defines `read`; or, for rows of any kind, `get_train_and_test_datasets`, which then does the splitting
+    and the shuffling too, and `example_to_labeled_comparison`.
+    """
 
     test_size: int = chz.field(
         default=0, doc="comparisons held out of the training ones; 0: none", validator=chz.validators.ge(0)
@@ -59,7 +66,25 @@ class ComparisonDatasetBuilder:
 
     def read(self) -> tuple[Rows, Rows | None]:
         """Training comparisons, and test comparisons where the source has its own."""
-        raise NotImplementedError(f"{type(self).__name__} must define read")
+        train, test = self.get_train_and_test_datasets()
+        return self._labeled(train, "train"), None if test is None else self._labeled(test, "test")
+
+    def get_train_and_test_datasets(self) -> tuple[Iterable[Any], Iterable[Any] | None]:
+        """Rows to train on, and rows that are held out: datasets, or lists."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define read, or get_train_and_test_datasets and example_to_labeled_comparison"
+        )
+
+    def example_to_labeled_comparison(self, example: Any) -> LabeledComparison | None:
+        """A row as a comparison; None leaves it out."""
+        raise NotImplementedError(f"{type(self).__name__} must define example_to_labeled_comparison")
+
+    def _labeled(self, examples: Iterable[Any], split: str) -> Rows:
+        found = [(i, self.example_to_labeled_comparison(example)) for i, example in enumerate(examples)]
+        rows = [ComparisonRow(f"{type(self).__name__}[{split}][{i}]", labeled) for i, labeled in found if labeled]
+        if len(rows) < len(found):
+            logger.info("%s: %d of %d rows were left out", type(self).__name__, len(found) - len(rows), len(found))
+        return rows
 
     def read_usable(self, bad: BadRows) -> tuple[Rows, Rows | None]:
         """As `read`, for a source that can leave out rows which it cannot read."""
@@ -68,6 +93,8 @@ class ComparisonDatasetBuilder:
     def get_rows(self, on_bad_row: OnBadRow = "raise") -> tuple[Rows, Rows | None]:
         """Training and test comparisons after the split. Raises ConfigurationError when nothing is left to train on."""
         rows, test = self.read_usable(BadRows(on_bad_row))
+        if type(self).get_train_and_test_datasets is not ComparisonDatasetBuilder.get_train_and_test_datasets:
+            return hold_out(rows, 0, None, "the source of comparisons")[0], test
         if self.test_size and test is not None:
             raise ConfigurationError(
                 f"test_size={self.test_size}: the comparisons have a test set of their own; set test_size=0"
@@ -200,7 +227,7 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
     """
 
     comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")
-    both_orders: bool = chz.field(
+    swap: bool = chz.field(
         default=True, doc="train on each comparison also with A and B exchanged, against a preference for a position"
     )
 
@@ -221,7 +248,7 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
         return train_and_test(self._ordered(train), self._ordered(test or []), config, to_datums)
 
     def _ordered(self, rows: Rows) -> Rows:
-        if not self.both_orders:
+        if not self.swap:
             return rows
         return [order for row in rows for order in (row, row._replace(labeled=row.labeled.swap()))]
 

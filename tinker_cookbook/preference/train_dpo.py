@@ -21,6 +21,8 @@ import chz
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.preference.dpo import (
     LOSS_METRICS,
     DPOEvaluator,
@@ -30,6 +32,7 @@ from tinker_cookbook.preference.dpo import (
     compute_reference_logprobs,
     dpo_loss_fn,
 )
+from tinker_cookbook.runs.config import CheckedData
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
@@ -39,6 +42,8 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 __all__ = ["Config", "LossType", "check_config", "compute_dpo_loss", "main", "main_async"]
+
+_checked: CheckedData[EpochData] = CheckedData()
 
 
 @chz.chz(typecheck=True)
@@ -64,6 +69,20 @@ class Config(DPOOptions, EpochConfig):
         doc="makes batches of pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)"
     )
     learning_rate: float = with_default(EpochConfig, "learning_rate", 1e-5)
+    reference_model_name: str | None = chz.field(
+        default=None, doc="a base model as the reference policy: short for reference.base_model"
+    )
+
+    @chz.validate
+    def _one_reference(self) -> None:
+        if self.reference is not None and self.reference_model_name is not None:
+            raise ConfigurationError("reference and reference_model_name are both set; use one of them")
+
+    def named_reference(self) -> KLReferenceConfig | None:
+        """The reference policy that is asked for."""
+        if self.reference_model_name is None:
+            return self.reference
+        return KLReferenceConfig(base_model=self.reference_model_name)
 
 
 def check_config(config: Config) -> EpochData:
@@ -73,9 +92,14 @@ def check_config(config: Config) -> EpochData:
         ConfigurationError: backend, model, reference, or nothing to train on.
         DataError, RendererError: a comparison that cannot be used; the message says where it stands.
     """
+    return _checked.keep(config, _read(config))
+
+
+def _read(config: Config) -> EpochData:
     backends.check_backend(config.backend, config.model_name, config.base_url)
-    if config.reference is not None:
-        config.reference.check("reference", config.backend, config.base_url)
+    if (reference := config.named_reference()) is not None:
+        reference.check("reference", config.backend, config.base_url)
+    warn_if_low(config.learning_rate, config.model_name)
     return EpochData(config, partial(check_pairs, context=model_info.get_context_length(config.model_name)))
 
 
@@ -86,12 +110,13 @@ def main(config: Config) -> None:
 
 async def main_async(config: Config) -> None:
     """Run or resume: the whole life of a DPO run."""
-    data = check_config(config)
+    data = _checked.take(config) or _read(config)
     check_resumed(config, data)
-    async with open_session(config, {"reference": config.reference}, data.system_prompt) as session:
+    named = config.named_reference()
+    async with open_session(config, {"reference": named}, data.shared_system_prompt) as session:
         start = session.begin(data.steps, data.batches_per_epoch)
         if start is not None:
-            reference = await open_reference(session, config.reference)
+            reference = await open_reference(session, named)
             await _Loop(config, session, data, reference).run(start)
 
 

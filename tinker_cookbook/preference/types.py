@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias, get_args
 
@@ -19,7 +20,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, Trai
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
-from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.misc_utils import gather_all, resolved
 from tinker_cookbook.weights_config import WeightsConfig
 
 Label: TypeAlias = Literal["A", "B", "Tie"]
@@ -194,10 +195,15 @@ class PreferenceModelFromChatRenderer(PreferenceModel):
 
 @chz.chz(typecheck=True)
 class PreferenceModelBuilder:
-    """Config that opens a preference model."""
+    """Config that opens a preference model. `__call__` may also be a plain function, for a model that needs no opening."""
 
     async def __call__(self) -> PreferenceModel:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
+
+
+async def open_preference_model(builder: Callable[[], Awaitable[PreferenceModel] | PreferenceModel]) -> PreferenceModel:
+    """What a builder makes, whether it is asynchronous or not."""
+    return await resolved(builder())
 
 
 @chz.chz(typecheck=True)

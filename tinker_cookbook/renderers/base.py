@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.renderers.content import ensure_list as ensure_list
 from tinker_cookbook.renderers.content import get_text_content, thinking_of
 from tinker_cookbook.renderers.decoding import TextEncoder, encode_text
 from tinker_cookbook.renderers.types import Message, MessageDelta, ParseTermination, Role, ToolSpec, TrainOnWhat

@@ -75,13 +75,13 @@ def parse_think_blocks(text: str) -> list[ContentPart]:
     return parse_pieces(pieces)[0]
 
 
-def parse_content_blocks(text: str) -> tuple[list[ContentPart], list[ToolCall | UnparsedToolCall]]:
+def parse_content_blocks(content: str) -> tuple[list[ContentPart], list[ToolCall | UnparsedToolCall]]:
     """Split what a model wrote into its parts and its tool calls, each in the order written.
 
     An unclosed <think> makes the rest thinking, so that a cut-off reasoning never passes for an answer; an unclosed
     <tool_call> becomes an UnparsedToolCall.
     """
-    return parse_pieces(BlockScanner().finish(text))
+    return parse_pieces(BlockScanner().finish(content))
 
 
 def parse_pieces(

@@ -1,0 +1,13 @@
+"""Reinforcement learning: environments, rollouts, advantages, and the loop. Its names are imported when they are asked for."""
+
+from tinker_cookbook.utils.lazy import exports
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "types": "Action ActionExtra Env EnvGroupBuilder InitialObservationOverflow Logprobs Logs Metrics "
+        "Observation RLDataset RLDatasetBuilder RolloutError StepResult StopReason Trajectory "
+        "TrajectoryGroup Transition",
+        "rollout_strategy": "FailFast MinViableGroup RetryOnFailure RolloutStrategy",
+    },
+)

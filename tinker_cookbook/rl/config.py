@@ -8,6 +8,7 @@ import chz
 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
@@ -162,6 +163,7 @@ def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
     backend = backends.check_backend(config.backend, config.model_name, config.base_url)
     check_loss(config.loss_fn, config.loss_fn_config, backend)
+    warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)
     if config.top_k != -1 or config.top_p < 1:
         logger.warning(
@@ -212,8 +214,8 @@ def _check_temperature(config: Config, backend: str) -> None:
     if trainer_temperature != config.temperature:
         fix = (
             f"set loss_fn_config={{'temperature': {config.temperature}}}"
-            if backend == "local"
-            else "the hosted trainer scores at temperature 1: set temperature=1.0"
+            if backend == "local" and config.loss_fn in LOSS_FNS
+            else "the hosted trainer, and a loss of your own, score at temperature 1: set temperature=1.0"
         )
         raise ConfigurationError(
             f"temperature={config.temperature} samples on another distribution than "

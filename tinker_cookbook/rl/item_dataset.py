@@ -40,8 +40,11 @@ class ItemDataset(RLDataset, Generic[Group]):
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
         first = index * self._groups_per_batch
-        count = min(self._groups_per_batch, self._num_groups - first)
-        return [self._make_group(self._epochs.draw(first + i), (index, i)) for i in range(count)]
+        draws = [self._epochs.draw(first + i) for i in range(self.batch_size(index))]
+        return [self._make_group(item, (index, i)) for i, item in enumerate(draws)]
+
+    def batch_size(self, index: int) -> int:
+        return min(self._groups_per_batch, self._num_groups - index * self._groups_per_batch)
 
     def __len__(self) -> int:
         return -(-self._num_groups // self._groups_per_batch)
@@ -62,8 +65,9 @@ class GroupSource:
         if len(dataset) < 1:
             raise ConfigurationError(f"{name} has no batches; leave it out")
         self._dataset, self._name = dataset, name
-        self._number, self._batch = 0, dataset.get_batch(0)
-        self._ends = [0, len(self._batch)]
+        self._number = -1
+        self._batch: Sequence[EnvGroupBuilder] = ()
+        self._ends = [0]
         """groups before each batch, as far as batches had to be looked at"""
 
     def draw(self, number: int) -> EnvGroupBuilder:
@@ -75,16 +79,23 @@ class GroupSource:
         return self._read(batch)[number - self._ends[batch]]
 
     def count(self) -> int:
-        """Groups in all; looks at every batch."""
+        """Groups in all; looks at every batch that does not say how many it has."""
         self._look(inf)
         if self._ends[-1] == 0:
             raise ConfigurationError(f"{self._name} has no groups; leave it out")
         return self._ends[-1]
 
+    def count_up_to(self, most: int) -> int:
+        """Groups in all, or `most` if there are more; looks no further than it has to."""
+        self._look(most - 1)
+        return min(self._ends[-1], most)
+
     def _look(self, number: float) -> None:
         """At batches as far as that of group `number`, or at all."""
         while self._ends[-1] <= number and len(self._ends) <= len(self._dataset):
-            self._ends.append(self._ends[-1] + len(self._read(len(self._ends) - 1)))
+            batch = len(self._ends) - 1
+            size = self._dataset.batch_size(batch)
+            self._ends.append(self._ends[-1] + (len(self._read(batch)) if size is None else size))
 
     def _read(self, number: int) -> Sequence[EnvGroupBuilder]:
         if number != self._number:
@@ -108,7 +119,10 @@ class TrainingBatches:
         total = len(dataset)
         if groups_per_batch is not None and total:
             self._groups = GroupSource(dataset, "the dataset")
-            total = -(-self._groups.count() // groups_per_batch)
+            self._count = (
+                self._groups.count() if max_steps is None else self._groups.count_up_to(max_steps * groups_per_batch)
+            )
+            total = -(-self._count // groups_per_batch)
         self._steps = total if max_steps is None else min(max_steps, total)
         if self._steps < 1:
             raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={max_steps}")
@@ -122,7 +136,7 @@ class TrainingBatches:
             builders = self._dataset.get_batch(step)
         else:
             first = step * self._groups_per_batch
-            end = min(first + self._groups_per_batch, self._groups.count())
+            end = min(first + self._groups_per_batch, self._count)
             builders = [self._groups.draw(number) for number in range(first, end)]
         if not builders:
             raise DataValidationError(f"batch {step} of the dataset ({type(self._dataset).__name__}) has no groups")

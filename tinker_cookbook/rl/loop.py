@@ -6,11 +6,14 @@ would have been (`runs.manager`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
@@ -29,7 +32,8 @@ from tinker_cookbook.rl.metrics import (
 )
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
 from tinker_cookbook.rl.off_policy import correct_off_policy
-from tinker_cookbook.rl.records import group_records, training_step_record
+from tinker_cookbook.rl.records import RecordWriter, write_step_records
+from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
 from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_evaluations, write_page
@@ -37,11 +41,14 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "zero_advantage_steps"
 
@@ -89,10 +96,12 @@ class Loop:
         self.errors = RolloutErrorCounter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.steps_done = self.start
+        self.records = RecordWriter()
         self.untrained = 0
         """steps in a row that trained nothing"""
         self.is_between_steps = True
-        """nothing is submitted that an optimizer step has not taken in: the weights are those of `steps_done` steps"""
+        """no optimizer step is submitted beyond `steps_done` steps, whose weights these are"""
+        self._was_cancelled = False
         if session.record is not None:
             self.role_baselines.means.update(session.record.get(_ROLES_KEY, {}))
             errors = session.record.get(_ERRORS_KEY, {})
@@ -139,6 +148,7 @@ class Loop:
                 self.rollout,
                 name=f"{index} of step {step}, {describe_group(builder)}",
                 with_notes=index < config.num_groups_to_log,
+                with_records=config.write_records and index < config.num_groups_to_log,
             )
             return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started)
 
@@ -158,7 +168,14 @@ class Loop:
 
     def new_update(self, step: int) -> Update:
         client, config = self.session.training_client, self.config
-        return Update(client, self.learning_rate(step), config.loss_fn, config.loss_fn_config, config.grad_clip_norm)
+        return Update(
+            client,
+            self.learning_rate(step),
+            config.loss_fn,
+            config.loss_fn_config,
+            config.grad_clip_norm,
+            config.on_nonfinite,
+        )
 
     async def train(
         self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, update: Update | None = None
@@ -169,17 +186,23 @@ class Loop:
             sampled: the groups of the batch, of which `batch` was made.
             update: what was submitted of it already; None: nothing.
         """
-        metrics = self._account(sampled, batch) | self._write_sampled(step, sampled, batch)
-        if batch.data_D:
-            metrics |= await self._update(step, batch, update)
-        if self.config.write_records:
-            record = training_step_record(
-                step, batch.data_D, batch.metadata_D, batch.groups, metrics, self.learning_rate(step)
-            )
-            self.session.run.write_record(f"training_step_{step + 1:04d}", record)
+        metrics = self._account(sampled, batch)
+        if self.config.num_groups_to_log:
+            with timed("write_transcripts", metrics):
+                self._write_transcripts(step, sampled, batch)
+        logprobs_D: list[torch.Tensor | None] = []
+        try:
+            if batch.data_D:
+                found, logprobs_D = await self._update(step, batch, update)
+                metrics |= found
+        finally:  # what was sampled is not lost by an update that fails
+            if self.config.write_records:
+                with timed("write_records", metrics):
+                    self._write_records(step, sampled, batch, logprobs_D, dict(metrics))
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
         error = None if batch.data_D else _why_untrained(step, batch)
-        return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(batch.data_D), error)
+        passed_D = [datum for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None]
+        return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(passed_D), error)
 
     def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
         """What became of each group, in numbers."""
@@ -208,34 +231,57 @@ class Loop:
             metrics["train/branches_per_rollout"] = len(batch.data_D) / len(members)
         return metrics
 
-    def _write_sampled(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
-        """Records of all groups and transcripts of the first, before the update: an error there does not lose them."""
-        times: LoopMetrics = {}
-        config, run = self.config, self.session.run
-        if config.write_records:
-            settings = {
-                "max_tokens_per_turn": config.max_tokens,
-                "temperature": config.temperature,
-                "learning_rate": self.learning_rate(step),
-            }
-            with timed("write_records", times):
-                for name, content in group_records(batch.groups, step, config.model_name, settings):
-                    run.write_record(name, content)
-        if config.num_groups_to_log:
-            advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
-            shown = [
-                ShownGroup(group, None if isinstance(group, FailedGroup) else next(advantages_P).tolist(), version)
-                for group, version in (
-                    (item.trajectory_group, item.sampling_client_step) for item in sampled[: config.num_groups_to_log]
-                )
-            ]
-            page = iteration_folder(run.log_path, step) / "train.html"
-            with timed("write_transcripts", times):
-                write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
-        return times
+    def _write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
+        advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
+        shown = [
+            ShownGroup(group, None if isinstance(group, FailedGroup) else next(advantages_P).tolist(), version)
+            for group, version in (
+                (item.trajectory_group, item.sampling_client_step) for item in sampled[: self.config.num_groups_to_log]
+            )
+        ]
+        page = iteration_folder(self.session.run.log_path, step) / "train.html"
+        write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
 
-    async def _update(self, step: int, batch: Minibatch, update: Update | None) -> LoopMetrics:
-        """Submit the batch, unless that has been done, wait for the weights and take a snapshot. What the engine says of it."""
+    def _write_records(
+        self,
+        step: int,
+        sampled: Sequence[WrappedTrajectoryGroup],
+        batch: Minibatch,
+        logprobs_D: list[torch.Tensor | None],
+        metrics: LoopMetrics,
+    ) -> None:
+        """Begin to write the step's records. They are on disk before a checkpoint that does not redo the step."""
+        config = self.config
+        about = {
+            "step": step,
+            "model": config.model_name,
+            "max_tokens_per_turn": config.max_tokens,
+            "temperature": config.temperature,
+            "learning_rate": self.learning_rate(step),
+            "loss_fn": config.loss_fn,
+            "seed": config.seed,
+        }
+        rollouts = StepRollouts(
+            [item.trajectory_group for item in sampled],
+            [item.sampling_client_step for item in sampled],
+            [advantages_G.tolist() for advantages_G in batch.advantages_P],
+            batch.data_D,
+            batch.metadata_D,
+            [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D],
+            about,
+        )
+        folder = iteration_folder(self.session.run.log_path, step)
+        self.records.submit(partial(write_step_records, folder, rollouts, metrics, config.num_groups_to_log))
+
+    async def _update(
+        self, step: int, batch: Minibatch, update: Update | None
+    ) -> tuple[LoopMetrics, list[torch.Tensor | None]]:
+        """Submit the batch, unless that has been done, wait for the weights and take a snapshot.
+
+        Returns:
+            What the engine says of it, and the trainer's logprobs of each datum's targets before the update (None: its pass
+            was not finite, and is skipped).
+        """
         metrics: LoopMetrics = {}
         data_D, config = batch.data_D, self.config
         if config.off_policy_correction is not None:
@@ -258,16 +304,32 @@ class Loop:
             if update is None:
                 update = self.new_update(step)
                 update.submit(data_D, config.num_substeps)
-            logprobs_D, found = await update.finish()
-        metrics |= found | compute_kl_sample_train(batch.data_D, logprobs_D)
+            logprobs_D, found = await self._to_its_end(update.finish())
+        passed = [
+            (datum, logprobs) for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None
+        ]
+        passed_D = [datum for datum, _ in passed]
+        metrics |= found | compute_kl_sample_train(passed_D, [logprobs for _, logprobs in passed])
         with timed("snapshot", metrics):
-            self.sampling_client = await self.session.training_client.save_weights_and_get_sampling_client()
+            snapshot = self.session.training_client.save_weights_and_get_sampling_client()
+            self.sampling_client = await self._to_its_end(snapshot)
         self.sampling_client_step = step + 1
         if config.compute_post_kl:
             with timed("post_kl", metrics):
                 metrics |= await compute_post_kl(batch.data_D, self.sampling_client)
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
-        return metrics
+        return metrics, logprobs_D
+
+    async def _to_its_end(self, submitted: Awaitable[T]) -> T:
+        """Wait for what is submitted, which cannot be called back. A cancellation meanwhile counts when the step is done."""
+        task = asyncio.ensure_future(submitted)
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if not task.cancelled():
+                    self._was_cancelled = True
+        return task.result()
 
     async def end_step(self, outcome: StepOutcome) -> None:
         """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint.
@@ -287,6 +349,10 @@ class Loop:
         self._keep_state()
         if outcome.error is not None:
             self._say_untrained(outcome.error, step, ends)
+        if self._was_cancelled:
+            raise asyncio.CancelledError
+        if session.checkpoints.should_save(step + 1):
+            self.records.wait()
         if step + 1 < self.end:
             await session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
 
@@ -319,6 +385,7 @@ class Loop:
 
     async def save_stopped(self) -> None:
         """Before an error ends the run: the steps so far are good work, and a resumed run keeps them."""
+        self.records.close()
         if self.is_between_steps and self.steps_done > self.start:
             await self.session.checkpoints.save_stopped(self.steps_done, {"batch": self.steps_done})
 
@@ -326,6 +393,7 @@ class Loop:
         """Evaluate and save the final weights, unless that has been done."""
         if self.session.is_complete(self.start, self.end):
             return
+        self.records.wait()
         if self.session.progress.trained_tokens == 0:
             raise TrainingError(
                 f"the run has come to its end and trained nothing: none of its {self.end} batches had a token with an "

@@ -95,10 +95,9 @@ async def _stream_batch(loop: Loop, config: StreamMinibatchConfig, step: int, ta
             sampled += arrived
             part = await loop.prepare(arrived)
             parts.append(part)
-            if part.data_D:
-                loop.is_between_steps = False
             update.forward_backward(part.data_D)
-        update.optim_step()
+        if update.optim_step():
+            loop.is_between_steps = False
     whole = Minibatch([], [], [], [], dict_mean([part.metrics for part in parts]))
     for part in parts:
         whole.append(part)

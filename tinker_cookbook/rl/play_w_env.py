@@ -24,11 +24,21 @@ class ManualPolicy(TokenCompleter):
     A reply ends with an empty line and gets the stop that the env asks for. Tags of special tokens may be typed out.
 
     Args:
+        multiline: a reply goes on until an empty line; False: it is one line.
+        show_observation: print what is new of each prompt.
         read_line: asks for a line, given a prompt; raises EOFError at the end of input.
     """
 
-    def __init__(self, tokenizer: Tokenizer, read_line: Callable[[str], str] = input, console: Console | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        multiline: bool = True,
+        show_observation: bool = True,
+        read_line: Callable[[str], str] = input,
+        console: Console | None = None,
+    ):
         self._tokenizer, self._read_line = tokenizer, read_line
+        self._multiline, self._show_observation = multiline, show_observation
         self._console = console or Console(highlight=False, markup=False)
         self._shown: list[int] = []
 
@@ -38,7 +48,8 @@ class ManualPolicy(TokenCompleter):
         """Raises EOFError when there is nothing more to read."""
         prompt = model_input.to_ints()
         new = prompt[len(self._shown) :] if prompt[: len(self._shown)] == self._shown else prompt
-        self._console.print(decode_tokens(self._tokenizer, new))
+        if self._show_observation:
+            self._console.print(decode_tokens(self._tokenizer, new))
         tokens, reason = encode_text(self._tokenizer, await asyncio.to_thread(self._read)), "stop"
         if max_tokens is not None and len(tokens) >= max_tokens:
             tokens, reason = tokens[:max_tokens], "length"
@@ -48,6 +59,8 @@ class ManualPolicy(TokenCompleter):
         return TokensWithLogprobs(tokens, None, reason)
 
     def _read(self) -> str:
+        if not self._multiline:
+            return self._read_line("your reply: ")
         lines = [self._read_line("your reply (end with an empty line): ")]
         while line := self._read_line(""):
             lines.append(line)
@@ -59,12 +72,19 @@ async def play_env(
 ) -> Trajectory:
     """Play one episode, within the env's own limits, and print what each turn was worth."""
     console = console or Console(highlight=False, markup=False)
-    trajectory = await run_rollout(ManualPolicy(tokenizer, read_line, console), env)
+    policy = ManualPolicy(tokenizer, read_line=read_line, console=console)
+    trajectory = await run_rollout(policy, env)
+    print_trajectory_summary(trajectory, console)
+    return trajectory
+
+
+def print_trajectory_summary(trajectory: Trajectory, console: Console | None = None) -> None:
+    """Print what each turn was worth, and the whole episode."""
+    console = console or Console(highlight=False, markup=False)
     for i, turn in enumerate(trajectory.transitions):
         console.print(f"turn {i + 1}: reward {turn.reward:g}  {turn.metrics}  {turn.logs or ''}")
     total = sum(turn.reward for turn in trajectory.transitions)
     console.print(f"total reward {total:g}, ended by: {trajectory.stop_reason}")
-    return trajectory
 
 
 async def play_episode(builder: RLDatasetBuilder, tokenizer: Tokenizer) -> Trajectory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import resolved
+
+logger = logging.getLogger(__name__)
+"""Scripts with problems of their own log through it."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,10 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
         return records
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        return [{"question": text[:100], "instance_id": env.instance_id} for env, text in _one_turn(env_group)]
+        return [
+            {"question": text[:100], "instance_id": env.instance_id, "ground_truth": env.get_reference_answer()}
+            for env, text in _one_turn(env_group)
+        ]
 
     def logging_tags(self) -> list[str]:
         return [self.dataset_name]

@@ -1,29 +1,70 @@
-"""JSON records of a run: what was sampled and what was trained on, down to token ids, logprobs and advantages."""
+"""Records of a run: what was sampled and what was trained on, down to token ids, logprobs and advantages.
+
+Every rollout of a step is in one compact file (`rollout_files`). The first groups are in JSON files of their own too, to be
+looked at; logprobs are rounded there. All are in the step's folder, written by a thread beside the loop.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.data_processing import DatumMetadata
+from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_rollouts
+from tinker_cookbook.rl.rollouts import finished_groups
 from tinker_cookbook.rl.types import TrajectoryGroup, Transition
-from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.runs.progress import count_trained_tokens
+from tinker_cookbook.utils.files import write_json
+from tinker_cookbook.utils.lazy import np, tinker
+
+logger = logging.getLogger(__name__)
 
 
-def group_records(
-    groups: Sequence[TrajectoryGroup], step: int, model: str, config: Mapping[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def write_step_records(folder: Path, step: StepRollouts, metrics: Mapping[str, Any], num_groups: int) -> None:
+    """All records of a step.
+
+    Args:
+        step: what was sampled and trained on; its `run` names step, model and settings.
+        metrics: of the step so far.
+        num_groups: the first groups that came through, which have JSON files of their own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rollouts(folder / FILE_NAME, step)
+    groups = finished_groups(step.groups_P)
+    for name, content in group_records(groups[:num_groups], step.run):
+        write_json(folder / f"{name}.json", content, indent=None)
+    content = training_step_record(step, groups, metrics, num_groups)
+    write_json(folder / f"training_step_{step.run['step'] + 1:04d}.json", content, indent=None)
+
+
+def group_records(groups: Sequence[TrajectoryGroup], run: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """File name (without .json) and content of each record of a batch, e.g. debate_000003_g002_01.
 
-    `model` and `config` (sampling and training settings) go into every record, so that each stands on its own.
+    Model and settings go into every record, so that each stands on its own.
+
+    Raises:
+        ConfigurationError: the kind of a record cannot begin a file's name.
     """
+    settings = {key: value for key, value in run.items() if key not in ("step", "model")}
     for group_idx, group in enumerate(groups):
         for i, record in enumerate(group.records):
-            where = {"timestamp": time.time(), "model": model, "step": step, "group_id": group_idx, "tags": group.tags}
-            content = where | record.content | {"config": {**config, **record.content.get("config", {})}}
-            yield f"{record.kind}_{step:06d}_g{group_idx:03d}_{i:02d}", content
+            if Path(record.kind).name != record.kind or record.kind in (".", ".."):
+                raise ConfigurationError(f"record kind {record.kind!r}: must be a plain file name without folders")
+            where = {
+                "timestamp": time.time(),
+                "model": run["model"],
+                "step": run["step"],
+                "group_id": group_idx,
+                "tags": group.tags,
+            }
+            content = where | record.content | {"config": {**settings, **record.content.get("config", {})}}
+            yield f"{record.kind}_{run['step']:06d}_g{group_idx:03d}_{i:02d}", content
 
 
 def transition_record(transition: Transition, text: str, **extra: Any) -> dict[str, Any]:
@@ -32,7 +73,7 @@ def transition_record(transition: Transition, text: str, **extra: Any) -> dict[s
         **extra,
         "prompt_tokens": transition.ob.to_ints(),
         "completion_tokens": transition.ac.tokens,
-        "completion_logprobs": transition.ac.logprobs,
+        "completion_logprobs": rounded(transition.ac.logprobs),
         "prompt_token_count": transition.ob.length,
         "completion_token_count": len(transition.ac.tokens),
         "stop_reason": transition.ac.stop_reason,
@@ -41,27 +82,25 @@ def transition_record(transition: Transition, text: str, **extra: Any) -> dict[s
 
 
 def training_step_record(
-    step: int,
-    data_D: Sequence[tinker.Datum],
-    metadata_D: Sequence[DatumMetadata],
-    groups: Sequence[TrajectoryGroup],
-    metrics: Mapping[str, Any],
-    learning_rate: float,
+    step: StepRollouts, groups: Sequence[TrajectoryGroup], metrics: Mapping[str, Any], num_groups: int
 ) -> dict[str, Any]:
-    """What one update was made of, and what it gave."""
-    tokens = sum(datum.model_input.length for datum in data_D)
+    """What one update was made of, and what it gave; the datums of the first `num_groups` groups."""
     return {
-        "step": step,
+        "step": step.run["step"],
         "timestamp": time.time(),
-        "num_datums": len(data_D),
-        "datums": [_datum_record(datum, meta, groups) for datum, meta in zip(data_D, metadata_D, strict=True)],
+        "num_datums": len(step.data_D),
+        "datums": [
+            _datum_record(datum, meta, groups)
+            for datum, meta in zip(step.data_D, step.metadata_D, strict=True)
+            if meta["group_idx"] < num_groups
+        ],
         "results": {
             "loss": metrics.get("train/loss_sum"),
-            "num_tokens": tokens,
-            "num_trained_tokens": sum(int((_floats(datum, "advantages") != 0).sum()) for datum in data_D),
+            "num_tokens": sum(datum.model_input.length for datum in step.data_D),
+            "num_trained_tokens": count_trained_tokens(step.data_D),
             "metrics": {"loss:sum": metrics.get("train/loss_sum")},
         },
-        "learning_rate": learning_rate,
+        "learning_rate": step.run["learning_rate"],
     }
 
 
@@ -73,9 +112,9 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
     member_info = group.member_info_G[meta["traj_idx"]] if group.member_info_G else {}
     tokens = datum.model_input.to_ints()
     targets = datum.loss_fn_inputs["target_tokens"].tolist()
-    logprobs, advantages = _floats(datum, "logprobs").tolist(), _floats(datum, "advantages").tolist()
-    mask = _floats(datum, "mask").tolist()
-    first = mask.index(1.0)  # position `first` predicts the first sampled token
+    logprobs, advantages = rounded(_floats(datum, "logprobs")), rounded(_floats(datum, "advantages"))
+    mask = _floats(datum, "mask").astype(int).tolist()
+    first = mask.index(1)  # position `first` predicts the first sampled token
     return {
         "input_tokens": tokens,
         "target_tokens": targets,
@@ -99,6 +138,43 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
         "completion_mask": mask[first:],
         "completion_advantages": advantages[first:],
     }
+
+
+def rounded(values: Sequence[float] | np.ndarray) -> list[float]:
+    """Logprobs or advantages to the 8 digits that float32 has, which is half as long in JSON."""
+    different, places = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True)
+    return np.array([float(f"{value:.8g}") for value in different])[places].tolist() if len(different) else []
+
+
+class RecordWriter:
+    """Writes in a thread, one job after the other, so that the loop goes on meanwhile. An error of a job is raised later.
+
+    The loop waits for it in its own thread, never through its event loop: when a job is done must not change what is sampled
+    together.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="records")
+        self._pending: Future[None] | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Begin a job, when the one before is done."""
+        self.wait()
+        self._pending = self._pool.submit(job)
+
+    def wait(self) -> None:
+        """Until nothing is under way. Raises the error of the last job."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """As `wait`, but an error is logged: another one is on its way, or all has been waited for."""
+        try:
+            self.wait()
+        except Exception:
+            logger.exception("the records of the last step could not be written")
+        self._pool.shutdown()
 
 
 def _floats(datum: tinker.Datum, key: str) -> Any:

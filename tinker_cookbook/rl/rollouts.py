@@ -35,7 +35,7 @@ from tinker_cookbook.rl.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from tinker_cookbook.utils import logtree
+from tinker_cookbook.utils import logtree, trace
 from tinker_cookbook.utils.misc_utils import gather_all
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ async def do_single_rollout(policy: TokenCompleter, env: Env) -> Trajectory:
     return await run_rollout(policy, env)
 
 
+@trace.scope
 async def do_group_rollout(
     env_group_builder: EnvGroupBuilder,
     policy: TokenCompleter,
@@ -90,6 +91,7 @@ async def do_group_rollout(
     config: RolloutConfig | None = None,
     name: str | None = None,
     with_notes: bool = False,
+    with_records: bool = True,
 ) -> TrajectoryGroup:
     """All episodes of one group at once, then its rewards, selection and records.
 
@@ -98,6 +100,7 @@ async def do_group_rollout(
         config: how the rollouts are run, what a failing one means (None: it ends the group), and what a limit is worth.
         name: what errors call the group; None: its builder's class and tags.
         with_notes: keep what envs and rewards write with `logtree`, in the `notes` of the group and of its turns.
+        with_records: let the builder make its records.
 
     Raises:
         GroupFailedError: a tolerant strategy gave the group up, or its rewards failed under one. Count it and go on.
@@ -106,7 +109,8 @@ async def do_group_rollout(
     config = (config or RolloutConfig()).with_strategy(strategy)
     if termination is not None:
         config = chz.replace(config, termination=termination)
-    play = partial(_play_group, config=config, name=name or describe_group(env_group_builder), with_notes=with_notes)
+    play = partial(_play_group, config=config, name=name or describe_group(env_group_builder))
+    play = partial(play, with_notes=with_notes, with_records=with_records)
     executor = get_rollout_executor()
     if executor is None:
         return await play(env_group_builder, policy)
@@ -114,7 +118,12 @@ async def do_group_rollout(
 
 
 async def _play_group(
-    builder: EnvGroupBuilder, policy: TokenCompleter, config: RolloutConfig, name: str, with_notes: bool
+    builder: EnvGroupBuilder,
+    policy: TokenCompleter,
+    config: RolloutConfig,
+    name: str,
+    with_notes: bool,
+    with_records: bool,
 ) -> TrajectoryGroup:
     strategy = config.effective_strategy()
     # A strategy of one's own need not know of settings as long as there are none for single rollouts.
@@ -128,7 +137,7 @@ async def _play_group(
             if result.cleanups is None:
                 cleanups.push_async_callback(builder.cleanup)
             async with cleanups:
-                group = await _grade(builder, result, config.termination or TerminationRewardPolicy())
+                group = await _grade(builder, result, config.termination or TerminationRewardPolicy(), with_records)
         group.notes = trace.take() if trace is not None else []
         return group
     except Exception as error:
@@ -140,7 +149,7 @@ async def _play_group(
 
 
 async def _grade(
-    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy
+    builder: EnvGroupBuilder, result: RolloutResult, termination: TerminationRewardPolicy, with_records: bool
 ) -> TrajectoryGroup:
     trajectories, envs = result.trajectories, result.envs
     timed_out = all(trajectory.stop_reason == StopReason.ROLLOUT_TIMEOUT for trajectory in trajectories)
@@ -171,7 +180,7 @@ async def _grade(
     group.trained_G = builder.select_trained(trajectories, envs)
     group.member_info_G = builder.describe_members(envs)
     group.roles_G = builder.member_roles(envs)
-    group.records = builder.make_records(group, envs)
+    group.records = builder.make_records(group, envs) if with_records else []
     return group
 
 
@@ -182,10 +191,13 @@ async def try_group_rollout(
     *,
     name: str,
     with_notes: bool = False,
+    with_records: bool = True,
 ) -> TrajectoryGroup | FailedGroup:
     """`do_group_rollout`, with a FailedGroup, and a warning, for a group that a tolerant strategy gave up."""
     try:
-        return await do_group_rollout(builder, policy, config=config, name=name, with_notes=with_notes)
+        return await do_group_rollout(
+            builder, policy, config=config, name=name, with_notes=with_notes, with_records=with_records
+        )
     except GroupFailedError as error:
         if config is None or not config.effective_strategy().catches_group_errors:
             raise
@@ -202,7 +214,7 @@ async def do_batch_rollout(
     """All groups of a batch at once, one entry per builder. The policy is forked per group: seeds do not depend on timing.
 
     Args:
-        num_groups_with_notes: the first groups of the batch, which keep what is written with `logtree`.
+        num_groups_with_notes: the first groups of the batch, which keep what is written with `logtree`. None has records.
     """
     return await gather_all(
         try_group_rollout(
@@ -211,6 +223,7 @@ async def do_batch_rollout(
             config,
             name=f"{index}, {describe_group(builder)}",
             with_notes=index < num_groups_with_notes,
+            with_records=False,
         )
         for index, builder in enumerate(builders)
     )

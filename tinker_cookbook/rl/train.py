@@ -13,6 +13,7 @@ machine gives the same metrics (when sampling ahead of training, on the local en
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -92,7 +93,7 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     rounds = config.evaluation_rounds(*own)
     batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
     weights = {"kl_reference_config": config.kl_reference_config}
-    async with open_session(config, weights, config.dataset_builder.system_prompt) as session:
+    async with open_session(config, weights, config.dataset_builder.shared_system_prompt) as session:
         session.rewind(session.start_step(), len(batches))
         if config.kl_penalty_coef != 0:
             reference = await open_reference(session, config.kl_reference_config)
@@ -107,6 +108,8 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             else:
                 await do_sync_training(loop)
             await loop.finish()
-        except Exception:
+        except (Exception, asyncio.CancelledError):
             await loop.save_stopped()
             raise
+        finally:
+            loop.records.close()

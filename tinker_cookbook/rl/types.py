@@ -251,13 +251,17 @@ class RLDataset(ABC):
     def __len__(self) -> int:
         """Number of batches."""
 
+    def batch_size(self, index: int) -> int | None:
+        """Groups of a batch, where that is known without making it; None where it is not."""
+        return None
+
 
 @chz.chz
 class RLDatasetBuilder:
     """Makes a training dataset and, optionally, a test dataset."""
 
     @property
-    def system_prompt(self) -> str | None:
+    def shared_system_prompt(self) -> str | None:
         """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
         return None
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_run_metadata
 from tinker_cookbook.utils import ml_log
-from tinker_cookbook.utils.files import truncate_jsonl, write_json
+from tinker_cookbook.utils.files import truncate_jsonl
 from tinker_cookbook.utils.run_logs import FILE_ONLY
 
 logger = logging.getLogger(__name__)
@@ -33,19 +32,6 @@ class Run:
         """True if the folder was a run's before. It may still have no checkpoint."""
         self._opened = opened
 
-    def write_record(self, name: str, obj: Any) -> Path:
-        """Write `<name>.json` into the run's folder, whole or not at all, replacing an earlier record of that name.
-
-        Raises:
-            ConfigurationError: the name is not a plain file name.
-            DataValidationError: the object has a NaN or infinite number.
-        """
-        if not name or Path(name).name != name or name in (".", ".."):
-            raise ConfigurationError(f"record name {name!r}: must be a plain file name without folders")
-        path = self.log_path / f"{name}.json"
-        write_json(path, obj)
-        return path
-
     def rewind_metrics(self, next_step: int) -> int:
         """Drop the metrics of steps that a resumed run is going to do again: those with step >= `next_step`.
 
@@ -56,7 +42,8 @@ class Run:
         def is_before(row: dict[str, Any]) -> bool:
             return row.get("step") is None or row["step"] < next_step
 
-        return truncate_jsonl(self.log_path / ml_log.METRICS_BASE_NAME, keep=is_before)
+        with ml_log.naming_fix_of_metrics():
+            return truncate_jsonl(self.log_path / ml_log.METRICS_BASE_NAME, keep=is_before)
 
     def close(self) -> None:
         """Close the loggers and let go of the folder. Calling it again does nothing."""

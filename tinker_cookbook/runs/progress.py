@@ -18,7 +18,8 @@ def count_trained_tokens(data: Iterable[tinker.Datum]) -> int:
     total = 0
     for datum in data:
         inputs = datum.loss_fn_inputs
-        total += int((inputs["advantages" if "advantages" in inputs else "weights"].to_numpy() != 0).sum())
+        counts = inputs["advantages" if "advantages" in inputs else "weights"].to_numpy() != 0
+        total += int(counts.reshape(len(counts), -1).any(axis=1).sum())  # several targets at a position count once
     return total
 
 

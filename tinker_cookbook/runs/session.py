@@ -20,6 +20,7 @@ from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.progress import Progress
+from tinker_cookbook.utils import trace
 from tinker_cookbook.weights_config import WeightsConfig, find_origin
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,8 @@ async def open_session(
         client, record = await _open_training_client(config, run, service)
         saving = {name: getattr(config, name) for name in _SAVING}
         checkpoints = CheckpointManager(client, service, run.log_path, **saving, resumed_from=record)
+        if config.enable_trace:
+            trace.trace_init(output_file=run.log_path / trace.EVENTS_BASE_NAME)
         try:
             yield Session(config, run, service, client, record, checkpoints)
         except BaseException:
@@ -134,7 +137,11 @@ async def open_session(
             except Exception:
                 logger.exception("a checkpoint that was being written when the run stopped could not be finished")
             raise
-        await checkpoints.finalize()
+        else:
+            await checkpoints.finalize()
+        finally:
+            if config.enable_trace:
+                trace.trace_shutdown()
 
 
 async def _open_training_client(

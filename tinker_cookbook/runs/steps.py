@@ -20,6 +20,8 @@ from tinker_cookbook.clients import CustomLossFn
 from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.finite import UpdateGuard
+from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import split_list, timed
@@ -63,6 +65,8 @@ class Batch:
     """what the step's row says of the passes together"""
     num_substeps: int = 1
     """optimizer steps, each on a share of the data; fewer when there is less data"""
+    sampled_tokens: int = 0
+    """tokens that the policy sampled for it"""
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class StepLoop(ABC):
     async def run(self, start: int) -> None:
         """Take the steps from `start` on, evaluate and save the end. An error leaves a checkpoint of the steps before it."""
         self._done = start
+        self.session.progress.row()  # its clock begins
         try:
             metrics: Metrics = {}
             for step in range(start, self.end):
@@ -134,7 +139,7 @@ class StepLoop(ABC):
             await self._finish(0)
             if last := self._rounds.at_end():
                 await self._evaluate(last, metrics)
-                self._log(self.end, metrics | self.progress(self.end))
+                self._log(self.end, metrics | self.progress(self.end) | self.session.progress.row())
         except (Exception, asyncio.CancelledError):
             await self._save_stopped(start)
             raise
@@ -153,7 +158,7 @@ class StepLoop(ABC):
         else:
             await self._finish(0)
             logger.warning("step %d: every row of its batch is left out; nothing is trained", step)
-            self._log(step, metrics)
+            self._log(step, metrics | self.session.progress.row())
             self._done = step + 1
         # Asked once: what is due by the clock must not become due between waiting for the batches and saving.
         if step + 1 < self.end and checkpoints.should_save(step + 1):
@@ -185,11 +190,20 @@ class StepLoop(ABC):
         """Wait for the oldest batches and log them, until no more than `limit` are on their way."""
         while len(self._pending) > limit:
             submitted = self._pending[0]
+            guard, found, trained = UpdateGuard(self.session.config.on_nonfinite), Metrics(), 0
+            outputs: list[tinker.ForwardBackwardOutput] = []
             with timed(self._update_span, submitted.metrics):
-                finished = [(await forward_backward, await step) for forward_backward, step in submitted.updates]
-            found = {f"optim/{key}": value for _, optim in finished for key, value in (optim.metrics or {}).items()}
-            reported = submitted.batch.report(_joined([output for output, _ in finished]))
-            self._log(submitted.step, {**submitted.metrics, **reported, **found})
+                parts = split_list(submitted.batch.data, max(1, len(submitted.updates)))
+                for part, (forward_backward, step) in zip(parts, submitted.updates, strict=True):
+                    if (output := await guard.forward_backward(forward_backward)) is not None:
+                        outputs.append(output)
+                        trained += count_trained_tokens(part)
+                    response = await guard.optim_step(step)
+                    found |= {f"optim/{key}": value for key, value in ((response and response.metrics) or {}).items()}
+            is_whole = len(outputs) == len(submitted.updates)  # what a batch reports is about all of it
+            reported = submitted.batch.report(_joined(outputs)) if is_whole else Metrics()
+            progress = self.session.progress.row(submitted.batch.sampled_tokens, trained)
+            self._log(submitted.step, {**submitted.metrics, **reported, **found, **guard.metrics(), **progress})
             self._pending.popleft()
             self._done = submitted.step + 1
 

@@ -1,0 +1,13 @@
+"""Supervised fine-tuning: datasets, datums, and the loop. Its names are imported when they are asked for."""
+
+from tinker_cookbook.utils.lazy import exports
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "types": "ChatDatasetBuilder ChatDatasetBuilderCommonConfig SupervisedDataset SupervisedDatasetBuilder",
+        "data": "FromConversationFileBuilder StreamingSupervisedDatasetFromHFDataset "
+        "SupervisedDatasetFromHFDataset conversation_to_datum",
+        "common": "compute_bpb compute_mean_nll datum_from_model_input_weights datum_from_tokens_weights",
+    },
+)

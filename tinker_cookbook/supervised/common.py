@@ -79,6 +79,15 @@ def datum_from_model_input_weights(
     )
 
 
+def datum_from_tokens_weights(
+    tokens: torch.Tensor, weights: torch.Tensor, max_length: int | None = None, reduction: Reduction = "none"
+) -> tinker.Datum:
+    """`datum_from_model_input_weights` for text alone: tokens (N,) and weights (N,)."""
+    return datum_from_model_input_weights(
+        tinker.ModelInput.from_ints([int(token) for token in tokens]), weights, max_length, reduction
+    )
+
+
 def _cut(chunks: list[tinker.ModelInputChunk], max_length: int | None) -> list[tinker.ModelInputChunk]:
     if max_length is None:
         return merge_text_chunks(chunks)
@@ -105,13 +114,13 @@ def check_context(data: list[tinker.Datum], context: int | None) -> list[tinker.
     return data
 
 
-def compute_mean_nll(logprobs: Values, weights: Values) -> float:
+def compute_mean_nll(logprobs_list: Values, weights_list: Values) -> float:
     """Mean negative log-likelihood in nats per weighted token, -sum(lp w) / sum(w), over a whole batch.
 
-    logprobs and weights: one 1-d array per datum, equal lengths pairwise.
+    logprobs_list and weights_list: one 1-d array per datum, equal lengths pairwise.
     Raises DataValidationError when lengths differ or all weights are zero.
     """
-    pairs = list(_paired(logprobs, weights))
+    pairs = list(_paired(logprobs_list, weights_list))
     total_weight = sum(float(w.sum()) for _, w in pairs)
     if total_weight <= 0:
         raise DataValidationError(f"the weights of {len(pairs)} datums sum to {total_weight:g}: there is no mean")
@@ -119,7 +128,7 @@ def compute_mean_nll(logprobs: Values, weights: Values) -> float:
     return -sum(float((lp[w != 0] * w[w != 0]).sum()) for lp, w in pairs) / total_weight
 
 
-def compute_mean_bpb(logprobs: Values, weights: Values, target_tokens: Values, tokenizer: Tokenizer) -> float:
+def compute_bpb(logprobs_list: Values, weights_list: Values, target_tokens_list: Values, tokenizer: Tokenizer) -> float:
     """Bits per UTF-8 byte of the trained text: sum(-lp) / (ln 2 * bytes), over tokens with weight > 0.
 
     Special tokens count neither way. Bytes are counted per run of neighbouring trained tokens, so that a character
@@ -129,8 +138,8 @@ def compute_mean_bpb(logprobs: Values, weights: Values, target_tokens: Values, t
     """
     special = set(tokenizer.all_special_ids)
     nats, n_bytes = 0.0, 0
-    with_weights = _paired(logprobs, weights)
-    with_targets = _paired(target_tokens, weights, torch.int64)
+    with_weights = _paired(logprobs_list, weights_list)
+    with_targets = _paired(target_tokens_list, weights_list, torch.int64)
     for (lp, w), (targets, _) in zip(with_weights, with_targets, strict=True):
         tokens = targets.tolist()
         counts = [weight > 0 and token not in special for weight, token in zip(w.tolist(), tokens, strict=True)]

@@ -264,11 +264,11 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         warn_of_rewritten_history([row.messages for row in rows], self)
         convert = conversation_mapper(self)
         training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages))
-        training.system_prompt = _common_system_prompt([row.messages for row in train])
+        training.shared_system_prompt = _shared_system_prompt([row.messages for row in train])
         return training, held_out
 
 
-def _common_system_prompt(conversations: Sequence[list[Message]]) -> str | None:
+def _shared_system_prompt(conversations: Sequence[list[Message]]) -> str | None:
     openings = (messages[0] for messages in conversations)
     prompts = {get_text_content(opening) if opening["role"] == "system" else None for opening in openings}
     return prompts.pop() if len(prompts) == 1 else None

@@ -94,9 +94,9 @@ class EpochData:
         self.test = [batch.data for batch in test_batches if batch.data]
 
     @property
-    def system_prompt(self) -> str | None:
+    def shared_system_prompt(self) -> str | None:
         """What every conversation of the training data begins with, if it does."""
-        return self._dataset.system_prompt
+        return self._dataset.shared_system_prompt
 
     @property
     def bad_examples(self) -> list[str]:

@@ -13,9 +13,10 @@ from tinker_cookbook.data.rows import located
 from tinker_cookbook.display import example_text
 from tinker_cookbook.eval.evaluators import TrainingClientEvaluator, forward_logprobs
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.config import CheckedData
 from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
-from tinker_cookbook.supervised.common import check_context, compute_mean_bpb, compute_mean_nll
+from tinker_cookbook.supervised.common import check_context, compute_bpb, compute_mean_nll
 from tinker_cookbook.supervised.epochs import (
     EpochConfig,
     EpochData,
@@ -28,6 +29,8 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker
 
 SHOWN_TOKENS = 512
+
+_checked: CheckedData[EpochData] = CheckedData()
 
 
 @chz.chz(typecheck=True)
@@ -56,6 +59,10 @@ class Config(SupervisedOptions, EpochConfig):
 
 def check_config(config: Config) -> EpochData:
     """Everything that can be wrong without loading a model; the data that were read for that."""
+    return _checked.keep(config, _read(config))
+
+
+def _read(config: Config) -> EpochData:
     backends.check_backend(config.backend, config.model_name, config.base_url)
     return EpochData(config, partial(_check_lengths, model_info.get_context_length(config.model_name)))
 
@@ -85,15 +92,15 @@ def _nll_and_bpb(
 ) -> tuple[float, float]:
     weights = [datum.loss_fn_inputs["weights"] for datum in data]
     targets = [datum.loss_fn_inputs["target_tokens"] for datum in data]
-    return compute_mean_nll(logprobs, weights), compute_mean_bpb(logprobs, weights, targets, tokenizer)
+    return compute_mean_nll(logprobs, weights), compute_bpb(logprobs, weights, targets, tokenizer)
 
 
 async def main(config: Config) -> None:
     """Run or resume: the whole life of a supervised run."""
-    data = check_config(config)
+    data = _checked.take(config) or _read(config)
     check_resumed(config, data)
     evaluators = [partial(NLLEvaluator, data.test)] if data.test else []
-    async with open_session(config, system_prompt=data.system_prompt) as session:
+    async with open_session(config, system_prompt=data.shared_system_prompt) as session:
         start = session.begin(data.steps, data.batches_per_epoch)
         if start is not None:
             await _Loop(config, session, data, evaluators, config.submit_ahead).run(start)

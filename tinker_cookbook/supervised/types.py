@@ -21,7 +21,7 @@ Row = TypeVar("Row")
 class SupervisedDataset(ABC):
     """Batches by index. The order may change between epochs and only there, so that a run can resume anywhere."""
 
-    system_prompt: str | None = None
+    shared_system_prompt: str | None = None
     """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
 
     @abstractmethod

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import chz
 import pandas
 from rich.console import Console
 from rich.table import Table
@@ -18,9 +19,9 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.sweeps.points import SEED_KEY
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
-from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
+from tinker_cookbook.utils.files import flatten, write_json, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
-from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
+from tinker_cookbook.utils.ml_log import TrackerConfig, read_metrics
 
 Mode = Literal["max", "min"]
 
@@ -51,6 +52,8 @@ class RunSummary:
 
     name: str
     point: dict[str, Any]
+    setting: dict[str, Any]
+    """what tells it from other runs but its seed: the swept keys, and those of the config that differ anywhere in the sweep"""
     value: float | None
     """None: the run never logged the metric"""
     steps: int
@@ -147,17 +150,19 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
         )
     better: Mode = mode if mode is not None else MODES[chosen]
     folder = Path(sweep_dir).expanduser()
+    settings = _settings([status for status, _ in found])
     runs = [
         RunSummary(
             status["name"],
             status["point"],
+            setting,
             _reduce(chosen, [line[chosen] for line in lines if chosen in line], better, value),
             len(lines),
             status["status"],
             status.get("error"),
             last.sampler_path if (last := get_last_checkpoint(folder / status["name"], "sampler_path")) else None,
         )
-        for status, lines in found
+        for (status, lines), setting in zip(found, settings, strict=True)
     ]
     return Summary(chosen, better, value, _over_seeds(runs, better), _best_first(runs, better))
 
@@ -193,9 +198,7 @@ def _read_runs(sweep_dir: str | Path) -> list[tuple[dict[str, Any], _Lines]]:
     paths = sorted(folder.glob(f"*/{STATUS_BASE_NAME}"))
     if not paths:
         raise ConfigurationError(f"sweep_dir={str(folder)!r}: has no runs of a sweep")
-    logged = [path.with_name(METRICS_BASE_NAME) for path in paths]
-    lines = [read_jsonl(path, tolerate_torn_tail=True) if path.exists() else [] for path in logged]
-    return [(read_status(path), of_run) for path, of_run in zip(paths, lines, strict=True)]
+    return [(read_status(path), read_metrics(path.parent)) for path in paths]
 
 
 def _logged_keys(runs: Sequence[tuple[dict[str, Any], _Lines]]) -> set[str]:
@@ -222,19 +225,35 @@ def _reduce(metric: str, values: Sequence[Any], mode: Mode, value: str) -> float
     return float(max(values) if mode == "max" else min(values))
 
 
+_NAMES = {SEED_KEY, "name", *(key for key in chz.chz_fields(TrackerConfig) if key.endswith("_name"))}
+"""Keys that two runs of one setting may differ in."""
+
+
+def _settings(statuses: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The setting of each run: a sweep that was started again with other fixed values has runs that are not comparable."""
+    configs = [{"recipe": status.get("recipe")} | flatten(status.get("config") or {}) for status in statuses]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differing = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
+    return [
+        {key: value for key, value in status["point"].items() if key not in _NAMES}
+        | {key: config.get(key) for key in differing if key not in _NAMES and key not in status["point"]}
+        for status, config in zip(statuses, configs, strict=True)
+    ]
+
+
 def _over_seeds(runs: Sequence[RunSummary], mode: Mode) -> list[Ranked]:
     settings: dict[str, list[RunSummary]] = {}
     for run in runs:
         # A run that failed or was cut short has a last value too, but not one to compare.
         if run.value is not None and run.status == "finished":
-            setting = {key: value for key, value in run.point.items() if key != SEED_KEY}
-            settings.setdefault(repr(sorted(setting.items())), []).append(run)
+            settings.setdefault(repr(sorted(run.setting.items())), []).append(run)
     ranked = []
     for members in settings.values():
         values = [run.value for run in members if run.value is not None]
-        setting = {key: value for key, value in members[0].point.items() if key != SEED_KEY}
         std = statistics.stdev(values) if len(values) > 1 else None
-        ranked.append(Ranked(setting, statistics.fmean(values), std, len(values), _best_first(members, mode)[0].name))
+        ranked.append(
+            Ranked(members[0].setting, statistics.fmean(values), std, len(values), _best_first(members, mode)[0].name)
+        )
     return sorted(ranked, key=lambda entry: -entry.mean if mode == "max" else entry.mean)
 
 

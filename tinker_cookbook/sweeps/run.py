@@ -26,8 +26,9 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
-from tinker_cookbook.utils.files import flatten, read_json_object, write_json
+from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
 from tinker_cookbook.utils.ml_log import PROJECT_KEYS
+from tinker_cookbook.utils.secrets import redact
 
 STATUS_BASE_NAME = "sweep_run.json"
 CONSOLE_BASE_NAME = "console.log"
@@ -234,7 +235,7 @@ def _was_finished(folder: Path, run: PlannedRun) -> bool:
     if not path.exists():
         return False
     earlier = read_status(path)
-    then, now = flatten(earlier.get("config") or {}), flatten(run.config)
+    then, now = flatten(earlier.get("config") or {}), flatten(redact(run.config))
     changed = [f"{key}={now[key]!r}, was {then[key]!r}" for key in now if key in then and now[key] != then[key]]
     if changed:
         raise ConfigurationError(
@@ -260,7 +261,8 @@ def _write_status(recipe: Recipe, run: PlannedRun, result: RunResult) -> None:
         "arguments": list(run.arguments),
         "config": run.config,
     }
-    write_json(Path(result.log_path) / STATUS_BASE_NAME, {key: x for key, x in content.items() if key != "earlier"})
+    kept = {key: x for key, x in content.items() if key != "earlier"}
+    write_json(Path(result.log_path) / STATUS_BASE_NAME, redact(to_jsonable(kept)))
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

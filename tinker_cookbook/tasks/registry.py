@@ -37,7 +37,9 @@ class Capitals(QATask):  # from tinker_cookbook.tasks.qa
 """,
     problem=_problem,
 )
-_TASKS: Registry[TaskBuilder] = Registry(TASK_KIND, {task.name: task for task in (QATask, SummaryTask, MathTask, CollatzTask)})
+_TASKS: Registry[TaskBuilder] = Registry(
+    TASK_KIND, {task.name: task for task in (QATask, SummaryTask, MathTask, CollatzTask)}
+)
 
 
 def register_task(task: TaskBuilder, name: str | None = None) -> None:

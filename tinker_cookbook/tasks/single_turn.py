@@ -110,7 +110,7 @@ class TaskDatasetBuilder(TaskItemsConfig, RLDatasetBuilder):
         return ""
 
     @property
-    def system_prompt(self) -> str | None:
+    def shared_system_prompt(self) -> str | None:
         task = get_task(self.task, self.reward_fn)
         if type(task).messages is not Task.messages:
             return None  # it asks in a way of its own

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import Message, Renderer, UnparsedToolCall
-from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
-from tinker_cookbook.rl.rollout_limits import ToolErrors, ToolExecution
+from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, ToolErrors, ToolExecution
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, Metrics, StopReason
-from tinker_cookbook.tool_use.tools import ERROR_PREFIX, ToolAnswer, ToolError, ToolRegistry, tool_message
+from tinker_cookbook.tool_use.tools import Tool, ToolError, ToolRegistry, ToolResult, error_tool_result
+from tinker_cookbook.utils.misc_utils import resolved
 
-Grader = Callable[[list[Message]], Awaitable[tuple[float, Metrics]]]
-"""Reward and metrics of a whole conversation, which ends with the policy's answer."""
+RewardFn: TypeAlias = Callable[[list[Message]], "Awaitable[tuple[float, Metrics]] | tuple[float, Metrics]"]
+"""Reward and metrics of a whole conversation, which ends with the policy's answer or with what a tool said last."""
 
 
 def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: str, question: str) -> list[Message]:
@@ -29,8 +32,9 @@ def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: st
 class ToolUseEnv(MessageEnv):
     """Runs the tool calls of each reply and shows their results; a reply without calls is the answer, and is graded.
 
-    The last transition reports `tool_calls` of the episode, of these `tool_errors` (calls that no tool could answer), of these
-    `unparsed_tool_calls` and `tool_exceptions` (calls that cannot be parsed, exceptions inside a tool), and `used_tools`, 0 or 1.
+    A tool may end the episode (`ToolResult.should_stop`), which is then graded as it stands. The last transition reports
+    `tool_calls` of the episode, of these `tool_errors` (calls that no tool could answer), of these `unparsed_tool_calls` and
+    `tool_exceptions` (calls that cannot be parsed, exceptions inside a tool), and `used_tools`, 0 or 1.
 
     Args:
         messages: the conversation to begin with, tools declared; see `tool_conversation`.
@@ -39,6 +43,7 @@ class ToolUseEnv(MessageEnv):
         tool_execution: whether the calls of one reply run at once or one after the other.
         tool_errors: what follows a call that cannot be parsed, or an exception inside a tool. An episode that ends so has
             stop reason tool_error, and reward 0.
+        max_turns: replies of the policy, after which the episode is graded as it stands. None: no limit.
     """
 
     takes_unparsed_calls = True
@@ -47,13 +52,16 @@ class ToolUseEnv(MessageEnv):
         self,
         messages: list[Message],
         tools: ToolRegistry,
-        grade: Grader,
+        grade: RewardFn,
         max_tool_calls: int | None = None,
         tool_execution: ToolExecution = "parallel",
         tool_errors: ToolErrors = "answer",
+        max_turns: int | None = None,
     ):
-        self.messages, self.tools, self.grade = list(messages), tools, grade
-        self.counts: Counter[str] = Counter()
+        if max_turns is not None and max_turns < 1:
+            raise ConfigurationError(f"max_turns={max_turns}: must be at least 1, or None for no limit")
+        self.messages, self.tools, self.grade, self.max_turns = list(messages), tools, grade, max_turns
+        self.turns, self.counts = 0, Counter[str]()
         self.set_max_tool_calls(max_tool_calls)
         self.set_tool_execution(tool_execution)
         self.set_tool_errors(tool_errors)
@@ -78,20 +86,20 @@ class ToolUseEnv(MessageEnv):
 
     async def step(self, message: Message) -> MessageStepResult:
         self.messages.append(message)
+        self.turns += 1
         calls, unparsed = message.get("tool_calls", []), message.get("unparsed_tool_calls", [])
         if not calls and not unparsed:
-            reward, metrics = await self.grade(list(self.messages))
-            return MessageStepResult(reward, True, list(self.messages), self._counted() | metrics)
+            return await self._grade({})
         total = self.counts["tool_calls"] + len(calls) + len(unparsed)
         if self.max_tool_calls is not None and total > self.max_tool_calls:
             return self._stop(StopReason.MAX_TOOL_CALLS)
-        answers = await self.tools.call_all(calls, self.tool_execution)
-        answers += [_answer_unparsed(call) for call in unparsed]
-        self.messages += [answer.message for answer in answers]
-        failures = [answer.error for answer in answers if answer.error is not None]
+        results = await self.tools.call_all(calls, self.tool_execution)
+        results += [_answer_unparsed(call) for call in unparsed]
+        self.messages += [answer for result in results for answer in result.messages]
+        failures = [result.error for result in results if result.error is not None]
         exceptions = [error for error in failures if not isinstance(error, ToolError)]
         self.counts.update(
-            tool_calls=len(answers),
+            tool_calls=len(results),
             tool_errors=len(failures),
             unparsed_tool_calls=len(unparsed),
             tool_exceptions=len(exceptions),
@@ -102,7 +110,16 @@ class ToolUseEnv(MessageEnv):
             raise TrainingError(f"tool_errors=raise, and a tool call cannot be parsed: {unparsed[0].error}")
         if self.on_tool_error == "end" and (exceptions or unparsed):
             return self._stop(StopReason.TOOL_ERROR)
-        return MessageStepResult(0.0, False, list(self.messages))
+        metrics: Metrics = {key: value for result in results for key, value in result.metrics.items()}
+        if any(result.should_stop for result in results):
+            return await self._grade(metrics | {STOP_METRIC_PREFIX + StopReason.TOOL_STOPPED.value: 1})
+        if self.turns == self.max_turns:
+            return await self._grade(metrics | {STOP_METRIC_PREFIX + StopReason.MAX_TURNS.value: 1})
+        return MessageStepResult(0.0, False, list(self.messages), metrics)
+
+    async def _grade(self, metrics: Metrics) -> MessageStepResult:
+        reward, found = await resolved(self.grade(list(self.messages)))
+        return MessageStepResult(reward, True, list(self.messages), metrics | self._counted() | found)
 
     def _stop(self, reason: StopReason) -> MessageStepResult:
         metrics = self._counted() | {STOP_METRIC_PREFIX + reason.value: 1}
@@ -113,6 +130,63 @@ class ToolUseEnv(MessageEnv):
         return {kind: self.counts[kind] for kind in kinds} | {"used_tools": float(self.counts["tool_calls"] > 0)}
 
 
-def _answer_unparsed(call: UnparsedToolCall) -> ToolAnswer:
-    error = ToolError(f"this tool call cannot be read: {call.error}")
-    return ToolAnswer(tool_message(f"{ERROR_PREFIX}{error}", "unknown"), error)
+def _answer_unparsed(call: UnparsedToolCall) -> ToolResult:
+    return error_tool_result(f"this tool call cannot be read: {call.error}", name="unknown")
+
+
+def build_agent_tool_env(
+    renderer: Renderer,
+    tools: Sequence[Tool],
+    initial_messages: list[Message],
+    reward_fn: RewardFn,
+    *,
+    rollout_config: RolloutConfig | None = None,
+    model_name: str | None = None,
+    max_turns: int | None = None,
+    failed_parse_reward: float = -0.1,
+    terminate_on_parse_error: bool = True,
+    max_tool_calls: int | None = None,
+    max_trajectory_tokens: int | None = None,
+    max_generation_tokens: int | None = None,
+    context_overflow_reward: float = -0.1,
+    terminate_on_length: bool = True,
+    parse_error_policy: ParseErrorPolicy | None = None,
+) -> EnvFromMessageEnv:
+    """A ToolUseEnv for a policy over tokens.
+
+    Args:
+        initial_messages: the conversation to begin with, tools declared; see `tool_conversation`.
+        reward_fn: grades the whole conversation, once.
+        rollout_config: limits, what to do with replies that cannot be parsed, and how tools are run, where nothing else here
+            says it. A rollout that is given settings of its own goes by those.
+        model_name: taken for scripts that give it; no model has settings of its own.
+        max_turns: replies of the policy, after which the episode is graded as it stands.
+        failed_parse_reward, terminate_on_parse_error, max_trajectory_tokens, max_generation_tokens, context_overflow_reward,
+        terminate_on_length, parse_error_policy: see EnvFromMessageEnv.
+    """
+    config = rollout_config or RolloutConfig()
+    limits = config.limits
+    env = ToolUseEnv(
+        initial_messages,
+        ToolRegistry(tools),
+        reward_fn,
+        max_tool_calls if limits is None or max_tool_calls is not None else limits.max_tool_calls,
+        config.tool_execution,
+        max_turns=max_turns if limits is None or max_turns is not None else limits.max_turns,
+    )
+    # What a reply that cannot be parsed is worth is said to the adapter here.
+    env.takes_unparsed_calls = False
+    return EnvFromMessageEnv(
+        renderer,
+        env,
+        failed_parse_reward=failed_parse_reward,
+        terminate_on_parse_error=terminate_on_parse_error,
+        max_trajectory_tokens=max_trajectory_tokens
+        if limits is None or max_trajectory_tokens is not None
+        else limits.max_trajectory_tokens,
+        max_generation_tokens=max_generation_tokens,
+        context_overflow_reward=context_overflow_reward,
+        terminate_on_length=terminate_on_length,
+        parse_error_policy=parse_error_policy or config.parse_errors,
+        rollout_limits=limits,
+    )

@@ -1,6 +1,6 @@
 """What a tool is: a name, a declaration for the model, and a call. Typed Python functions become tools as they are.
 
-    @function_tool
+    @tool
     def add(a: int, b: Annotated[int, "the second summand"]) -> str:
         \"""Add two numbers.\"""
         return str(a + b)
@@ -11,16 +11,18 @@ exception of a tool, which is logged too, since it may be a bug in the tool. A C
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol, Self, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, ToolCall, ToolSpec
+from tinker_cookbook.renderers import ContentPart, Message, ToolCall, ToolSpec
 from tinker_cookbook.rl.rollout_limits import ToolExecution
 from tinker_cookbook.utils.misc_utils import gather_all
 
@@ -33,59 +35,126 @@ class ToolError(Exception):
     """A call cannot be answered; the text goes to the model, and should say how to do better."""
 
 
-class ToolAnswer(NamedTuple):
-    """What came of a call."""
+@dataclass(frozen=True)
+class ToolInput:
+    """A call as a tool gets it."""
 
-    message: Message
+    arguments: dict[str, Any]
+    call_id: str | None = None
+
+
+@dataclass
+class ToolResult:
+    """What a call came to."""
+
+    messages: list[Message]
+    """what the model sees of it"""
+    should_stop: bool = False
+    """end the episode here"""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """of the turn"""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """for programs; the model does not see it"""
     error: Exception | None = None
-    """a ToolError for what the model did wrong; another one was raised inside the tool"""
+    """why the call could not be answered: a ToolError for what the model did wrong; another one was raised inside the tool"""
+
+
+def simple_tool_result(
+    content: str | list[ContentPart],
+    *,
+    call_id: str = "",
+    name: str = "",
+    should_stop: bool = False,
+    metrics: dict[str, float] | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> ToolResult:
+    """A result of one message. Name and call that are left out are those of the call that is answered."""
+    message: Message = {"role": "tool", "content": content}
+    if name:
+        message["name"] = name
+    if call_id:
+        message["tool_call_id"] = call_id
+    return ToolResult([message], should_stop, dict(metrics or {}), dict(metadata or {}))
+
+
+def error_tool_result(
+    error_msg: str, *, call_id: str = "", name: str = "", error_type: str = "execution_error", should_stop: bool = False
+) -> ToolResult:
+    """A result that tells the model what was wrong with its call. `error_type` goes to the metadata."""
+    told = ERROR_PREFIX + error_msg
+    result = simple_tool_result(
+        told, call_id=call_id, name=name, should_stop=should_stop, metadata={"error": error_type}
+    )
+    result.error = ToolError(error_msg)
+    return result
 
 
 class Tool(Protocol):
-    """Anything with a declaration and a call."""
+    """Anything with a name, a declaration and a call."""
 
-    spec: ToolSpec
-    """name, description and JSON schema of the parameters, as shown to the model"""
+    @property
+    def name(self) -> str:
+        """By which the model calls it."""
+        ...
 
-    async def __call__(self, arguments: dict[str, Any]) -> str:
-        """The result as text. Raises ToolError for what the model can do better."""
+    def to_spec(self) -> ToolSpec:
+        """Name, description and JSON schema of the parameters, as shown to the model."""
+        ...
+
+    async def run(self, input: ToolInput) -> ToolResult:
+        """Answer a call. Raises ToolError for what the model can do better."""
         ...
 
 
 class FunctionTool:
-    """A tool of a function, plain or async, that returns a string: its docstring describes it, its annotations are the schema.
+    """A tool of a function or method, plain or async, that returns a text or a ToolResult.
 
-    `Annotated[int, "what it means"]` describes a parameter. Arguments are checked strictly: "3" is no int, an int may stand
-    for a float, and unknown arguments are refused.
+    Its docstring describes it, its annotations are the schema. `Annotated[int, "what it means"]` describes a parameter.
+    Arguments are checked strictly: "3" is no int, an int may stand for a float, and unknown arguments are refused.
 
     Raises:
         ConfigurationError: no docstring, a parameter without an annotation, or *args or **kwargs.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None):
-        self.function = function
-        self.name = name or getattr(function, "__name__", "")
-        self._parameters = _parameters_model(function, self.name)
-        self.spec = ToolSpec(
+    def __init__(self, fn: Callable[..., Any], name: str | None = None):
+        self.function = fn
+        self.name = name or getattr(fn, "__name__", "")
+        self._parameters = _parameters_model(fn, self.name)
+        self._spec = ToolSpec(
             name=self.name,
-            description=inspect.cleandoc(function.__doc__ or ""),
+            description=inspect.cleandoc(fn.__doc__ or ""),
             parameters=_without_titles(self._parameters.model_json_schema()),
         )
 
-    async def __call__(self, arguments: dict[str, Any]) -> str:
+    def __get__(self, instance: object, owner: type | None = None) -> Self:
+        """A method's tool is one of its object, as the method is."""
+        if instance is None:
+            return self
+        bound = copy.copy(self)
+        bound.function = self.function.__get__(instance, owner)
+        return bound
+
+    def to_spec(self) -> ToolSpec:
+        return self._spec
+
+    async def run(self, input: ToolInput) -> ToolResult:
         try:
-            checked = self._parameters.model_validate(arguments)
+            checked = self._parameters.model_validate(input.arguments)
         except ValidationError as error:
             raise ToolError(_explain(error, self.name, list(self._parameters.model_fields))) from None
         result = self.function(**{name: getattr(checked, name) for name in self._parameters.model_fields})
         if inspect.isawaitable(result):
             result = await result
-        if not isinstance(result, str):
-            raise TypeError(f"tool {self.name!r} returned {type(result).__name__}; a tool returns a string")
+        if isinstance(result, str):
+            return simple_tool_result(result)
+        if not isinstance(result, ToolResult):
+            raise TypeError(
+                f"tool {self.name!r} returned {type(result).__name__}; a tool returns a string or a ToolResult"
+            )
         return result
 
 
-function_tool = FunctionTool
+tool = FunctionTool
 """The decorator."""
 
 
@@ -101,43 +170,42 @@ class ToolRegistry:
             raise ConfigurationError("tools is empty: give at least one tool")
         self._tools: dict[str, Tool] = {}
         for tool in tools:
-            name = tool.spec["name"]
-            if name in self._tools:
-                raise ConfigurationError(f"tools has two tools named {name!r}; rename one of them")
-            self._tools[name] = tool
+            if tool.name in self._tools:
+                raise ConfigurationError(f"tools has two tools named {tool.name!r}; rename one of them")
+            self._tools[tool.name] = tool
 
     @property
     def specs(self) -> list[ToolSpec]:
-        return [tool.spec for tool in self._tools.values()]
+        return [tool.to_spec() for tool in self._tools.values()]
 
-    async def call(self, call: ToolCall) -> ToolAnswer:
-        """The `tool` message that answers a call."""
-        name = call.function.name
+    async def call(self, call: ToolCall) -> ToolResult:
+        """What answers a call; its messages name the tool and the call."""
+        name, arguments = call.function.name, call.function.arguments
         try:
             if name not in self._tools:
                 raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self._tools))}")
-            content = await self._tools[name](_parse_arguments(name, call.function.arguments))
-            return ToolAnswer(tool_message(content, name, call.id))
+            result = await self._tools[name].run(ToolInput(_parse_arguments(name, arguments), call.id))
         except ConfigurationError:
             raise
         except ToolError as error:
-            return ToolAnswer(tool_message(f"{ERROR_PREFIX}{error}", name, call.id), error)
+            result = error_tool_result(str(error))
         except Exception as error:
-            logger.warning("tool %s failed on %s", name, call.function.arguments, exc_info=error)
-            told = f"{ERROR_PREFIX}{name} failed: {type(error).__name__}: {error}"
-            return ToolAnswer(tool_message(told, name, call.id), error)
+            logger.warning("tool %s failed on %s", name, arguments, exc_info=error)
+            result = error_tool_result(f"{name} failed: {type(error).__name__}: {error}")
+            result.error = error
+        known: Message = {"role": "tool", "content": "", "name": name}
+        if call.id is not None:
+            known["tool_call_id"] = call.id
+        result.messages = [
+            {**known, **message} if message["role"] == "tool" else message for message in result.messages
+        ]
+        return result
 
-    async def call_all(self, calls: Sequence[ToolCall], execution: ToolExecution = "parallel") -> list[ToolAnswer]:
-        """Answers in the order of the calls, whether these run at once or one after the other."""
+    async def call_all(self, calls: Sequence[ToolCall], execution: ToolExecution = "parallel") -> list[ToolResult]:
+        """Results in the order of the calls, whether these run at once or one after the other."""
         if execution == "sequential":
             return [await self.call(call) for call in calls]
         return await gather_all(self.call(call) for call in calls)
-
-
-def tool_message(content: str, name: str, call_id: str | None = None) -> Message:
-    """A message of the role `tool`."""
-    message: Message = {"role": "tool", "content": content, "name": name}
-    return message if call_id is None else {**message, "tool_call_id": call_id}
 
 
 def _parse_arguments(name: str, arguments: str) -> dict[str, Any]:
@@ -155,7 +223,9 @@ def _parameters_model(function: Callable[..., Any], name: str) -> type[BaseModel
         raise ConfigurationError(f"tool {name!r} has no docstring; the model is told there what the tool does")
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
-    for parameter in inspect.signature(function).parameters.values():
+    for place, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if place == 0 and parameter.name == "self":
+            continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigurationError(
                 f"tool {name!r}: parameter {parameter.name} must be one that is given by name, not {parameter.kind.description}"

@@ -59,6 +59,8 @@ def to_jsonable(obj: Any, key_path: str = "") -> Any:
     if isinstance(obj, dict):
         return _dict_to_jsonable(obj, key_path)
     if isinstance(obj, list | tuple):
+        if _are_finite_numbers(obj):
+            return list(obj)
         return [to_jsonable(item, f"{key_path}[{i}]") for i, item in enumerate(obj)]
     if isinstance(obj, set | frozenset):
         return sorted((to_jsonable(item, f"{key_path}[...]") for item in obj), key=lambda x: json.dumps(x))
@@ -97,13 +99,13 @@ def flatten(obj: Any, key_path: str = "") -> dict[str, Any]:
     return leaves
 
 
-def write_text(path: str | Path, text: str) -> None:
+def write_bytes(path: str | Path, content: bytes | memoryview) -> None:
     """Write a file whole or not at all: readers see the old content or the new, never a part."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -113,13 +115,20 @@ def write_text(path: str | Path, text: str) -> None:
     _sync_folder(path.parent)
 
 
-def write_json(path: str | Path, obj: Any) -> None:
-    """Write one object as indented JSON, whole or not at all.
+def write_text(path: str | Path, text: str) -> None:
+    """As `write_bytes`, in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: str | Path, obj: Any, indent: int | None = 2) -> None:
+    """Write one object as JSON, whole or not at all; indent=None: as short as it gets.
 
     Raises:
         DataValidationError: as `to_jsonable`; nothing is written then.
     """
-    write_text(path, json.dumps(to_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    separators = (",", ":") if indent is None else None
+    text = json.dumps(to_jsonable(obj), indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
+    write_text(path, text + "\n")
 
 
 def read_json_object(path: str | Path, fix: str) -> dict[str, Any]:
@@ -275,6 +284,11 @@ def _dict_to_jsonable(obj: dict[Any, Any], key_path: str) -> dict[str, Any]:
             raise DataValidationError(f"{key_path or 'value'}: two keys of the dict have the same text {text!r}")
         result[text] = to_jsonable(value, f"{key_path}.{text}" if key_path else text)
     return result
+
+
+def _are_finite_numbers(items: list[Any] | tuple[Any, ...]) -> bool:
+    """True for what needs no look at each item: token ids, logprobs, ... come by the million."""
+    return set(map(type, items)) <= {int, float} and all(map(math.isfinite, items))
 
 
 def _is_torch_tensor(obj: Any) -> bool:

@@ -8,10 +8,11 @@ name them. (Not a module with a chz class that is a callable value of a field: c
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["np", "tinker", "torch", "transformers"]
+__all__ = ["exports", "np", "tinker", "torch", "transformers"]
 
 
 class LazyModule:
@@ -40,3 +41,20 @@ else:
     tinker = LazyModule("tinker")
     torch = LazyModule("torch")
     transformers = LazyModule("transformers")
+
+
+def exports(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package that shows names of its modules and imports a module when its name is asked for.
+
+    Args:
+        places: module below the package -> the names it has, with spaces between; "" stands for the module itself.
+    """
+    homes = {name: module for module, names in places.items() for name in names.split() or [module]}
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{package}.{homes[name]}")
+        return module if name == homes[name] else getattr(module, name)
+
+    return get, lambda: sorted(homes)

@@ -71,7 +71,9 @@ class Node:
 
     def section(self, title: str, attrs: Mapping[str, Any] | None = None) -> Node:
         """A new section at the end of this one. `attrs`: attributes of its HTML element."""
-        return self._add(Node("section", _text(title), attrs={key: _text(attrs[key]) for key in attrs or {}}))
+        return self._add(
+            Node("section", _text(title), attrs={key: _text(value) for key, value in (attrs or {}).items()})
+        )
 
     def details(self, title: str) -> Node:
         """A new folded section at the end of this one."""
@@ -246,16 +248,16 @@ def details(text: str, *, summary: str = "Details", pre: bool = True) -> None:
         node.details(summary).text(text)
 
 
-def table(data: Any, *, caption: str | None = None) -> None:
+def table(obj: Any, *, caption: str | None = None) -> None:
     """Add a table to the innermost open section: of a mapping, a list of mappings (`Node.table`), rows, or a DataFrame."""
     if (node := _current.get()) is None:
         return
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):
-        data = data.to_dict("records")
-    if isinstance(data, Mapping) or all(isinstance(row, Mapping) for row in data):
-        node.table(data, caption or "")
+    if hasattr(obj, "to_dict") and hasattr(obj, "columns"):
+        obj = obj.to_dict("records")
+    if isinstance(obj, Mapping) or all(isinstance(row, Mapping) for row in obj):
+        node.table(obj, caption or "")
     else:
-        rows = [list(row) if isinstance(row, Sequence) and not isinstance(row, str) else [row] for row in data]
+        rows = [list(row) if isinstance(row, Sequence) and not isinstance(row, str) else [row] for row in obj]
         node.rows_table([], rows, caption or "")
 
 

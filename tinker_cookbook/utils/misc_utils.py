@@ -9,22 +9,24 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.trace import scope_span_sync
 
 T = TypeVar("T")
 
 
 @contextmanager
-def timed(name: str, metrics: dict[str, Any]) -> Iterator[None]:
-    """Add the seconds that the body took to `metrics`, also when it raises.
+def timed(key: str, metrics: dict[str, Any]) -> Iterator[None]:
+    """Add the seconds that the body took to `metrics`, also when it raises; and a span to the trace, if there is one.
 
-    The first span of a name is `time/<name>`. From the second on, that key gives way to `time/<name>:total`, `:count`,
-    `:mean` and `:max` over all spans of the name.
+    The first span of a key is `time/<key>`. From the second on, that metric gives way to `time/<key>:total`, `:count`,
+    `:mean` and `:max` over all spans of the key.
     """
     start = time.perf_counter()
     try:
-        yield
+        with scope_span_sync(key):
+            yield
     finally:
-        _add_span(f"time/{name}", time.perf_counter() - start, metrics)
+        _add_span(f"time/{key}", time.perf_counter() - start, metrics)
 
 
 def _add_span(key: str, seconds: float, metrics: dict[str, Any]) -> None:
@@ -48,36 +50,36 @@ def safezip(*iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     return zip(*lists, strict=True)
 
 
-def dict_mean(dicts: Sequence[dict[str, float | int]]) -> dict[str, float]:
+def dict_mean(list_of_dicts: Sequence[dict[str, float | int]]) -> dict[str, float]:
     """The mean of each key over the dicts that have it, keys in order of first appearance."""
     values: dict[str, list[float | int]] = {}
-    for row in dicts:
+    for row in list_of_dicts:
         for key, value in row.items():
             values.setdefault(key, []).append(value)
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
 
 
-def all_same(items: Sequence[Any]) -> bool:
+def all_same(xs: Sequence[Any]) -> bool:
     """Whether all items are equal; true for none and for one."""
-    return all(item == items[0] for item in items)
+    return all(item == xs[0] for item in xs)
 
 
-def split_list(items: Sequence[T], num_splits: int) -> list[list[T]]:
+def split_list(lst: Sequence[T], num_splits: int) -> list[list[T]]:
     """Consecutive parts in order, none empty, lengths differing by at most one, the longer ones first.
 
     Raises:
         ConfigurationError: `num_splits` is below 1 or above the number of items.
     """
-    if not 1 <= num_splits <= len(items):
-        raise ConfigurationError(f"num_splits={num_splits}: must be between 1 and the number of items, {len(items)}")
-    quotient, remainder = divmod(len(items), num_splits)
+    if not 1 <= num_splits <= len(lst):
+        raise ConfigurationError(f"num_splits={num_splits}: must be between 1 and the number of items, {len(lst)}")
+    quotient, remainder = divmod(len(lst), num_splits)
     ends = [(i + 1) * quotient + min(i + 1, remainder) for i in range(num_splits)]
-    return [list(items[start:end]) for start, end in pairwise([0, *ends])]
+    return [list(lst[start:end]) for start, end in pairwise([0, *ends])]
 
 
-def concat_lists(lists: Iterable[Sequence[T]]) -> list[T]:
+def concat_lists(list_of_lists: Iterable[Sequence[T]]) -> list[T]:
     """One list with the items of all."""
-    return [item for items in lists for item in items]
+    return [item for items in list_of_lists for item in items]
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
@@ -86,15 +88,15 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]])
 
 
-def not_none(value: T | None) -> T:
+def not_none(x: T | None) -> T:
     """The value, for values that cannot be None here.
 
     Raises:
         ValueError: it is None.
     """
-    if value is None:
+    if x is None:
         raise ValueError("expected a value, got None")
-    return value
+    return x
 
 
 async def resolved(value: T | Awaitable[T]) -> T:

@@ -7,7 +7,8 @@ is for the loops to say.
 import importlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -15,10 +16,11 @@ from uuid import uuid4
 import chz
 from rich.console import Console
 
-from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.utils.files import append_jsonl, flatten, to_jsonable, write_json, write_text
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, DataValidationError
+from tinker_cookbook.utils.files import append_jsonl, flatten, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
+from tinker_cookbook.utils.secrets import redact
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
@@ -67,6 +69,28 @@ PROJECT_KEYS = tuple(key for key in chz.chz_fields(TrackerConfig) if key.endswit
 def tracker_settings(config: TrackerConfig) -> dict[str, Any]:
     """The fields of TrackerConfig alone, of a config that may have more: keyword arguments of `setup_logging`."""
     return {key: getattr(config, key) for key in chz.chz_fields(TrackerConfig)}
+
+
+def read_metrics(log_path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl, without a torn last line; none if there is no file.
+
+    Raises:
+        DataFormatError: a line is damaged. The message begins with `path:line:` and names the fix.
+    """
+    path = Path(log_path).expanduser() / METRICS_BASE_NAME
+    if not path.exists():
+        return []
+    with naming_fix_of_metrics():
+        return read_jsonl(path, tolerate_torn_tail=True)
+
+
+@contextmanager
+def naming_fix_of_metrics() -> Iterator[None]:
+    """Errors about a damaged line that leave the body say what to do."""
+    try:
+        yield
+    except DataFormatError as error:
+        raise DataFormatError(f"{error}. Remove that line: its step's numbers are lost, and nothing else") from error
 
 
 class Logger(ABC):
@@ -312,7 +336,7 @@ def setup_logging(
 
 def dump_config(config: Any) -> Any:
     """The config as plain JSON types, nested, each chz object with its class name under "class"."""
-    return to_jsonable(config)
+    return redact(to_jsonable(config))
 
 
 def _require(package: str, setting: str, otherwise: str) -> Any:

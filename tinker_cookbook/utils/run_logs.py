@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinker_cookbook.utils.secrets import RedactingFormatter
+
 logger = logging.getLogger(__name__)
 
 FILE_ONLY = {"file_only": True}
@@ -35,7 +37,7 @@ class _Terminal(logging.StreamHandler):
     def __init__(self, replaced: list[logging.Handler], level: int) -> None:
         super().__init__()
         self.replaced, self.replaced_level = replaced, level
-        self.setFormatter(logging.Formatter("%(run_label)s%(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(RedactingFormatter("%(run_label)s%(levelname)s %(name)s: %(message)s"))
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.run_label = label_prefix()
@@ -57,7 +59,7 @@ def configure_logging_module(path: str | Path, level: int = logging.INFO) -> Cal
         terminal = _Terminal(root.handlers[:], root.level)
         root.handlers[:] = [terminal]
     file = _RunFile(path, mode="a", encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root.addHandler(file)
     root.setLevel(level)
     outer = _current_file.get()

@@ -6,6 +6,7 @@ state of sequences or training; those are generation.py and trainer.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ def _refused(name: str, config: Any, why: str) -> ModelLoadError:
     return ModelLoadError(f"model {name!r} ({config.model_type}) {why}; {_INSTEAD}")
 
 
-def _refuse_unsupported(name: str, config: Any) -> None:
+def refuse_unsupported(name: str, config: Any) -> None:
+    """Raise ModelLoadError for a text model's config that names what the engine cannot do. The weights may tell more."""
     for key, what in _REFUSED_CONFIG.items():
         value = getattr(config, key, None)
         if value is True or value not in (None, 0, 1):
@@ -100,7 +102,7 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
     try:
-        _refuse_unsupported(name, config)
+        refuse_unsupported(name, config)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
         with _quiet_loading():
             module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION_NAME)
@@ -125,6 +127,10 @@ class HeadWeights:
     scale: float = 1.0
 
 
+_LOADING = threading.Lock()
+"""transformers makes a model under a default device that holds for the whole process: two engines load one after the other."""
+
+
 class BaseModel:
     """A causal language model on one device, shared by every adapter and snapshot of an engine.
 
@@ -140,7 +146,8 @@ class BaseModel:
     def __init__(self, name: str, device: torch.device | None = None, dtype: torch.dtype | None = None):
         check_model_name(name)
         device = device or environment.default_device()
-        module, tokenizer = _load(name, dtype or environment.default_dtype(device))
+        with _LOADING:
+            module, tokenizer = _load(name, dtype or environment.default_dtype(device))
         self._take(name, module.to(device), tokenizer)
 
     @classmethod
@@ -152,7 +159,7 @@ class BaseModel:
 
         Raises ModelLoadError as the constructor does.
         """
-        _refuse_unsupported(name, module.config.get_text_config())
+        refuse_unsupported(name, module.config.get_text_config())
         self = cls.__new__(cls)
         self._take(name, module, tokenizer)
         return self

@@ -27,7 +27,7 @@ from tinker_local_backend.engine.micro_batch import (
     widen,
 )
 from tinker_local_backend.engine.scoring import Scorer
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import NonFiniteError, RequestError
 
 CustomLossFn = Callable[[list[tinker.Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
 """(data, logprobs of each datum's targets, float32) -> (scalar loss, metrics)."""
@@ -69,7 +69,7 @@ def _one_pass(
     budget: ActivationBudget,
     loss_fn: CustomLossFn,
 ) -> tinker.ForwardBackwardOutput:
-    gradients = [torch.zeros_like(parameter) for parameter in state.adapter.parameters()]
+    gradients = state.zeros()
     recompute = budget.must_recompute(batch.tokens)
     with torch.enable_grad(), model.routed(state.adapter), model.recompute(recompute):
         hidden = trainer.batch_hidden(model, state.adapter, batch)
@@ -127,13 +127,16 @@ def _differentiate(
                 f"the custom loss must return (scalar tensor that depends on the logprobs, metrics), got {loss!r}"
             )
         loss.backward()
-    slopes = []
+    slopes, broken = [], []
     for i, array in enumerate(logprobs):
         if array.grad is None:
             raise RequestError(f"the custom loss does not depend on the logprobs of data[{i}]; leave that datum out")
         if not bool(array.grad.isfinite().all()):
-            raise RequestError(f"the custom loss has a gradient with NaN or infinity at the logprobs of data[{i}]")
+            broken.append(i)
         slopes.append(array.grad.numpy())
+    if broken:
+        named = ", ".join(f"data[{i}]" for i in broken[: trainer.NAMED_DATUMS])
+        raise NonFiniteError(f"the custom loss has a gradient with NaN or infinity at the logprobs of {named}", broken)
     return float(loss.detach()), metrics, slopes
 
 

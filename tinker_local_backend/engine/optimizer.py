@@ -10,7 +10,7 @@ import math
 import tinker
 import torch
 
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import NonFiniteError, RequestError
 
 _STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -22,10 +22,10 @@ class AdamW:
         self._torch = torch.optim.AdamW(parameters, lr=0.0, foreach=len(parameters) > 1)
 
     def step(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], params: tinker.AdamParams) -> float:
-        """Update in place. Returns the global gradient norm before clipping. Raises RequestError when that is not finite."""
+        """Update in place. Returns the global gradient norm before clipping. Raises NonFiniteError when that is not finite."""
         norm = float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients])))
         if not math.isfinite(norm):
-            raise RequestError("the accumulated gradient is not finite; it was discarded and no weight was changed")
+            raise NonFiniteError("the accumulated gradient is not finite; it was discarded and no weight was changed")
         if 0 < params.grad_clip_norm < norm:
             for gradient in gradients:
                 gradient *= params.grad_clip_norm / norm

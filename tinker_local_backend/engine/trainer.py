@@ -7,11 +7,12 @@ micro-batches gives the same loss and gradient up to rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import tinker
 import torch
 
@@ -23,7 +24,10 @@ from tinker_local_backend.engine.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch, split_positions
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import NonFiniteError, RequestError
+
+NAMED_DATUMS = 8
+"""Most datums that an error names."""
 
 
 @dataclass(eq=False)
@@ -35,6 +39,10 @@ class TrainState:
     gradients: list[torch.Tensor] | None = None
     failure: str | None = None
     """of a pass since the gradients were last cleared"""
+
+    def zeros(self) -> list[torch.Tensor]:
+        """What the gradients of a call are gathered in."""
+        return [torch.zeros_like(parameter) for parameter in self.adapter.parameters()]
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -50,18 +58,30 @@ class TrainState:
         self.gradients = self.failure = None
 
     def accumulate(self, gradients: list[torch.Tensor]) -> None:
-        """Add the gradients of a call. Raises RequestError, with nothing added, when one is not finite."""
-        finite = torch.stack([gradient.isfinite().all() for gradient in gradients])
-        if not bool(finite.all()):  # one answer from the device, not one for each matrix
-            raise RequestError(
-                "the gradient of this call is not finite: check advantages, weights and sampled logprobs (a probability "
-                "ratio overflowed) and the learning rate; it was not kept"
-            )
+        """Add the gradients of a call. Raises NonFiniteError, with nothing added, when one is not finite."""
+        if not _are_finite(gradients):
+            raise _not_finite("gradient")
         if self.gradients is None:
             self.gradients = gradients
             return
         for total, part in zip(self.gradients, gradients, strict=True):
             total += part
+
+
+def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    # One answer from the device, not one for each matrix.
+    return bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
+
+
+def _not_finite(what: str, datums: Sequence[int] = ()) -> NonFiniteError:
+    """The error of a call whose loss or gradient is NaN or infinite, naming these datums."""
+    named = ", ".join(f"data[{i}]" for i in datums[:NAMED_DATUMS])
+    more = f" and {len(datums) - NAMED_DATUMS} more" if len(datums) > NAMED_DATUMS else ""
+    return NonFiniteError(
+        f"the {what} of {named + more if datums else 'this call'} is not finite: check advantages, weights and sampled logprobs "
+        "(a probability ratio overflowed) and the learning rate; no gradient was kept",
+        datums,
+    )
 
 
 def forward_backward(
@@ -79,18 +99,22 @@ def forward_backward(
 
     Raises:
         RequestError: anything about the data, the loss or its config that is not as it must be.
+        NonFiniteError: the loss or the gradient is NaN or infinite; it names the datums that are the cause.
     """
     if not data:
         raise RequestError("data is empty; give at least one datum")
     loss, config, temperature = loss_function(loss_fn, loss_fn_config)
     examples = [check_datum(datum, i, loss_fn, loss, model) for i, datum in enumerate(data)]
-    gradients = [torch.zeros_like(parameter) for parameter in state.adapter.parameters()]
+    gradients = state.zeros()
     outputs: list[dict[str, tinker.TensorData]] = [{} for _ in examples]
     loss_sum, passed, trained = 0.0, 0, 0
+    broken: list[int] = []
     ratios = RatioStats(loss)
 
-    def run(batch: MicroBatch, recompute: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and elementwise loss of a micro-batch; its gradient is added to the others."""
+    def run(
+        batch: MicroBatch, recompute: bool, into: list[torch.Tensor] = gradients
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and elementwise loss of a micro-batch; its gradient is added to those of `into`."""
         with torch.set_grad_enabled(backward), model.routed(state.adapter), model.recompute(recompute):
             hidden = batch_hidden(model, state.adapter, batch)
             scorer = Scorer(model, state.adapter, temperature)
@@ -102,11 +126,22 @@ def forward_backward(
                 logprobs = batch.of_positions(scores)
                 elementwise = loss.compute(logprobs, batch.inputs, config)
             if gradient is not None:  # last, because nothing may fail once gradients have been added
-                backpropagate(model, hidden, gradient, state.adapter, gradients)
+                backpropagate(model, hidden, gradient, state.adapter, into)
         return logprobs, elementwise
 
+    def breaks(index: int) -> bool:
+        """Whether the gradient of this datum alone is not finite."""
+        own = state.zeros()
+        for _ in each_micro_batch(model, [examples[index]], partial(run, into=own)):
+            pass
+        return not _are_finite(own)
+
     for batch, (logprobs, elementwise) in each_micro_batch(model, examples, run):
-        loss_sum += float(elementwise.double().sum())
+        batch_loss = float(elementwise.double().sum())
+        loss_sum += batch_loss
+        if not math.isfinite(batch_loss):
+            rows = batch.inputs["sequence_index"][~elementwise.isfinite().all(dim=1)]
+            broken += [batch.indices[i] for i in rows.unique().tolist()]
         passed += batch.tokens
         trained += int(loss.trained(batch.inputs).sum())
         if loss.is_policy_loss:
@@ -115,12 +150,11 @@ def forward_backward(
         for i, array in zip(batch.indices, split_positions(logprobs, batch, examples), strict=True):
             outputs[i] = {"logprobs": tinker.TensorData.from_numpy(array)}
 
-    if not np.isfinite(loss_sum):
-        raise RequestError(
-            f"the loss of this call is {loss_sum}: check the sampled logprobs (a probability ratio overflowed) and the "
-            "learning rate; no gradient was kept"
-        )
+    if not math.isfinite(loss_sum):
+        raise _not_finite("loss", sorted(broken))
     if backward:
+        if not _are_finite(gradients):  # rare, and worth a pass for each datum
+            raise _not_finite("gradient", [i for i in range(len(examples)) if breaks(i)])
         state.accumulate(gradients)
     metrics = {
         "loss:sum": loss_sum,

@@ -8,7 +8,14 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
 from tinker_local_backend.errors import CheckpointError, LocalBackendError
-from tinker_local_backend.server import routes_openai, routes_rest, routes_sampling, routes_service, routes_training
+from tinker_local_backend.server import (
+    routes_hosted_only,
+    routes_openai,
+    routes_rest,
+    routes_sampling,
+    routes_service,
+    routes_training,
+)
 from tinker_local_backend.server.access import Access
 from tinker_local_backend.server.errors import error_body, speaks_openai
 from tinker_local_backend.server.guard import Guard
@@ -19,7 +26,7 @@ from tinker_local_backend.server.sessions import Refused
 def make_app(service: Service, access: Access) -> FastAPI:
     app = FastAPI(title="tinker_local_backend", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    for routes in (routes_service, routes_training, routes_sampling, routes_rest, routes_openai):
+    for routes in (routes_service, routes_training, routes_sampling, routes_rest, routes_hosted_only, routes_openai):
         app.include_router(routes.router())
     app.add_middleware(Guard, access=access, config=service.config, metrics=service.metrics)
     app.add_exception_handler(Refused, _refused)

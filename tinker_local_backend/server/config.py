@@ -33,7 +33,7 @@ class ServerConfig:
     max_decompressed_mib: int = chz.field(
         default=256, doc="largest request body after decompression", validator=chz.validators.gt(0)
     )
-    max_connections: int = chz.field(default=20000, doc="open connections", validator=chz.validators.gt(0))
+    max_connections: int = chz.field(default=10000, doc="open connections", validator=chz.validators.gt(0))
     max_sessions: int = chz.field(default=100, doc="live sessions of a tenant", validator=chz.validators.gt(0))
     max_models: int = chz.field(
         default=32, doc="adapters that a tenant trains at a time", validator=chz.validators.gt(0)

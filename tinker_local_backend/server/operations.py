@@ -134,6 +134,9 @@ class Operations:
         reply = {"type": "load_weights", "path": path, "model_id": fields["model_id"]}
         return (load(path), lambda _: Frame({"json": reply}))
 
+    def op_refuse(self, fields: Fields, body: bytes) -> Reply:
+        raise RequestError(fields["why"])
+
     # Samplers
 
     def op_open_sampler(self, fields: Fields, body: bytes) -> Reply:

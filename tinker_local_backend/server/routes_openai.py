@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -185,6 +186,7 @@ class _Asked:
         except BaseException:
             for request in requests:
                 self._service.cancel(request)
+                request.fetched = time.monotonic()  # nobody will ask for it: housekeeping forgets it once it has ended
             raise
         return [self._response(request) for request in requests]
 

@@ -61,12 +61,15 @@ def _add_models(routes: APIRouter) -> None:
 
     @routes.post("/load_weights")
     async def load_weights(body: LoadWeights, service: ServiceOf, tenant: TenantOf) -> Any:
-        if body.weights_access_token is not None:
-            raise Refused(400, "weights_access_token is only understood by the hosted service; leave it out")
-        _check_optimizer(body.optimizer_config)
         fields: dict[str, Any] = {"op": "load_weights", "path": body.path, "optimizer": body.optimizer}
+        token = "weights_access_token is only understood by the hosted service; leave it out"
         if body.model_id is not None and body.seq_id is not None:
+            if body.weights_access_token is not None:
+                fields = _refusal(token)
             return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
+        if body.weights_access_token is not None:
+            raise Refused(400, token)
+        _check_optimizer(body.optimizer_config)
         if body.session_id is None or body.model_seq_id is None:
             raise Refused(
                 422, "give model_id and seq_id (a model that exists) or session_id and model_seq_id (a new one)"
@@ -108,7 +111,8 @@ def _add_steps(routes: APIRouter) -> None:
     async def optim_step(body: OptimStep, service: ServiceOf, tenant: TenantOf) -> Any:
         if body.optimizer_params is not None:
             kind = str(body.optimizer_params.get("type", "another optimizer"))[:64]
-            raise Refused(400, f"optimizer_params are of {kind!r}; this server trains with AdamW, so send adam_params")
+            fields = _refusal(f"optimizer_params are of {kind!r}; this server trains with AdamW, so send adam_params")
+            return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
         params = (body.adam_params or AdamParams()).model_dump()
         return _accepted(service, tenant, body, body.model_id, body.seq_id, {"op": "optim_step", "adam_params": params})
 
@@ -138,12 +142,28 @@ def _add_saves(routes: APIRouter) -> None:
         if body.sampling_session_seq_id is None:
             raise Refused(422, "give path (a name to save under) or sampling_session_seq_id (a snapshot in memory)")
         if body.kind != "snapshot":
-            raise Refused(400, f"kind is {body.kind!r}; this server's sampling clients are snapshots, so leave it out")
+            fields = _refusal(
+                f"kind is {body.kind[:64]!r}; this server's sampling clients are snapshots, so leave it out"
+            )
+            return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
         fields = {"op": "snapshot", "sampling_session_seq_id": body.sampling_session_seq_id}
         # The SDK counts this number up with every attempt to send the same request.
         identity = digest(body, "sampling_session_seq_id")
         request = service.model_request(tenant, body.model_id, body.seq_id, fields, identity)
         return {"request_id": request.request_id, "model_id": body.model_id}
+
+    @routes.post("/save_weights_external")
+    async def save_weights_external(body: SaveWeights, service: ServiceOf, tenant: TenantOf) -> Any:
+        fields = _refusal(
+            "external weights are only offered by the hosted service; save_weights_for_sampler writes PEFT files under the "
+            "server's home"
+        )
+        return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
+
+
+def _refusal(why: str) -> dict[str, Any]:
+    """What is never carried out, but keeps its place in the order of its model's requests."""
+    return {"op": "refuse", "why": why}
 
 
 def _accepted(

@@ -1,0 +1,203 @@
+"""Whether a run's folder has every file that a reinforcement learning run leaves, and whether their numbers fit each other.
+
+    python -m recipes.check_artifacts log_path=/tmp/tinker-examples/debate_rs_grpo/...
+
+Prints a row per check, with what is wrong where one fails, and ends with exit code 1 then. Nothing is changed, and no model
+is loaded. What the files hold is in docs/records.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import chz
+from rich.console import Console
+from rich.table import Table
+
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
+from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
+from tinker_cookbook.rl.transcripts import iteration_folder
+from tinker_cookbook.runs.checkpoints import load_checkpoints_file
+from tinker_cookbook.utils.files import read_json_object, read_jsonl
+
+RECORD_KINDS = ("baseline", "summary", "debate", "episode", "preference")
+DATUM_LISTS = ("prompt_tokens", "completion_tokens", "completion_logprobs", "completion_advantages")
+MOST_TOLD = 5
+"""Problems of one check that are shown; the others are counted."""
+
+Problems = Iterator[str]
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.check_artifacts`."""
+
+    log_path: str = chz.field(doc="folder of a reinforcement learning run")
+
+
+class Run:
+    """What the checks read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = read_json_object(folder / "config.json", "it is no folder of a run")
+        self.rows = read_jsonl(folder / "metrics.jsonl", tolerate_torn_tail=True)
+        self.steps = [row for row in self.rows if "groups/sampled" in row]
+        self.writes_records: bool = self.config.get("write_records", True)
+        self.num_groups_to_log: int = self.config.get("num_groups_to_log", 0)
+
+    def step_folder(self, row: Mapping[str, Any]) -> Path:
+        return iteration_folder(self.folder, row["step"])
+
+
+def check_metadata(run: Run) -> Problems:
+    metadata = read_json_object(run.folder / "run_metadata.json", "every run writes one when it begins")
+    yield from (f"run_metadata.json has no {key!r}" for key in ("argv", "versions") if not metadata.get(key))
+
+
+def check_metrics(run: Run) -> Problems:
+    if not run.steps:
+        yield "metrics.jsonl has no step that sampled"
+    steps = [row["step"] for row in run.steps]
+    if steps != list(range(len(steps))):
+        yield f"metrics.jsonl has the steps {steps}: some are missing, or there twice"
+    for row in run.steps:
+        parts = [row[f"groups/{name}"] for name in ("trained", "filtered", "stale", "failed")]
+        if sum(parts) != row["groups/sampled"]:
+            yield f"step {row['step']}: {row['groups/sampled']} groups were sampled, and {sum(parts)} accounted for"
+
+
+def check_learning(run: Run) -> Problems:
+    """Judged by tokens and gradients, and not by the loss, which is about 0 at ratio 1."""
+    trained = [row for row in run.steps if not row["train/skipped_steps"]]
+    if not trained:
+        yield "no step trained: the advantages of every batch were all zero"
+    for row in trained:
+        if not row["advantages/nonzero_count"]:
+            yield f"step {row['step']}: trained, but no token has an advantage"
+        if not row.get("optim/grad_norm", 1.0):
+            yield f"step {row['step']}: the gradient is {row['optim/grad_norm']}"
+
+
+def check_checkpoints(run: Run) -> Problems:
+    records = load_checkpoints_file(run.folder)
+    if not records:
+        yield "checkpoints.jsonl has no checkpoint"
+    elif not records[-1].final:
+        yield f"the last checkpoint, {records[-1].name}, is not final: the run was stopped; resume it"
+
+
+def check_rollouts(run: Run) -> Problems:
+    for row in run.steps:
+        about, turns = read_rollouts(run.step_folder(row) / FILE_NAME)
+        where = f"step {row['step']}: {FILE_NAME}"
+        if about["run"]["step"] != row["step"]:
+            yield f"{where} is of step {about['run']['step']}"
+        if len(about["failed_groups"]) != row["groups/failed"]:
+            yield f"{where} has {len(about['failed_groups'])} failed groups, metrics.jsonl {row['groups/failed']}"
+        found = {
+            "env/all/total_turns": len(turns),
+            "env/all/total_ac_tokens": sum(len(turn["completion"]) for turn in turns),
+            "advantages/nonzero_count": sum(int((turn["advantages"] != 0).sum()) for turn in _trained(turns)),
+        }
+        for key, value in found.items():
+            if value != row.get(key, 0):
+                yield f"{where} gives {key}={value}, metrics.jsonl {row.get(key, 0)}"
+        for turn in turns:
+            lengths = {len(turn[key]) for key in ("completion", "sampled_logprobs")}
+            lengths |= {len(turn[key]) for key in ("advantages", "trainer_logprobs") if turn[key] is not None}
+            if len(lengths) > 1:
+                yield f"{where}: group {turn['group']}, member {turn['member']}, turn {turn['turn']} has lists of {lengths}"
+
+
+def _trained(turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [turn for turn in turns if turn["advantages"] is not None]
+
+
+def check_training_steps(run: Run) -> Problems:
+    for row in run.steps:
+        name = f"training_step_{row['step'] + 1:04d}.json"
+        record = read_json_object(run.step_folder(row) / name, "the step's records were not written whole")
+        results = record["results"]
+        if record["num_datums"] != row["train/num_datums"]:
+            yield f"{name}: num_datums is {record['num_datums']}, metrics.jsonl says {row['train/num_datums']}"
+        if results["num_trained_tokens"] != row["advantages/nonzero_count"]:
+            yield f"{name}: {results['num_trained_tokens']} trained tokens, metrics.jsonl says {row['advantages/nonzero_count']}"
+        if not row["train/skipped_steps"] and results["metrics"]["loss:sum"] is None:
+            yield f"{name}: results.metrics has no loss:sum"
+        for i, datum in enumerate(record["datums"]):
+            lengths = {key: len(datum[key]) for key in DATUM_LISTS}
+            if not all(lengths.values()) or len({lengths[key] for key in DATUM_LISTS[1:]}) > 1:
+                yield f"{name}: datum {i} has lists of {lengths}"
+
+
+def check_group_records(run: Run) -> Problems:
+    for row in run.steps:
+        names = [path for kind in RECORD_KINDS for path in run.step_folder(row).glob(f"{kind}_*.json")]
+        for path in names:
+            record = read_json_object(path, "the step's records were not written whole")
+            if record.get("step") != row["step"]:
+                yield f"{path.name} says step {record.get('step')}"
+        if not names and row["groups/sampled"] > row["groups/failed"]:
+            yield f"step {row['step']}: no record of a group ({', '.join(f'{kind}_*.json' for kind in RECORD_KINDS)})"
+
+
+def check_transcripts(run: Run) -> Problems:
+    for row in run.steps:
+        for name in ("train.html", "train_logtree.json"):
+            if not (run.step_folder(row) / name).is_file():
+                yield f"step {row['step']}: no {name}"
+
+
+def checks(run: Run) -> dict[str, Callable[[Run], Problems]]:
+    """Name -> check, of what the run's config says that it writes."""
+    found: dict[str, Callable[[Run], Problems]] = {
+        "metadata": check_metadata,
+        "metrics": check_metrics,
+        "learning signal": check_learning,
+        "checkpoints": check_checkpoints,
+    }
+    if run.writes_records:
+        found |= {"every rollout": check_rollouts, "training steps": check_training_steps}
+    if run.writes_records and run.num_groups_to_log:
+        found["records of groups"] = check_group_records
+    if run.num_groups_to_log:
+        found["transcripts"] = check_transcripts
+    return found
+
+
+def problems(check: Callable[[Run], Problems], run: Run) -> list[str]:
+    """What a check finds wrong; a file that is missing or cannot be read is one."""
+    found: list[str] = []
+    try:
+        found.extend(check(run))
+    except (OSError, TinkerCookbookError, KeyError, json.JSONDecodeError) as error:
+        found.append(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error))
+    return found
+
+
+async def main(cli: CLIConfig) -> None:
+    folder = Path(cli.log_path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(f"log_path={cli.log_path!r}: no folder of a run; it has no config.json")
+    run = Run(folder)
+    table = Table(title=f"Artefacts of {folder}", title_justify="left")
+    for header in ("check", "result", "what is wrong"):
+        table.add_column(header)
+    failed = 0
+    for name, check in checks(run).items():
+        found = problems(check, run)
+        failed += bool(found)
+        more = [f"... and {len(found) - MOST_TOLD} more"] if len(found) > MOST_TOLD else []
+        table.add_row(name, "fail" if found else "pass", "\n".join([*found[:MOST_TOLD], *more]))
+    Console(soft_wrap=True).print(table)
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

@@ -1,0 +1,122 @@
+"""Which models there are: renderer, size, suggested rank and learning rate, and what runs where.
+
+    python -m recipes.models
+    python -m recipes.models like=qwen3
+    python -m recipes.models model_name=Qwen/Qwen3-8B
+
+Names, renderers and sizes are known without a download; any other directory or hub id that transformers can load may be
+named too. Renderers marked * are not compared with recorded output of another implementation.
+"""
+
+import chz
+from rich.console import Console
+from rich.table import Table
+
+from tinker_cookbook import backends, hyperparam_utils, model_info
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers.registry import UNVERIFIED
+
+ORGANIZATIONS = {
+    "Qwen": model_info.get_qwen_info,
+    "meta-llama": model_info.get_llama_info,
+    "deepseek-ai": model_info.get_deepseek_info,
+    "openai": model_info.get_gpt_oss_info,
+    "moonshotai": model_info.get_moonshot_info,
+    "nvidia": model_info.get_nvidia_info,
+    "mistralai": model_info.get_mistral_info,
+    "google": model_info.get_gemma_info,
+}
+RANK = 32
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.models`."""
+
+    like: str = chz.field(default="", doc="only models whose name has this in it, in any case")
+    model_name: str | None = chz.field(default=None, doc="all about one model; a directory or a hub id")
+    lora_rank: int = chz.field(default=RANK, doc="rank that adapters are counted for", validator=chz.validators.gt(0))
+
+
+def known_models() -> list[str]:
+    """The hub names that have a renderer."""
+    return [f"{organization}/{name}" for organization, infos in ORGANIZATIONS.items() for name in infos()]
+
+
+def renderer_names(model_name: str) -> list[str]:
+    names = model_info.get_recommended_renderer_names(model_name)
+    return [f"{name}*" if name in UNVERIFIED else name for name in names]
+
+
+def facts(model_name: str, lora_rank: int, may_download: bool = False) -> dict[str, str]:
+    """What is known of a model, as text; "?" for what is not, or would have to be downloaded."""
+    found = {"renderer": "?", "parameters": "?", "adapter": "?", "learning rate": "?"}
+    known = {
+        "renderer": lambda: renderer_names(model_name)[0],
+        "parameters": lambda: _short(hyperparam_utils.get_full_finetune_param_count(model_name)),
+        "adapter": lambda: _short(hyperparam_utils.get_lora_param_count(model_name, lora_rank)),
+        "learning rate": lambda: f"{hyperparam_utils.get_lr(model_name):.1e}",
+    }
+    for key, read in known.items():
+        if key != "renderer" and not may_download and not hyperparam_utils.is_known(model_name):
+            continue
+        try:
+            found[key] = read()
+        except (ConfigurationError, NotImplementedError):
+            continue
+    found["local engine"] = "?"
+    found["hosted"] = "yes" if model_name in model_info.HOSTED_MODELS else "-"
+    if not may_download and not hyperparam_utils.is_known(model_name):
+        return found
+    try:
+        refusal = backends.why_not_local(model_name, hyperparam_utils.model_config(model_name))
+        found["local engine"] = "trains and samples" if refusal is None else _reason(refusal)
+    except ConfigurationError:
+        pass
+    return found
+
+
+def _reason(refusal: str) -> str:
+    """Of the engine's refusal what is said of the model."""
+    return "no: " + refusal.partition(") ")[2].partition(",")[0]
+
+
+def _short(count: int) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def show(names: list[str], lora_rank: int) -> None:
+    """One table, a row for each model."""
+    columns = ["renderer", "parameters", "adapter", "learning rate", "local engine", "hosted"]
+    table = Table("model", *(f"adapter, rank {lora_rank}" if name == "adapter" else name for name in columns), box=None)
+    for name in names:
+        known = facts(name, lora_rank)
+        table.add_row(name, *(known[column] for column in columns))
+    Console(width=None if Console().is_terminal else 180).print(table)
+
+
+async def main(cli: CLIConfig) -> None:
+    if cli.model_name is not None:
+        print(f"{cli.model_name}")
+        print(f"  renderers      {', '.join(renderer_names(cli.model_name))}")
+        for key, value in facts(cli.model_name, cli.lora_rank, may_download=True).items():
+            print(f"  {key.ljust(14)} {value}")
+        context = model_info.get_context_length(cli.model_name)
+        print(f"  context        {'?' if context is None else f'{context} tokens'}")
+        return
+    names = [name for name in known_models() if cli.like.lower() in name.lower()]
+    if not names:
+        raise ConfigurationError(
+            f"like={cli.like!r}: no known model has this in its name; leave it out to see them all"
+        )
+    show(names, cli.lora_rank)
+    print("\n*: renderer not compared with recorded output of another implementation.")
+    print("Adapters on every linear; learning rate: the service's rule for LoRA, where it has one for the family.")
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

@@ -1,0 +1,60 @@
+"""The table of models: what is in it is true of the rest of the library, and nothing is downloaded for it."""
+
+import asyncio
+
+import pytest
+
+from recipes.models import CLIConfig, facts, known_models, main
+from tinker_cookbook import model_info
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import known_renderer_names
+
+
+def show(capsys: pytest.CaptureFixture[str], **keys: object) -> str:
+    asyncio.run(main(CLIConfig(**keys)))  # pyright: ignore[reportArgumentType]
+    return capsys.readouterr().out
+
+
+def test_every_hosted_model_is_known_with_a_renderer_that_exists() -> None:
+    assert set(known_models()) >= model_info.HOSTED_MODELS
+    assert len(model_info.HOSTED_MODELS) == 28
+    for name in model_info.HOSTED_MODELS:
+        found = facts(name, 32)
+        assert found["renderer"].rstrip("*") in known_renderer_names() and "?" not in found["parameters"]
+        assert found["hosted"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "Qwen/Qwen3-8B",
+            {"renderer": "qwen3", "parameters": "8.19B", "local engine": "trains and samples", "hosted": "yes"},
+        ),
+        (
+            "openai/gpt-oss-20b",
+            {"renderer": "gpt_oss_no_sysprompt", "parameters": "20.9B", "learning rate": "?", "hosted": "yes"},
+        ),
+        ("google/gemma-2-9b-it", {"renderer": "gemma*", "parameters": "?", "local engine": "?", "hosted": "-"}),
+    ],
+)
+def test_facts(name: str, expected: dict[str, str]) -> None:
+    found = facts(name, 32)
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_what_the_local_engine_refuses_comes_with_the_reason() -> None:
+    assert facts("openai/gpt-oss-20b", 32)["local engine"].startswith("no: has mixture-of-experts layers")
+    assert facts("Qwen/Qwen3.5-4B", 32)["local engine"].startswith("no: has layers of type linear_attention")
+
+
+def test_the_table_and_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    table = show(capsys, like="GPT-oss")
+    assert "openai/gpt-oss-20b" in table and "openai/gpt-oss-120b" in table and "Qwen" not in table
+    one = show(capsys, model_name="tiny_chat", lora_rank=8)
+    assert "qwen3_instruct" in one and "2.26M" in one and "150k" in one and "1024 tokens" in one
+
+
+def test_nothing_like_it() -> None:
+    with pytest.raises(ConfigurationError, match="like='zzz': no known model"):
+        asyncio.run(main(CLIConfig(like="zzz")))

@@ -1,0 +1,249 @@
+"""Every rollout of a step in one compact file, `rollouts.parquet`, a row per turn: enough to view, replay and judge it again.
+
+The columns are those of `SCHEMA`; docs/records.md says what each holds. Prompts are stored as what they add to the turn
+before. Settings of the run and groups that were given up are in the file's own metadata, under `run` and `failed_groups`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.rl.data_processing import DatumMetadata
+from tinker_cookbook.rl.rollouts import FailedGroup
+from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, TrajectoryGroup
+from tinker_cookbook.utils.files import to_jsonable, write_bytes
+from tinker_cookbook.utils.lazy import np, tinker
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FILE_NAME = "rollouts.parquet"
+SCHEMA_VERSION = 1
+MEDIA = -1
+"""Stands for a position of an image or other media in a prompt."""
+
+_LISTS = {"prompt": "int32", "completion": "int32"} | dict.fromkeys(
+    ("sampled_logprobs", "trainer_logprobs", "advantages"), "float32"
+)
+_VALUES = {
+    "group": "int32", "member": "int32", "turn": "int32", "tags": "string", "dataset_index": "int32", "role": "string",
+    "sampling_client_step": "int32", "prompt_shared": "int32", "masked": "bool", "stop_reason": "string", "reward": "float64",
+    "metrics": "string", "logs": "string", "total_reward": "float64", "final_reward": "float64",
+    "member_advantage": "float64", "trained": "bool", "rollout_stop_reason": "string", "verdict": "string",
+    "group_metrics": "string", "info": "string",
+}  # fmt: skip
+COLUMNS = (*_VALUES, *_LISTS)
+
+
+@dataclass(frozen=True)
+class StepRollouts:
+    """What a step sampled and what became of it. Lists of groups are in the order in which they were sampled."""
+
+    groups_P: Sequence[TrajectoryGroup | FailedGroup]
+    versions_P: Sequence[int]
+    """optimizer updates that each group's policy had seen"""
+    advantages_P: Sequence[Sequence[float]] = ()
+    """of each member of the groups that came through, in order"""
+    data_D: Sequence[tinker.Datum] = ()
+    """what was trained on"""
+    metadata_D: Sequence[DatumMetadata] = ()
+    """group_idx counts the groups that came through"""
+    trainer_logprobs_D: Sequence[np.ndarray | None] = ()
+    """of the targets of each datum, before the update; None for one whose pass was skipped; empty: the update failed"""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """step, model and settings"""
+
+
+def write_rollouts(path: Path, step: StepRollouts) -> None:
+    """Write the file, whole or not at all."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = list(_rows(step))
+    arrays = {name: _list_column([row[name] for row in rows], kind) for name, kind in _LISTS.items()}
+    for name, kind in _VALUES.items():
+        arrays[name] = pyarrow.array([row[name] for row in rows], type=pyarrow.type_for_alias(kind))
+    failed = [
+        {"group": i, "tags": group.tags, "errors": [[error.error_type, error.error_message] for error in group.errors]}
+        for i, group in enumerate(step.groups_P)
+        if isinstance(group, FailedGroup)
+    ]
+    about = {"schema_version": SCHEMA_VERSION, "run": step.run, "failed_groups": failed}
+    metadata = {key: json.dumps(to_jsonable(value)) for key, value in about.items()}
+    table = pyarrow.table({name: arrays[name] for name in COLUMNS}).replace_schema_metadata(metadata)
+    split = [f"{name}.list.element" for name in _LISTS if name != "advantages"]
+    buffer = pyarrow.BufferOutputStream()
+    # Ids and logprobs compress by their bytes of equal weight; what repeats, by a dictionary. Both take a list of columns too.
+    parquet.write_table(
+        table,
+        buffer,
+        compression="zstd",
+        use_dictionary=[*_VALUES, "advantages.list.element"],  # pyright: ignore[reportArgumentType]
+        use_byte_stream_split=split,  # pyright: ignore[reportArgumentType]
+    )
+    write_bytes(path, buffer.getvalue())
+
+
+def read_rollouts(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What is said of the run, and the turns in order, each a dict of COLUMNS with its whole `prompt`.
+
+    Lists of numbers are numpy arrays, JSON texts are parsed, `tags` is a list.
+
+    Raises:
+        DataFormatError: the file is damaged, or of another version.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+        about = {key.decode(): json.loads(value) for key, value in (table.schema.metadata or {}).items()}
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
+    if about.get("schema_version") != SCHEMA_VERSION:
+        raise DataFormatError(f"{path}: schema_version {about.get('schema_version')} is not {SCHEMA_VERSION}")
+    columns = {name: _values(table[name], name) for name in COLUMNS}
+    rows = [{name: columns[name][i] for name in COLUMNS} for i in range(table.num_rows)]
+    before = np.zeros(0, dtype=np.int32)
+    for row in rows:
+        for name in ("tags", "metrics", "logs", "group_metrics", "info"):
+            row[name] = json.loads(row[name])
+        row["prompt"] = np.concatenate([before[: row["prompt_shared"]], row["prompt"]])
+        before = np.concatenate([row["prompt"], row["completion"]])
+    return about, rows
+
+
+def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
+    of_member: dict[tuple[int, int], list[int]] = {}
+    for d, meta in enumerate(step.metadata_D):
+        of_member.setdefault((meta["group_idx"], meta["traj_idx"]), []).append(d)
+    came_through = 0
+    for index, (group, version) in enumerate(zip(step.groups_P, step.versions_P, strict=True)):
+        if isinstance(group, FailedGroup):
+            continue
+        advantages_G = step.advantages_P[came_through]
+        for i, trajectory in enumerate(group.trajectories_G):
+            info = group.member_info_G[i] if group.member_info_G else {}
+            member = {
+                "group": index,
+                "member": i,
+                "tags": json.dumps(group.tags),
+                "dataset_index": group.dataset_index,
+                "role": group.get_roles()[i],
+                "sampling_client_step": version,
+                "total_reward": group.get_total_rewards()[i],
+                "final_reward": group.final_rewards_G[i],
+                "member_advantage": advantages_G[i],
+                "trained": group.is_trained()[i],
+                "rollout_stop_reason": trajectory.stop_reason,
+                "verdict": info.get("verdict"),
+                "group_metrics": _text(group.metrics_G[i]),
+                "info": _text(info),
+            }
+            ids_T = [
+                (np.array(_ids(transition.ob), dtype=np.int32), np.array(transition.ac.tokens, dtype=np.int32))
+                for transition in trajectory.transitions
+            ]
+            places = _places(step, of_member.get((came_through, i), []), ids_T)
+            before = np.zeros(0, dtype=np.int32)
+            for turn, (transition, (prompt, completion)) in enumerate(zip(trajectory.transitions, ids_T, strict=True)):
+                masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
+                trained = (
+                    (None, None) if masked or turn not in places else _trained(step, *places[turn], len(completion))
+                )
+                common = min(len(prompt), len(before))
+                differs = np.flatnonzero(prompt[:common] != before[:common])
+                shared = int(differs[0]) if len(differs) else common
+                before = np.concatenate([prompt, completion])
+                yield member | {
+                    "turn": turn,
+                    "prompt_shared": shared,
+                    "prompt": prompt[shared:],
+                    "completion": completion,
+                    "sampled_logprobs": np.array(transition.ac.maybe_logprobs or [], dtype=np.float32),
+                    "trainer_logprobs": trained[0],
+                    "advantages": trained[1],
+                    "masked": masked,
+                    "stop_reason": transition.ac.stop_reason,
+                    "reward": transition.reward,
+                    "metrics": _text(transition.metrics),
+                    "logs": _text(transition.logs),
+                }
+        came_through += 1
+
+
+def _places(
+    step: StepRollouts, own: Sequence[int], ids_T: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> dict[int, tuple[int, int]]:
+    """Of each turn that was trained on its datum, and where its first token is there.
+
+    Turns merge into sequences as in `trajectory_to_data`; a sequence may have no datum, since its advantages were all zero.
+    """
+    sequences: list[tuple[np.ndarray, dict[int, int]]] = []
+    for turn, (prompt, completion) in enumerate(ids_T):
+        if not len(completion):
+            continue
+        before = sequences[-1][0] if sequences else None
+        if before is None or not np.array_equal(prompt[: len(before)], before):
+            sequences.append((prompt, {}))
+        starts = sequences[-1][1] | {turn: len(prompt)}
+        sequences[-1] = (np.concatenate([prompt, completion]), starts)
+    places: dict[int, tuple[int, int]] = {}
+    remaining = list(own)
+    for sequence, starts in sequences:
+        if not remaining:
+            break
+        datum = step.data_D[remaining[0]]
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+        if np.array_equal(targets, sequence[1:]) and _ids(datum.model_input, 1) == sequence[:1].tolist():
+            d = remaining.pop(0)
+            places |= {turn: (d, start) for turn, start in starts.items()}
+    return places
+
+
+def _trained(step: StepRollouts, d: int, start: int, count: int) -> tuple[np.ndarray | None, np.ndarray]:
+    """Trainer's logprobs (None: there are none) and advantages of `count` tokens of a datum. The very first has no target."""
+    first = max(0, start - 1)  # position i predicts token i + 1
+    advantages = step.data_D[d].loss_fn_inputs["advantages"].to_numpy()[first : start - 1 + count]
+    missing = count - len(advantages)
+    advantages = np.concatenate([np.zeros(missing, dtype=np.float32), advantages])
+    logprobs = step.trainer_logprobs_D[d] if step.trainer_logprobs_D else None
+    if logprobs is None:
+        return None, advantages
+    logprobs = logprobs[first : start - 1 + count]
+    return np.concatenate([np.full(missing, np.nan, dtype=np.float32), logprobs]), advantages
+
+
+def _ids(observation: tinker.ModelInput, count: int | None = None) -> list[int]:
+    """All ids, or the first `count`."""
+    ids: list[int] = []
+    for chunk in observation.chunks:
+        ids += chunk.tokens[:count] if isinstance(chunk, tinker.EncodedTextChunk) else [MEDIA] * chunk.length
+        if count is not None and len(ids) >= count:
+            break
+    return ids[:count]
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    return json.dumps(to_jsonable(value), ensure_ascii=False)
+
+
+def _list_column(values: Sequence[np.ndarray | None], kind: str) -> pyarrow.Array:
+    import pyarrow
+
+    lengths = [0 if value is None else len(value) for value in values]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    flat = np.concatenate([np.zeros(0, dtype=kind), *(value for value in values if value is not None)]).astype(kind)
+    missing = pyarrow.array([value is None for value in values])
+    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(flat), mask=missing)
+
+
+def _values(column: pyarrow.ChunkedArray, name: str) -> list[Any]:
+    if name not in _LISTS:
+        return column.to_pylist()
+    return [None if not value.is_valid else value.values.to_numpy(zero_copy_only=False) for value in column]
