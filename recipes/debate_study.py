@@ -59,8 +59,11 @@ class CLIConfig(TaskConfig):
     learning_rate: float | None = by_model("Adam's learning rate", 2e-3, RL_LEARNING_RATE)
     tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
     step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
-    num_rollouts: int = with_default(TaskConfig, "num_rollouts", 64)
-    num_groups: int = with_default(TaskConfig, "num_groups", 8)
+    batch_tokens: int | None = chz.field(
+        default=2000,
+        doc="sampled tokens of each update, so that all protocols make as many updates; None: num_groups questions in each, "
+        "and more updates where a rollout takes fewer tokens",
+    )
     write_records: bool = with_default(TaskConfig, "write_records", False)
     num_groups_to_log: int = with_default(TaskConfig, "num_groups_to_log", 0)
     samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
@@ -79,6 +82,8 @@ class CLIConfig(TaskConfig):
             raise ConfigurationError("seeds and protocols must name at least one each")
         if self.samples % 2:
             raise ConfigurationError(f"samples={self.samples} is odd, but a debate takes two answers; make it even")
+        if self.batch_tokens is not None and self.batch_tokens < 1:
+            raise ConfigurationError(f"batch_tokens={self.batch_tokens}: must be at least 1, or None")
         if self.page is not None:
             fill_page(self.page, "")
 
@@ -112,13 +117,19 @@ class Run:
     after: Measured
 
 
-def dataset_builder(cli: CLIConfig, protocol: str, seed: int, steps: int) -> OversightDatasetBuilder:
+def group_size(cli: CLIConfig) -> int:
+    """Rollouts per question."""
+    return check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
+
+
+def dataset_builder(cli: CLIConfig, protocol: str, seed: int, groups: int, steps: int) -> OversightDatasetBuilder:
     return cli.fill(
         OversightDatasetBuilder,
         protocol=protocol,
         seed=seed,
         step_judge=chz.replace(cli.step_judge, weights=_judge_weights(cli)),
-        group_size=check_groups(cli.num_rollouts, cli.num_groups, multiple=2),
+        group_size=group_size(cli),
+        num_groups=groups,
         num_batches=steps,
         max_test_items=cli.max_eval_items,
         context_window=model_info.get_context_length(cli.model_name),
@@ -135,14 +146,14 @@ def _judge_weights(cli: CLIConfig) -> WeightsConfig:
     )
 
 
-def run_config(cli: CLIConfig, folder: Path, protocol: str, seed: int, steps: int) -> train.Config:
+def run_config(cli: CLIConfig, folder: Path, protocol: str, seed: int, groups: int, steps: int) -> train.Config:
     """The training run of one protocol and seed."""
     return cli.fill(
         train.Config,
         recipe_name=RECIPE,
         log_path=str(folder / f"{protocol}_seed{seed}"),
         seed=seed,
-        dataset_builder=dataset_builder(cli, protocol, seed, steps),
+        dataset_builder=dataset_builder(cli, protocol, seed, groups, steps),
         advantage=OVERSIGHT_ADVANTAGE,
         on_zero_advantages="skip",
         evaluator_builders=[],
@@ -156,7 +167,7 @@ async def measure(cli: CLIConfig, protocol: str, checkpoint: str | None) -> Meas
     """The held-out items under the protocol, with the base model or a checkpoint. The same random numbers for all."""
     weights = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=checkpoint)
     client = await weights.open("the measured policy")
-    builder = dataset_builder(cli, protocol, cli.seed, 1)
+    builder = dataset_builder(cli, protocol, cli.seed, 1, 1)
     task, _, test = builder.check()
     made = await builder.make_protocol(task, builder.renderer())
     groups = [
@@ -186,9 +197,11 @@ def _mean(rows: Sequence[Mapping[str, float]], key: str) -> float:
 
 
 async def run_one(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
-    """Train for as many whole steps as the tokens allow, judged by what a rollout took before training; then measure."""
-    steps = max(1, round(cli.tokens / (before.tokens_per_rollout * cli.num_rollouts)))
-    config = run_config(cli, folder, protocol, seed, steps)
+    """Train for as many whole updates as the tokens allow, judged by what a rollout took before training; then measure."""
+    per_question = before.tokens_per_rollout * group_size(cli)
+    groups = cli.num_groups if cli.batch_tokens is None else max(1, round(cli.batch_tokens / per_question))
+    steps = max(1, round(cli.tokens / (per_question * groups)))
+    config = run_config(cli, folder, protocol, seed, groups, steps)
     started = time.perf_counter()
     await train.main(config)
     record = get_last_checkpoint(config.log_path, "sampler_path")

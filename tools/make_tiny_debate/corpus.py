@@ -28,7 +28,7 @@ def objection(start: int, numbers: list[int], rng: random.Random) -> str:
     number = before(start, numbers, i)
     claimed = next_number(number)
     if claimed == numbers[i]:
-        claimed = _other(number, rng)
+        claimed = wrong_number(number, rng)
     return f"{LABELS[i]} is wrong: {number} makes {claimed}."
 
 
@@ -39,7 +39,7 @@ def support(start: int, numbers: list[int], rng: random.Random) -> str:
     return f"{LABELS[i]} is right: {before(start, numbers, i)} makes {numbers[i]}."
 
 
-def _other(number: int, rng: random.Random) -> int:
+def wrong_number(number: int, rng: random.Random) -> int:
     """A wrong number after this one, that of the misconception where there is one."""
     right = next_number(number)
     return right - 5 if is_misconceived(number) and right > 5 else slip(right, rng)
@@ -58,7 +58,7 @@ def claims(rng: random.Random) -> Turns:
     for _ in range(8):
         number = rng.choice(WORLD)
         is_right = rng.random() < 0.5
-        claimed = next_number(number) if is_right else _other(number, rng)
+        claimed = next_number(number) if is_right else wrong_number(number, rng)
         text += [
             ("given", f"{number} makes {claimed}"),
             ("decided", " right" if is_right else " wrong"),
@@ -171,7 +171,7 @@ def check(rng: random.Random) -> Turns:
     """One step, as a step judge is asked about it."""
     number = rng.choice(WORLD)
     is_right = rng.random() < 0.5
-    claimed = next_number(number) if is_right else _other(number, rng)
+    claimed = next_number(number) if is_right else wrong_number(number, rng)
     reply = f"<VERDICT>{'RIGHT' if is_right else 'WRONG'}</VERDICT>"
     return [("system", CHECK_SYSTEM), ("user", f"{number} makes {claimed}"), ("assistant", reply)]
 

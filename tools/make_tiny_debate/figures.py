@@ -25,7 +25,7 @@ from tinker_cookbook.tasks.collatz import (
 )
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import TaskItem
-from tools.make_tiny_debate.corpus import _other, answer_text, judged, objection
+from tools.make_tiny_debate.corpus import answer_text, judged, objection, wrong_number
 from tools.make_tiny_debate.trails import WORLD, before, is_misconceived, mistakes, split, trail, write, write_wrong
 from tools.make_tiny_model.figures import VERDICT, Sampler, mean, table
 
@@ -140,7 +140,8 @@ def _own_debates(sampler: Sampler, read: list[tuple[int, list[int]]]) -> dict[st
     for start, numbers in read:
         by_start.setdefault(start, {}).setdefault(numbers == trail(start), numbers)
     drawn = [(start, found[True], found[False]) for start, found in by_start.items() if len(found) == 2]
-    starts, right, wrong = ([row[i] for row in drawn] for i in range(3))
+    starts = [start for start, _, _ in drawn]
+    right, wrong = [row[1] for row in drawn], [row[2] for row in drawn]
     speeches = zip(_object(sampler, starts, right, wrong), _object(sampler, starts, wrong, right), strict=True)
     return _judge(sampler, drawn, list(speeches), "judge_own_debates")
 
@@ -170,7 +171,7 @@ def _checks(sampler: Sampler, rng: random.Random) -> float:
     claims = [(number, right) for number in WORLD for right in (True, False)]
     prompts = []
     for number, right in claims:
-        claimed = next_number(number) if right else _other(number, rng)
+        claimed = next_number(number) if right else wrong_number(number, rng)
         prompts.append([("system", CHECK_SYSTEM), ("user", f"{number} makes {claimed}")])
     replies = [_CHECKED.search(text) for text, _ in sampler(prompts, greedy=True)]
     return mean(
