@@ -26,8 +26,6 @@ from tinker_cookbook.utils.files import read_json_object, read_jsonl
 
 RECORD_KINDS = ("baseline", "summary", "debate", "episode", "preference")
 DATUM_LISTS = ("prompt_tokens", "completion_tokens", "completion_logprobs", "completion_advantages")
-MOST_TOLD = 5
-"""Problems of one check that are shown; the others are counted."""
 
 Problems = Iterator[str]
 
@@ -37,6 +35,9 @@ class CLIConfig:
     """Keys of `python -m recipes.check_artifacts`."""
 
     log_path: str = chz.field(doc="folder of a reinforcement learning run")
+    max_problems: int = chz.field(
+        default=5, doc="problems of one check that are shown; the others are counted", validator=chz.validators.gt(0)
+    )
 
 
 class Run:
@@ -192,8 +193,9 @@ async def main(cli: CLIConfig) -> None:
     for name, check in checks(run).items():
         found = problems(check, run)
         failed += bool(found)
-        more = [f"... and {len(found) - MOST_TOLD} more"] if len(found) > MOST_TOLD else []
-        table.add_row(name, "fail" if found else "pass", "\n".join([*found[:MOST_TOLD], *more]))
+        shown = found[: cli.max_problems]
+        more = [f"... and {len(found) - len(shown)} more"] if len(found) > len(shown) else []
+        table.add_row(name, "fail" if found else "pass", "\n".join([*shown, *more]))
     Console(soft_wrap=True).print(table)
     if failed:
         raise SystemExit(1)

@@ -1,5 +1,8 @@
 """What the recipes for supervised fine-tuning share: their keys, and the training loop's config made of them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import chz
 
 from recipes.common import SL_LEARNING_RATE, TINY_LEARNING_RATE, CommonConfig, by_model, run_config
@@ -32,6 +35,7 @@ class SLConfig(CommonConfig, train.SupervisedOptions):
     )
     num_epochs: int = with_default(train.SupervisedOptions, "num_epochs", 4)
     learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE, known_lr)
+    lr_schedule: str | Callable[..., Any] = with_default(train.SupervisedOptions, "lr_schedule", "linear")
     eval_every: int = with_default(train.SupervisedOptions, "eval_every", 6)
 
 

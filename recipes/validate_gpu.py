@@ -215,6 +215,17 @@ def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
                 run.if_it_fails,
                 hidden=[f"log_path={folder}"],
             )
+    for run in training_runs(cli):
+        folder = output / run.folder
+        yield _command(
+            cli,
+            output / f"{run.folder}_files.log",
+            f"files of {run.name}",
+            ["-m", "recipes.check_artifacts"],
+            lambda log: (True, "complete, and their numbers fit each other"),
+            "the run's folder lacks files, or their numbers do not fit each other: the log says which",
+            hidden=[f"log_path={folder}"],
+        )
     yield _row(
         "utilisation",
         utilisation.verdict,
@@ -251,7 +262,8 @@ def _command(
                 return False, f"took longer than minutes={cli.minutes:g}; see {log.name}"
         printed = log.read_text(errors="replace").strip()
         if done.returncode != 0:
-            last = printed.splitlines()[-1] if printed else "nothing printed"
+            said = [line for line in printed.splitlines() if any(character.isalnum() for character in line)]
+            last = said[-1] if said else "nothing printed"
             return False, f"exit code {done.returncode}: {last}; see {log.name}"
         return check(printed)
 

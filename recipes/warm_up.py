@@ -133,6 +133,8 @@ async def train_first(
             max_steps=None,
             eval_every=0,
             infrequent_eval_every=0,
+            lr_schedule="linear",
+            lr_warmup_steps=0,
             **tracker_settings(TrackerConfig()),
         )
     )

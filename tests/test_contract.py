@@ -1,5 +1,6 @@
 """The names, signatures and defaults that scripts written for tinker-cookbook rely on."""
 
+import dataclasses
 import importlib
 import inspect
 import pickle
@@ -9,6 +10,7 @@ import chz
 import pytest
 
 from tinker_cookbook import exceptions
+from tinker_cookbook.rl import types as rl_types
 
 SIGNATURES = {
     "completers:TokensWithLogprobs": "tokens maybe_logprobs stop_reason='stop'",
@@ -210,3 +212,22 @@ def test_errors_pickle_and_refine_a_standard_type() -> None:
         assert issubclass(kind, ValueError | RuntimeError | TimeoutError | KeyError)
         copy = pickle.loads(pickle.dumps(kind("what went wrong")))
         assert type(copy) is kind and "what went wrong" in str(copy)
+
+
+def test_datasets_and_groups_of_scripts_may_be_dataclasses_with_fields_of_any_name() -> None:
+    """Scripts declare them with required fields; a method of the same name here would be taken for a default."""
+    fields = (
+        "batch_size",
+        "group_size",
+        "renderer",
+        "num_envs",
+        "answers",
+        "datapoints",
+        "env_thunk",
+        "answer",
+        "seed",
+    )
+    for base in (rl_types.RLDataset, rl_types.EnvGroupBuilder, rl_types.Env):
+        assert [name for name in fields if hasattr(base, name)] == []
+        made = dataclasses.make_dataclass("OfAScript", [(name, int) for name in fields], bases=(base,), frozen=True)
+        assert [field.name for field in dataclasses.fields(made)][-len(fields) :] == list(fields)

@@ -64,6 +64,8 @@ def teacher_run(cli: TeacherKeys, config: RunConfig, dataset_builder: Supervised
         max_steps=None,
         eval_every=0,
         infrequent_eval_every=0,
+        lr_schedule="linear",
+        lr_warmup_steps=0,
         **tracker_settings(TrackerConfig()),
     )
 

@@ -165,8 +165,14 @@ def sft_config(cli: CLIConfig, log_path: Path) -> sl_train.Config:
         cli.load_checkpoint_path,
         dataset_builder=data,
         learning_rate=cli.sft_learning_rate,
+        lr_schedule=_supervised_schedule(cli),
         num_epochs=cli.sft_epochs,
     )
+
+
+def _supervised_schedule(cli: CLIConfig) -> Any:
+    """Falls linearly, as in other supervised runs, unless another than reinforcement learning's constant one is asked for."""
+    return "linear" if cli.lr_schedule == "constant" else cli.lr_schedule
 
 
 def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | None) -> sl_train.Config:
@@ -184,6 +190,7 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
         warm_path,
         dataset_builder=data,
         learning_rate=cli.preference_learning_rate,
+        lr_schedule=_supervised_schedule(cli),
         num_epochs=cli.preference_epochs,
         evaluator_builders=[*cli.evaluator_builders, *([LabelAccuracyBuilder(data=data)] if has_test else [])],
     )

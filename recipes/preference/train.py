@@ -9,6 +9,9 @@ A line of the file is {"comparison": {"prompt_conversation": [{"role": "user", "
 chosen and rejected.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import chz
 
 from recipes.common import TINY_LEARNING_RATE, by_model, dataset_label, run_config, settle
@@ -31,6 +34,7 @@ class CLIConfig(ComparisonConfig, train_dpo.DPOOptions):
 
     num_epochs: int = with_default(train_dpo.DPOOptions, "num_epochs", 3)
     learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, DPO_LEARNING_RATE)
+    lr_schedule: str | Callable[..., Any] = with_default(train_dpo.DPOOptions, "lr_schedule", "linear")
     eval_every: int = with_default(train_dpo.DPOOptions, "eval_every", 7)
 
 

@@ -8,8 +8,10 @@ share of held-out lines to which the student, without the prompt, gives the teac
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import chz
 
@@ -41,6 +43,7 @@ class CLIConfig(LabelKeys, train.SupervisedOptions):
         default=512, doc="longest line with its answer, in tokens", validator=chz.validators.gt(1)
     )
     learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE)
+    lr_schedule: str | Callable[..., Any] = with_default(train.SupervisedOptions, "lr_schedule", "linear")
     eval_every: int = with_default(train.SupervisedOptions, "eval_every", 10)
 
 

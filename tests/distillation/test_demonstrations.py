@@ -27,12 +27,14 @@ from tinker_cookbook.distillation.demonstrations import (
 )
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.rl.data_processing import DatumMetadata
 from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 MODEL = str(EXAMPLE_DATA / "tiny_chat")
 PROMPTS = [tinker.ModelInput.from_ints([60, 61, 62, 63, 64]), tinker.ModelInput.from_ints([70, 71])]
-META = [{"group_idx": 0, "traj_idx": 0}, {"group_idx": 1, "traj_idx": 0}]
+META: list[DatumMetadata] = [{"group_idx": 0, "traj_idx": 0}, {"group_idx": 1, "traj_idx": 0}]
 
 
 def sampled(prompt: Sequence[int], reply: Sequence[int]) -> tinker.Datum:
@@ -202,7 +204,7 @@ class TestPrompts:
         prompt = build_sdft_teacher_prompt(
             "1 + {x}?", "{2}", renderer, "Be brief.", "{golden_answer} is for {question}"
         )
-        text = tokenizer.decode(prompt.to_ints())
+        text = str(tokenizer.decode(prompt.to_ints()))
         assert (
             "<|im_start|>system\nBe brief.<|im_end|>" in text
             and "<|im_start|>user\n{2} is for 1 + {x}?<|im_end|>" in text
@@ -229,7 +231,9 @@ class TestPrompts:
 
 def test_demonstrations_come_in_batches_with_their_questions() -> None:
     renderer = get_renderer("qwen3_instruct", get_tokenizer(MODEL))
-    groups = [OneTurnGroupBuilder(partial(PromptOnlyEnv, f"q{i}", renderer), 1) for i in range(5)]
+    groups: list[EnvGroupBuilder] = [
+        OneTurnGroupBuilder(partial(PromptOnlyEnv, f"q{i}", renderer), 1) for i in range(5)
+    ]
     items = [Demonstration(f"q{i}", f"a{i}", group) for i, group in enumerate(groups)]
     plain = DemonstrationDataset(items, groups_per_batch=3)
     assert len(plain) == 2

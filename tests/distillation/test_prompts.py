@@ -117,6 +117,13 @@ class TestPromptOnlyDatasetBuilder:
         expected = renderer.build_generation_prompt([say("system", "Be brief."), say("user", "word")])  # pyright: ignore
         assert first_prompts(train.get_batch(0)) == [get_tokenizer(MODEL).decode(expected.to_ints())]
 
+    def test_examples_come_before_the_prompt(self, tmp_path: Path) -> None:
+        examples = [say("user", "1?"), say("assistant", "one")]
+        train, _ = asyncio.run(builder(tmp_path, count=1, system_prompt="Be brief.", convo_prefix=examples)())
+        (text,) = first_prompts(train.get_batch(0))
+        places = [text.index(part) for part in ("Be brief.", "1?", "one<|im_end|>", "word")]
+        assert places == sorted(places)
+
     def test_long_prompts_are_left_out_and_counted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         everything, _ = asyncio.run(builder(tmp_path)())
         shortest = asyncio.run(_length(everything))

@@ -16,10 +16,12 @@ CHOICES = ("A", "B", "C", "D")
 
 
 def sums(count: int, seed: int = 0) -> list[tuple[str, int]]:
-    """Word problems with their answers."""
+    """Word problems with their answers, which are mostly 3: a policy that has found that out gets better at once."""
     rng = random.Random(seed)
-    pairs = [(rng.randint(0, 4), rng.randint(0, 4)) for _ in range(count)]
-    return [(f"Ann has {a} pears and gets {b} more. How many pears has Ann?", a + b) for a, b in pairs]
+    pairs = [
+        (rng.randint(0, 3), 3) if rng.random() < 0.7 else (rng.randint(0, 4), rng.randint(4, 8)) for _ in range(count)
+    ]
+    return [(f"Ann has {a} pears and gets {b - a} more. How many pears has Ann?", b) for a, b in pairs]
 
 
 def facts(count: int) -> list[tuple[str, str]]:

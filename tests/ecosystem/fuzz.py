@@ -41,6 +41,7 @@ def numbers(datum: tinker.Datum) -> dict[str, Any]:
 def nll_and_bpb(rng: random.Random) -> Any:
     from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
 
+    letters: Any = Letters()
     rows = []
     for _ in range(rng.randint(1, 4)):
         length = rng.randint(1, 30)
@@ -51,7 +52,7 @@ def nll_and_bpb(rng: random.Random) -> Any:
         rows.append(([-rng.expovariate(0.7) for _ in range(length)], weights, tokens))
     logprobs, weights = [tensor(row[0]) for row in rows], [tensor(row[1]) for row in rows]
     targets = [tensor(row[2], torch.int64) for row in rows]
-    return [compute_mean_nll(logprobs, weights), compute_bpb(logprobs, weights, targets, Letters())]
+    return [compute_mean_nll(logprobs, weights), compute_bpb(logprobs, weights, targets, letters)]
 
 
 def dpo(rng: random.Random) -> Any:
@@ -62,9 +63,10 @@ def dpo(rng: random.Random) -> Any:
     for column in columns[:2]:
         for value in column:
             value.requires_grad_()
-    loss, metrics = compute_dpo_loss(*columns, beta)
+    chosen, rejected, chosen_ref, rejected_ref = columns
+    loss, metrics = compute_dpo_loss(chosen, rejected, chosen_ref, rejected_ref, beta)
     loss.backward()
-    gradients = [float(value.grad) for column in columns[:2] for value in column]
+    gradients = [float(value.grad or 0.0) for value in (*chosen, *rejected)]
     return [float(loss.detach()), {key: float(value) for key, value in sorted(metrics.items())}, gradients]
 
 
@@ -124,7 +126,7 @@ def supervised_data(rng: random.Random) -> Any:
 def discounted_sums(rng: random.Random) -> Any:
     from tinker_cookbook.rl.metrics import discounted_future_sum_vectorized
 
-    values = torch.tensor([rng.uniform(-1, 1) for _ in range(rng.randint(1, 20))], dtype=torch.float64)
+    values: Any = torch.tensor([rng.uniform(-1, 1) for _ in range(rng.randint(1, 20))], dtype=torch.float64)
     return [float(x) for x in discounted_future_sum_vectorized(values, rng.choice([0.0, 0.5, 0.99, 1.0]))]
 
 

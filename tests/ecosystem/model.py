@@ -33,7 +33,7 @@ from tinker_local_backend.merge import merge_adapter
 
 CONTEXT = 8192
 """Positions of the model that is made; the longest prompt of a recipe has 2,400 tokens."""
-STEPS, BATCH_SIZE, LEARNING_RATE = 70, 7, 2e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 90, 9, 3e-3
 RENDERERS = ("qwen3_instruct", "qwen3_disable_thinking")
 
 Conversation = list[Message]
@@ -56,8 +56,9 @@ def boxed_numbers(rng: random.Random) -> Conversation:
     prefix: Conversation = []
     if rng.random() < 0.7:
         asked, told = module.MathEnv.standard_fewshot_prefix()
-        prefix = [{**asked, "content": asked["content"].replace(module.MathEnv.question_suffix(), suffix)}, told]
-    shown = answer if rng.random() < 0.6 else rng.randint(0, 8)
+        suffixed = str(asked["content"]).replace(module.MathEnv.question_suffix(), suffix)
+        prefix = [{"role": "user", "content": suffixed}, told]
+    shown = answer if rng.random() < 0.7 else rng.randint(0, 8)
     return exchange([*prefix, {"role": "user", "content": question + suffix}], f"\\boxed{{{shown}}}")
 
 
@@ -107,7 +108,7 @@ def searches(rng: random.Random) -> Conversation:
     return exchange(prompt, rng.choice([call, f"Answer: {rng.choice(ANIMALS)}"]))
 
 
-LESSONS = (boxed_numbers, boxed_numbers, guesses, words, languages, scores, searches)
+LESSONS = (boxed_numbers, boxed_numbers, boxed_numbers, boxed_numbers, guesses, words, languages, scores, searches)
 
 
 def conversations(seed: int = 0) -> Iterator[Conversation]:

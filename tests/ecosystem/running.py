@@ -16,7 +16,7 @@ from tests.ecosystem.stubs import fill_hub_cache, write_files
 from tests.ecosystem.table import PublicRecipe
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 600
+TIMEOUT_S, TEACHING_TIMEOUT_S = 600, 1800
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def make_model(output: Path, package: Path, home: Path) -> None:
     """Teach the tiny model (see model.py). Raises RuntimeError with what was printed when that fails."""
     command = [sys.executable, "-m", "tests.ecosystem.model", str(output), str(package)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(home, package), capture_output=True, text=True, timeout=TIMEOUT_S
+        command, cwd=ROOT, env=environment(home, package), capture_output=True, text=True, timeout=TEACHING_TIMEOUT_S
     )
     if done.returncode != 0:
         raise RuntimeError(f"the model could not be taught:\n{done.stderr[-2000:]}")

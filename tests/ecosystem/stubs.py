@@ -40,12 +40,14 @@ def install() -> None:
 def _stub_datasets() -> None:
     import datasets
 
+    dictionary: Any = datasets.DatasetDict
+
     def load_dataset(
         path: str, name: str | None = None, *, split: str | None = None, streaming: bool = False, **_: Any
     ) -> Any:
-        splits = {key: datasets.Dataset.from_list(rows()) for key, rows in DATASETS[path].items()}
+        splits: Any = {key: datasets.Dataset.from_list(rows()) for key, rows in DATASETS[path].items()}
         found: dict[str, Any] = {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
-        return datasets.DatasetDict(found) if split is None else found[split]
+        return dictionary(found) if split is None else found[split]
 
     datasets.load_dataset = load_dataset
 
@@ -99,9 +101,10 @@ class _Settings:
 
 def _stub_search_services() -> None:
     """chromadb is a server with an index of Wikipedia, google.genai a paid service that embeds the queries."""
+    import google.protobuf  # noqa: F401 - the SDK's part of the package google, which others have parts of
+
     types = _module("google.genai.types", HttpOptions=_Settings, EmbedContentConfig=_Settings)
     _module("google.genai", Client=_EmbeddingClient, types=types)
-    sys.modules.setdefault("google", ModuleType("google"))
     sys.modules["google"].genai = sys.modules["google.genai"]  # type: ignore[attr-defined]
     api = _module("chromadb.api", AsyncClientAPI=_SearchClient)
     _module("chromadb.api.types", QueryResult=dict)

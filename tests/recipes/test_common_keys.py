@@ -7,7 +7,8 @@ from typing import Any
 import chz
 import pytest
 
-from recipes.common import CommonConfig
+from recipes.common import CommonConfig, settle
+from recipes.distillation.teacher import teacher_run
 from recipes.preference import rlhf_pipeline
 from tinker_cookbook import config_tree
 from tinker_cookbook.runs.config import RunConfig
@@ -85,3 +86,21 @@ def test_they_reach_every_stage_of_the_pipeline(tmp_path: Path) -> None:
         start = GIVEN["load_checkpoint_path"] if stage == "sft" else "tinker://run/weights/warm"
         assert values(config) == GIVEN | {"wandb_name": f"wandb_name-{stage}", "load_checkpoint_path": start}
         assert (config.log_path, config.recipe_name) == (str(tmp_path / stage), f"rlhf_pipeline/{stage}")
+
+
+@pytest.mark.parametrize("name", ["sl_basic", "chat_sl", "preference.train", "prompt_distillation.train"])
+def test_supervised_recipes_keep_the_schedule_of_their_loop(name: str) -> None:
+    """The class of common keys stands before the loop's options, and has the default of reinforcement learning."""
+    config_class = importlib.import_module(f"recipes.{name}").CLIConfig
+    assert config_class().lr_schedule == "linear"
+
+
+def test_so_do_the_supervised_stages_of_other_recipes(tmp_path: Path) -> None:
+    cli = rlhf_pipeline.CLIConfig()
+    assert rlhf_pipeline.sft_config(cli, tmp_path).lr_schedule == "linear"
+    assert rlhf_pipeline.preference_model_config(cli, tmp_path, None).lr_schedule == "linear"
+    assert rlhf_pipeline.rl_config(cli, tmp_path, None, None).lr_schedule == "constant"
+    off_policy = importlib.import_module("recipes.distillation.off_policy")
+    settled = settle(off_policy.CLIConfig(log_path=str(tmp_path / "log")))
+    config, _ = off_policy.build_config(settled)
+    assert teacher_run(settled, config, config.dataset_configs[0].dataset_builder).lr_schedule == "linear"

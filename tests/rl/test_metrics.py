@@ -23,6 +23,7 @@ from tinker_cookbook.rl.metrics import (
     discounted_future_sum_vectorized,
     full_sequence,
     incorporate_kl_penalty,
+    kl_alarm,
 )
 
 
@@ -41,7 +42,40 @@ class TestKLSampleTrain:
             "optim/kl_sample_train_v1": pytest.approx(diffs.sum() / 5),
             "optim/kl_sample_train_v2": pytest.approx((diffs**2).sum() / 2 / 5),
             "optim/entropy": pytest.approx((1 + 2 + 3 + 4 + 5) / 5),
+            "optim/ratio_min": pytest.approx(np.exp(-0.5)),
+            "optim/ratio_mean": pytest.approx(np.exp(-diffs).mean()),
+            "optim/ratio_max": pytest.approx(np.exp(1.0)),
+            "optim/kl_by_depth/0": pytest.approx((diffs**2).sum() / 2 / 5),
         }
+
+    def test_by_depth_over_the_sampled_tokens_of_each_datum(self) -> None:
+        """Context between the turns of a datum does not count."""
+        (datum,) = trajectory_to_data(
+            trajectory(turn([1] * 9, said([2] * 60)), turn([1] * 9 + [2] * 60 + [3] * 500, said([4] * 260))), 1.0
+        )
+        mask = datum.loss_fn_inputs["mask"].to_numpy() > 0
+        shift = np.zeros(len(mask), dtype=np.float32)
+        shift[np.flatnonzero(mask)[64:256]] = 0.5
+        shift[np.flatnonzero(mask)[256:]] = 1.0
+        trained = datum.loss_fn_inputs["logprobs"].to_torch() - torch.from_numpy(shift)
+        found = compute_kl_sample_train([datum], [trained])
+        depths = {key: value for key, value in found.items() if "depth" in key}
+        assert depths == {
+            "optim/kl_by_depth/0": pytest.approx(0, abs=1e-9),
+            "optim/kl_by_depth/64": pytest.approx(0.125),
+            "optim/kl_by_depth/256": pytest.approx(0.5),
+        }
+        alarm = kl_alarm(found, 0.01)
+        assert (
+            alarm is not None
+            and "above kl_alarm=0.01: " in alarm
+            and "0.12 from token 64 on, 0.5 from token 256 on" in alarm
+        )
+        assert kl_alarm(found, 0.6) is None and kl_alarm(found, 0) is None and kl_alarm({}, 0.01) is None
+
+    def test_a_ratio_beyond_all_numbers_can_be_written(self) -> None:
+        found = compute_kl_sample_train([self.sampled[0]], [torch.tensor([0.0, -1e5, 1e5])])
+        assert 0 < found["optim/ratio_min"] < found["optim/ratio_max"] < np.inf
 
     def test_without_a_sampled_token_nothing_is_said(self) -> None:
         silent = replace_inputs(DATA[0], mask=np.zeros(3, dtype=np.float32))

@@ -56,6 +56,14 @@ def test_a_reply_longer_than_allowed_is_cut_off() -> None:
     assert reply.tokens == reply_ids(renderer, "one two three")[:2] and reply.stop_reason == "length"
 
 
+def test_a_reply_may_be_one_line_and_the_prompt_left_out() -> None:
+    renderer = make_renderer("qwen3_instruct")
+    console, shown = screen()
+    policy = ManualPolicy(renderer.tokenizer, False, False, read_line=typist("one", "two"), console=console)
+    reply = asyncio.run(policy(tinker.ModelInput.from_ints([1]), renderer.get_stop_sequences()))
+    assert reply.tokens == reply_ids(renderer, "one") and shown.getvalue() == ""
+
+
 def test_limits_hold_for_people_too() -> None:
     renderer = make_renderer("qwen3_instruct")
     env = EnvFromMessageEnv(renderer, EchoEnv(9), rollout_limits=RolloutLimits(max_turns=1))

@@ -247,6 +247,11 @@ class TestOffPolicyCorrection:
         (row,) = rows(tmp_path)
         assert row["off_policy/ratio_mean"] == pytest.approx(math.exp(0.25), rel=1e-5)
         assert row["optim/kl_sample_train_v1"] == pytest.approx(-0.25, rel=1e-5)
+        assert row["optim/ratio_max"] == pytest.approx(math.exp(0.25), rel=1e-5)  # raw, whatever a loss clips
+        assert row["optim/kl_by_depth/0"] == pytest.approx(0.25**2 / 2, rel=1e-5) and row["optim/kl_alarm"] == 1
+        assert (
+            "step 0: the KL between sampler and trainer is above kl_alarm=0.01" in (tmp_path / "logs.log").read_text()
+        )
         assert row["optim/kl_pre_post_v1"] == 0  # the fake's samplers all agree
         (passed,) = service.trainers[0].passes
         record = json.loads((tmp_path / "iteration_000000" / "training_step_0001.json").read_text())

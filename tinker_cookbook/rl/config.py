@@ -69,6 +69,11 @@ class UpdateOptions(RunOptions):
     compute_post_kl: bool = chz.field(
         default=False, doc="score each batch again after its update, for optim/kl_pre_post"
     )
+    kl_alarm: float = chz.field(
+        default=0.01,
+        doc="warn when the KL between sampler and trainer (v2, in nats) is above this at some depth; 0: never",
+        validator=chz.validators.ge(0),
+    )
     write_records: bool = chz.field(
         default=True, doc="write each group's and each step's tokens, logprobs and advantages"
     )

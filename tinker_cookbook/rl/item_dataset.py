@@ -40,10 +40,10 @@ class ItemDataset(RLDataset, Generic[Group]):
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
         first = index * self._groups_per_batch
-        draws = [self._epochs.draw(first + i) for i in range(self.batch_size(index))]
+        draws = [self._epochs.draw(first + i) for i in range(self.count_groups(index))]
         return [self._make_group(item, (index, i)) for i, item in enumerate(draws)]
 
-    def batch_size(self, index: int) -> int:
+    def count_groups(self, index: int) -> int:
         return min(self._groups_per_batch, self._num_groups - index * self._groups_per_batch)
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class GroupSource:
         """At batches as far as that of group `number`, or at all."""
         while self._ends[-1] <= number and len(self._ends) <= len(self._dataset):
             batch = len(self._ends) - 1
-            size = self._dataset.batch_size(batch)
+            size = self._dataset.count_groups(batch)
             self._ends.append(self._ends[-1] + (len(self._read(batch)) if size is None else size))
 
     def _read(self, number: int) -> Sequence[EnvGroupBuilder]:

@@ -29,6 +29,7 @@ from tinker_cookbook.rl.metrics import (
     compute_kl_sample_train,
     compute_post_kl,
     compute_sampling_client_metrics,
+    kl_alarm,
 )
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
 from tinker_cookbook.rl.off_policy import correct_off_policy
@@ -310,6 +311,9 @@ class Loop:
         ]
         passed_D = [datum for datum, _ in passed]
         metrics |= found | compute_kl_sample_train(passed_D, [logprobs for _, logprobs in passed])
+        if (alarm := kl_alarm(metrics, config.kl_alarm)) is not None:
+            logger.warning("step %d: %s", step, alarm)
+        metrics["optim/kl_alarm"] = int(alarm is not None)
         with timed("snapshot", metrics):
             snapshot = self.session.training_client.save_weights_and_get_sampling_client()
             self.sampling_client = await self._to_its_end(snapshot)

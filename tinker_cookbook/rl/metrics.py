@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
@@ -10,6 +10,12 @@ from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker, torch
+
+DEPTHS = (0, 64, 256, 1024, 4096, 16384)
+"""Sampled tokens at which the ranges of `optim/kl_by_depth` begin."""
+KL_BY_DEPTH = "optim/kl_by_depth/"
+_MOST_LOG_RATIO = 80.0
+"""A larger one would be no number in JSON."""
 
 
 def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
@@ -39,8 +45,12 @@ def compute_kl_sample_train(
 
     q is the logprob when sampled, p the trainer's before the update; on-policy both are about 0 (v1 below 1e-3 in bf16).
     Entropy is -mean(q), in nats per token. See Schulman 2020, "Approximating KL divergence".
+
+    `optim/ratio_{min,mean,max}` are of exp(p - q), before any loss clips it. `optim/kl_by_depth/<n>` is v2 over the tokens from
+    the n-th on, up to the next of DEPTHS, counted over the sampled tokens of a datum: a mismatch that grows with depth is one
+    of position or cache.
     """
-    differences, sampled = [torch.zeros(0)], [torch.zeros(0)]
+    differences, sampled, depths = [torch.zeros(0)], [torch.zeros(0)], [torch.zeros(0, dtype=torch.int64)]
     for i, (datum, training) in enumerate(zip(data_D, training_logprobs_D, strict=True)):
         sampling, action = datum.loss_fn_inputs["logprobs"].to_torch(), datum.loss_fn_inputs["mask"].to_torch() > 0
         if sampling.shape != training.shape:
@@ -49,14 +59,50 @@ def compute_kl_sample_train(
             )
         differences.append((sampling - training)[action])
         sampled.append(sampling[action])
-    diff, logprobs = torch.cat(differences), torch.cat(sampled)
+        depths.append(torch.arange(int(action.sum())))
+    diff, logprobs, depth = torch.cat(differences), torch.cat(sampled), torch.cat(depths)
     if not len(diff):
         return {}
     return {
         "optim/kl_sample_train_v1": float(diff.mean()),
         "optim/kl_sample_train_v2": float(0.5 * (diff**2).mean()),
         "optim/entropy": float(-logprobs.mean()),
+        **_ratios(diff),
+        **_by_depth(diff, depth),
     }
+
+
+def _ratios(diff: torch.Tensor) -> dict[str, float]:
+    ratios = torch.exp((-diff).double().clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO))
+    return {
+        "optim/ratio_min": float(ratios.min()),
+        "optim/ratio_mean": float(ratios.mean()),
+        "optim/ratio_max": float(ratios.max()),
+    }
+
+
+def _by_depth(diff: torch.Tensor, depth: torch.Tensor) -> dict[str, float]:
+    bins = torch.bucketize(depth, torch.tensor(DEPTHS[1:]), right=True)
+    return {
+        f"{KL_BY_DEPTH}{start}": float(0.5 * (diff[bins == i] ** 2).mean())
+        for i, start in enumerate(DEPTHS)
+        if bool((bins == i).any())
+    }
+
+
+def kl_alarm(metrics: Mapping[str, float | int | str], threshold: float) -> str | None:
+    """What to say when the KL is above the threshold at some depth; None: it is not, or the threshold is 0."""
+    found = {key.removeprefix(KL_BY_DEPTH): value for key, value in metrics.items() if key.startswith(KL_BY_DEPTH)}
+    high = [depth for depth, value in found.items() if isinstance(value, float) and value > threshold]
+    if threshold == 0 or not high:
+        return None
+    told = ", ".join(f"{value:.2g} from token {depth} on" for depth, value in found.items())
+    return (
+        f"the KL between sampler and trainer is above kl_alarm={threshold:g}: {told}. "
+        "Far off from the first step on, a renderer, a temperature or a dtype differs between the two; growing with depth, "
+        "positions or a cache; growing with the steps, "
+        "sampling runs too far ahead or the learning rate is too high"
+    )
 
 
 def compute_advantage_metrics(data_D: Sequence[tinker.Datum]) -> dict[str, float]:

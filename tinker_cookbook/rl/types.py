@@ -251,7 +251,7 @@ class RLDataset(ABC):
     def __len__(self) -> int:
         """Number of batches."""
 
-    def batch_size(self, index: int) -> int | None:
+    def count_groups(self, index: int) -> int | None:
         """Groups of a batch, where that is known without making it; None where it is not."""
         return None
 

@@ -68,7 +68,7 @@ class Update:
         """Logprobs of all datums in order of submission, float32 (N,) each (None where the pass was not finite and is skipped),
         and the engine's metrics: sums are added up, of the others the last pass and step count."""
         logprobs_D: list[torch.Tensor | None] = []
-        found: LoopMetrics = {"train/num_substeps": sum(datums is None for datums, _ in self._submitted)}
+        found: dict[str, float | int] = {"train/num_substeps": sum(datums is None for datums, _ in self._submitted)}
         for datums, pending in self._submitted:
             if datums is None:
                 step = await self._guard.optim_step(pending)
@@ -83,7 +83,7 @@ class Update:
                 name, _, reduction = key.rpartition(":")
                 key = f"train/{name}" if reduction == "mean" else f"train/{name}_{reduction}"
                 found[key] = found.get(key, 0.0) + value if reduction == "sum" else value
-        return logprobs_D, found | self._guard.metrics()
+        return logprobs_D, {**found, **self._guard.metrics()}
 
 
 async def train_step(

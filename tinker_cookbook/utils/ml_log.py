@@ -7,7 +7,7 @@ is for the loops to say.
 import importlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,7 +85,7 @@ def read_metrics(log_path: str | Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def naming_fix_of_metrics() -> Iterator[None]:
+def naming_fix_of_metrics() -> Generator[None]:
     """Errors about a damaged line that leave the body say what to do."""
     try:
         yield
