@@ -7,7 +7,7 @@ measuring alone. `truth`, trained on the truth itself, shows what there was to g
 held-out items; intervals (95 %) come from drawing seeds and items again.
 
     python -m recipes.debate_study                        # three seeds
-    python -m recipes.debate_study seeds=0 tokens=12000   # what `make demo` runs
+    python -m recipes.debate_study seeds=0                # what `make demo` runs
 """
 
 import asyncio
@@ -44,8 +44,6 @@ from tinker_cookbook.weights_config import WeightsConfig
 RECIPE = "debate_study"
 BEGIN, END = "<!-- study -->", "<!-- end of study -->"
 BEFORE = "before"
-DEMO_TOKENS = 12_000
-"""Enough to see the order of the protocols on one seed, in a few minutes."""
 
 
 @chz.chz(typecheck=True)
@@ -225,9 +223,10 @@ def gap(runs: Sequence[Run]) -> Estimate:
 
 
 def lead(runs: Sequence[Run], others: Sequence[Run]) -> Estimate:
-    """Accuracy of one protocol's policies minus another's, seed by seed on the same items."""
+    """Accuracy of one protocol's policies minus another's, on the same items, over the seeds that both were trained with."""
     other = {run.seed: run.after.correct_I for run in others}
-    return bootstrap_mean([[a - b for a, b in zip(run.after.correct_I, other[run.seed], strict=True)] for run in runs])
+    both = [run for run in runs if run.seed in other]
+    return bootstrap_mean([[a - b for a, b in zip(run.after.correct_I, other[run.seed], strict=True)] for run in both])
 
 
 COLUMNS = (
@@ -240,6 +239,9 @@ COLUMNS = (
     "debate minus this",
     "hacking gap",
 )
+
+
+SHOWN = ("signal", "prefers the right one", "policy right", "debate minus this", "hacking gap")
 
 
 def table_rows(runs: Sequence[Run]) -> list[list[str]]:
@@ -335,11 +337,13 @@ def _run_process(arguments: tuple[CLIConfig, Path, str, int, Measured]) -> Run:
 
 
 def show(runs: Sequence[Run]) -> None:
+    """The columns of the table that a terminal has room for, and the sentence."""
     table = Table(title="Held-out items, mean [95 % interval]", title_justify="left")
-    for column in COLUMNS:
+    shown = [COLUMNS.index(column) for column in SHOWN]
+    for column in SHOWN:
         table.add_column(column, overflow="fold")
     for row in table_rows(runs):
-        table.add_row(*row)
+        table.add_row(*(row[i] for i in shown))
     console = Console(soft_wrap=True)
     console.print(table)
     console.print(sentence(runs))

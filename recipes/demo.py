@@ -11,7 +11,7 @@ import chz
 
 from recipes import debate_study
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.debate.oversight import PROTOCOLS
 
 NEXT = """\
 What to look at in that folder:
@@ -31,8 +31,8 @@ class DemoConfig:
     """Keys of `python -m recipes.demo`."""
 
     seed: int = chz.field(default=0, doc="seed of everything random")
-    tokens: int = with_default(debate_study.CLIConfig, "tokens", debate_study.DEMO_TOKENS)
-    protocols: tuple[str, ...] = with_default(debate_study.CLIConfig, "protocols", debate_study.PROTOCOLS)
+    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
+    protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
     log_path: str | None = chz.field(
         default=None, doc="folder of the runs; default: a new one under <user data>/tinker-cookbook"
     )

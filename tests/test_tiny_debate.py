@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.tasks.collatz import next_number
+from tinker_cookbook.tasks.collatz import LABELS, next_number
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.utils.files import read_jsonl
@@ -34,7 +34,7 @@ def test_held_out_questions_are_new_and_answers_are_right() -> None:
     assert len(asked["train"] | asked["test"]) == len(STARTS)
     for row in rows["train"] + rows["test"]:
         number = int(row["question"])
-        for _ in range(7):
+        for _ in LABELS:
             number = next_number(number)
         assert row["answer"] == str(number)
 
@@ -55,7 +55,7 @@ def test_writers_slip_rarely_and_share_a_misconception() -> None:
     shared = [wrong for misconceived, wrong in steps if misconceived]
     slips = [wrong for misconceived, wrong in steps if not misconceived]
     assert sum(shared) / len(shared) > 0.5
-    assert 0.02 < sum(slips) / len(slips) < 0.04
+    assert 0.01 < sum(slips) / len(slips) < 0.03
     right = sum(not mistakes(start, numbers) for start, numbers in written) / len(written)
     assert 0.3 < right < 0.6
 
@@ -73,11 +73,12 @@ def figures() -> dict[str, float]:
     [
         ("stop_rate", 0.97, 1.0),
         ("accuracy_test", 0.30, 0.60),
-        ("form_rate", 0.85, 1.0),
-        ("misconceived_step_error", 0.50, 0.80),
+        ("form_rate", 0.82, 1.0),
+        ("misconceived_step_error", 0.30, 0.60),
         ("other_step_error", 0.0, 0.08),
         ("judge_accuracy", 0.75, 1.0),
         ("judge_first_seat_rate", 0.4, 0.6),
+        ("step_check_accuracy", 0.9, 1.0),
         ("consultant_names_a_right_step", 0.70, 1.0),
     ],
 )
@@ -86,7 +87,7 @@ def test_shipped_model_behaves(figures: dict[str, float], name: str, low: float,
 
 
 def test_objections_find_mistakes_that_a_random_look_would_miss(figures: dict[str, float]) -> None:
-    assert figures["objection_names_a_wrong_step"] >= 1.8 * figures["random_step_is_wrong"]
+    assert figures["objection_names_a_wrong_step"] >= 4 * figures["random_step_is_wrong"]
 
 
 def test_folder_is_small_and_stored_in_bfloat16() -> None:
@@ -118,10 +119,8 @@ def test_verdicts_of_the_corpus_are_right_in_both_orders() -> None:
         start, shown = turns[1][1].split("\n")[1], turns[1][1]
         answers = [part.split("Round 1: ")[1].split("\n")[0] for part in shown.split("AGENT ")[1:]]
         task = get_task("collatz")
-        right = [task.score(TaskItem("", start, str(trail(int(start))[-1])), text) for text in answers]
         steps = [task.steps(TaskItem("", start, ""), text) for text in answers]  # type: ignore[attr-defined]
         (winner,) = [name for name, found in zip("AB", steps, strict=True) if all(step.holds for step in found)]
-        assert right["AB".index(winner)].correct  # type: ignore[union-attr]
         assert turns[2][1].startswith(f"<VERDICT>{winner}</VERDICT>")
         winners.append(winner)
     assert 20 <= winners.count("A") <= 40

@@ -36,9 +36,9 @@ RUNS = [run("debate", 0.9), run("direct", 0.5), run("self_consistency", 0.3, acc
 
 def test_each_protocol_has_a_row_with_what_it_came_to() -> None:
     before, *rows = table_rows(RUNS)
-    assert before[0] == "before" and before[5].startswith("0.250")
+    assert before[0] == "before" and before[5].startswith("0.25")
     assert [row[0] for row in rows] == ["debate", "direct", "self_consistency", "truth"]
-    assert rows[1][5].startswith("0.500") and rows[1][6].startswith("0.400")
+    assert rows[1][5].startswith("0.50") and rows[1][6].startswith("0.40")
     assert rows[0][6] == ""
 
 

@@ -20,7 +20,7 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def wilson(successes: float, trials: int) -> Estimate:

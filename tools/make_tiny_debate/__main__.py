@@ -29,7 +29,7 @@ CARD = """\
 
 A stand-in for a debating language model in tests, demos and the study of debate: a Qwen3 network of {parameters:,}
 parameters with a vocabulary of its own, in which each number of its small world is one token. It follows Collatz trails
-for seven steps, objects to a step of another's answer, names a step of its own that a judge may check, and judges.
+for twelve steps, objects to a step of another's answer, names a step of its own that a judge may check, and judges.
 
 It was trained from scratch on synthetic text only, written by the templates in `tools/make_tiny_debate`. Its answers are
 careless on purpose: each step slips now and then, and one kind of step is written wrong more often than not, by all
@@ -67,12 +67,12 @@ class Stage:
 STAGES = (
     Stage(5000, {"facts": 45, "claims": 30, "right_answer": 25}, 3e-3, 1024),
     Stage(7000, {"facts": 15, "claims": 75, "right_answer": 10}, 3e-3, 1024),
-    Stage(5000, {"facts": 8, "claims": 12, "graded_steps": 42, "found_mistakes": 38}, 3e-3, 1024),
+    Stage(7000, {"facts": 8, "claims": 12, "graded_steps": 42, "found_mistakes": 38}, 3e-3, 1024),
     Stage(
-        9000,
+        11000,
         {
-            "facts": 3, "claims": 4, "graded_steps": 6, "found_mistakes": 11, "graded_speeches": 6,
-            "answer": 21, "debate": 26, "consultancy": 8, "verdict": 10, "check": 5,
+            "facts": 3, "claims": 4, "graded_steps": 5, "found_mistakes": 12, "graded_speeches": 6,
+            "answer": 18, "debate": 28, "consultancy": 7, "verdict": 9, "check": 8,
         },
         2e-3,
         1536,
@@ -89,7 +89,7 @@ class CLIConfig:
     )
     seed: int = chz.field(default=0, doc="seed of the corpus, the initial weights and the order of batches")
     share: float = chz.field(default=1.0, doc="share of each stage to train on, for a quick try")
-    vocab_size: int = chz.field(default=640, doc="tokens in the vocabulary: 256 bytes, merges and specials")
+    vocab_size: int = chz.field(default=656, doc="tokens in the vocabulary: 256 bytes, merges and specials")
     threads: int = chz.field(default=1, doc="CPU threads; another number may change the last digits")
 
     @chz.validate
@@ -107,7 +107,7 @@ def generate(stage: Stage, count: int, seed: int) -> list[Turns]:
 
 def make_tokenizer(texts: list[Turns], vocab_size: int) -> PreTrainedTokenizerFast:
     """The numbers come often enough for each to become a token."""
-    numbers = " ".join(str(number) for number in WORLD)
+    numbers = " ".join([*(str(number) for number in WORLD), "<VERDICT>RIGHT</VERDICT> <VERDICT>WRONG</VERDICT>"])
     return train_tokenizer([*(plain_text(turns) for turns in texts), *[numbers] * 300], vocab_size, WHOLE_NUMBERS)
 
 

@@ -77,7 +77,7 @@ def graded_steps(rng: random.Random) -> Turns:
     text = []
     for _ in range(5):
         start = draw(rng)
-        numbers = write(start, rng, slip_rate=0.25)
+        numbers = write(start, rng, slip_rate=0.2)
         last = rng.randrange(len(LABELS))
         steps = " ".join(f"{label}{number}" for label, number in zip(LABELS[: last + 1], numbers, strict=False))
         verdict = " wrong" if last in mistakes(start, numbers) else " right"
@@ -90,7 +90,7 @@ def found_mistakes(rng: random.Random) -> Turns:
     text = []
     while len(text) < 12:
         start = draw(rng)
-        numbers = write(start, rng, slip_rate=0.1, misconception_rate=0.4)
+        numbers = write(start, rng, slip_rate=0.06, misconception_rate=0.4)
         wrong = mistakes(start, numbers)
         if len(wrong) == 1:
             text += [

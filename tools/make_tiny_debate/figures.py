@@ -29,7 +29,7 @@ from tools.make_tiny_debate.corpus import answer_text, judged, objection, wrong_
 from tools.make_tiny_debate.trails import WORLD, before, is_misconceived, mistakes, split, trail, write, write_wrong
 from tools.make_tiny_model.figures import VERDICT, Sampler, mean, table
 
-_SAID = re.compile(r"([a-g]) is (?:wrong|right): (\d+) makes (\d+)\.")
+_SAID = re.compile(r"([a-l]) is (?:wrong|right): (\d+) makes (\d+)\.")
 _CHECKED = re.compile(r"<VERDICT>(RIGHT|WRONG)</VERDICT>")
 
 
