@@ -1,7 +1,7 @@
 """What the recipes for reinforcement learning share: their keys, and the training loop's config made of them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, cast
 
 import chz
 
@@ -62,7 +62,7 @@ def _by_preset(key: str) -> Any:
         return default if config.preset is None else preset_keys(config.preset)[key]
 
     doc = f"{field._doc}; default: the preset's, else {default}"
-    return chz.field(default=None, x_type=Optional[field.x_type], munger=settled, doc=doc)  # noqa: UP045
+    return chz.field(default=None, x_type=cast(Any, Optional[field.x_type]), munger=settled, doc=doc)  # noqa: UP045
 
 
 def _loss_settings(config: "RLConfig", given: dict[str, float] | None) -> dict[str, float] | None:

@@ -142,7 +142,7 @@ class TestSteps:
         prompt = protocol.first_prompt(ITEM).to_ints()
         for step, injection, own, other in zip(of_a, protocol.injections, wrong, right, strict=False):
             prompt = injection.next_prompt(renderer, prompt, own.tokens, other.tokens)
-            assert step.next_observation.to_ints() == prompt
+            assert step.next_observation is not None and step.next_observation.to_ints() == prompt
 
     def test_the_first_prompt_asks_for_confidence(self, renderer: Renderer) -> None:
         text = decode(renderer, make_protocol(renderer).first_prompt(ITEM).to_ints())

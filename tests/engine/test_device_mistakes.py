@@ -132,7 +132,7 @@ def sample(clients: list[SamplingClient]) -> list[Any]:
 def everything(home: Path, model: str) -> list[Any]:
     """What comes out of an engine's life: numbers that can be compared."""
     found: list[Any] = []
-    with ServiceClient(home=home) as service:
+    with ServiceClient(home=home, deterministic=True) as service:
         client = make_training_client(service, model)
         snapshots = [service.create_sampling_client(base_model=model).result()]
         snapshots.append(client.save_weights_and_get_sampling_client().result())

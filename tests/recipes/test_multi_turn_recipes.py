@@ -25,6 +25,7 @@ from tests.debate.arena import make_renderer
 from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
+from tinker_cookbook.utils.misc_utils import resolved
 
 SMALL = ("max_steps=2", "groups_per_batch=3", "group_size=4", "num_test=2", "lora_rank=4", "on_zero_advantages=skip")
 WITH_WARM_UP = {"guess_number": guess_number, "twenty_questions": twenty_questions, "tool_use": tool_use}
@@ -279,7 +280,7 @@ class TestToolUse:
     @staticmethod
     async def play_and_grade(env: tool_use.ToolUseEnv, player: Player) -> tuple[float, int]:
         messages = await demonstrate(env, player)
-        return (await env.grade(messages))[0], len(messages)
+        return (await resolved(env.grade(messages)))[0], len(messages)
 
     @pytest.mark.parametrize("task", ["calculator", "search"])
     def test_a_player_that_calls_is_right_and_one_that_gives_up_is_not(self, task: tool_use.ToolTask) -> None:

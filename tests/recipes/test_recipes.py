@@ -16,7 +16,7 @@ from recipes import debate_rs_grpo, demo, rl_basic, single_turn, sl_basic
 from tests.child import python_path
 from tests.killing import untimed_row
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.supervised import train as supervised_train
+from tinker_cookbook.runs.steps import StepLoop
 
 SMALL_DEBATE = ("num_rollouts=16", "num_groups=2", "max_tokens=48", "lora_rank=8", "max_eval_items=4")
 
@@ -115,15 +115,15 @@ class TestSupervised:
     def test_resumed_it_gives_the_same_metrics(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         argv = ("max_steps=7", "save_every=2", "eval_every=3", "batch_size=24", "lora_rank=4", "test_size=8")
         run(sl_basic, tmp_path / "whole", *argv)
-        submit = supervised_train._submit
+        submit = StepLoop._submit
 
-        def killed_at_the_sixth(config: Any, client: Any, step: int, *rest: Any) -> Any:
+        def killed_at_the_sixth(loop: StepLoop, step: int, *rest: Any) -> None:
             if step == 5:
                 raise SystemError("killed")
-            return submit(config, client, step, *rest)
+            submit(loop, step, *rest)
 
         with monkeypatch.context() as patched:
-            patched.setattr(supervised_train, "_submit", killed_at_the_sixth)
+            patched.setattr(StepLoop, "_submit", killed_at_the_sixth)
             with pytest.raises(SystemError, match="killed"):
                 run(sl_basic, tmp_path / "killed", *argv)
         run(sl_basic, tmp_path / "killed", *argv, "behavior_if_log_dir_exists=resume")

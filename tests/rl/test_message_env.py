@@ -168,6 +168,7 @@ class TestTruncation:
         assert (result.reward, result.episode_done) == (0.0, False)
         stopped = step_once(EnvFromMessageEnv(renderer, EchoEnv(answer=[{"role": "user", "content": "shorter"}])),
                             cut + stop_ids(renderer))  # fmt: skip
+        assert result.next_observation is not None and stopped.next_observation is not None
         assert result.next_observation.to_ints() == stopped.next_observation.to_ints()
 
     def test_an_env_that_cannot_go_on_ends(self, qwen: Renderer) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ DATA = [make_datum(seed, sampled=4 + seed) for seed in range(4)]
 async def one_step(loss_fn: str | Callable[..., Any], num_substeps: int) -> tuple[list[torch.Tensor], list, dict]:
     """Logprobs of the step, logprobs after it, and its metrics."""
     service = backends.create_service_client("local")
-    client = await service.create_lora_training_client_async(TINY, rank=4, seed=3)
+    client = await service.create_lora_training_client(base_model=TINY, rank=4, seed=3)
     metrics: dict = {}
     seen = await train_step(list(DATA), client, 1e-2, num_substeps, loss_fn, metrics=metrics)
     plain = [
@@ -121,7 +121,7 @@ def test_what_a_config_may_say() -> None:
     with pytest.raises(
         ConfigurationError, match=r"takes \(a, b\), and will be called with \(logprobs, sampling_logprobs"
     ):
-        check_loss(lambda a, b: 0, None, "local")
+        check_loss(cast(Any, lambda a, b: 0), None, "local")
     with pytest.raises(ConfigurationError, match=r"loss_fn_config=.*is for the built-in losses"):
         check_loss(ppo, {"clip_low_threshold": 0.8}, "local")
     with pytest.raises(ConfigurationError, match="'ppo' is taken"):

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_a_schedule_of_ones_own() -> None:
     assert compute_schedule_lr_multiplier(halves, 2, 4) == 1.0
     assert compute_schedule_lr_multiplier(f"{__name__}:halves", 3, 6, warmup_steps=2) == 2.0
     config = SimpleNamespace(learning_rate=0.1, lr_schedule=halves, lr_warmup_steps=1)
-    assert [learning_rate_at(config, step, 3) for step in range(3)] == pytest.approx([0.05, 0.2, 0.1])
+    assert [learning_rate_at(cast(Any, config), step, 3) for step in range(3)] == pytest.approx([0.05, 0.2, 0.1])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, "1", None])

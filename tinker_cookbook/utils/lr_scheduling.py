@@ -61,7 +61,7 @@ def check_schedule(lr_schedule: str | OwnSchedule) -> OwnSchedule:
     schedule = _SCHEDULES.resolve(lr_schedule)
 
     def multiplier(step: int, total_steps: int) -> float:
-        value: object = schedule(step, total_steps)
+        value: Any = schedule(step, total_steps)
         if not (isinstance(value, int | float) and 0 <= value < math.inf):
             raise ConfigurationError(
                 f"lr_schedule={lr_schedule!r} gives {value!r} at step {step} of {total_steps}: must be a number of at least 0"

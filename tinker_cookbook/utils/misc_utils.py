@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.trace import scope_span_sync
@@ -101,7 +101,7 @@ def not_none(x: T | None) -> T:
 
 async def resolved(value: T | Awaitable[T]) -> T:
     """The value itself, or what it gives when it is awaited: for functions of users, which may be sync or async."""
-    return await value if inspect.isawaitable(value) else value
+    return await cast(Awaitable[T], value) if inspect.isawaitable(value) else cast(T, value)
 
 
 async def with_tasks(body: Callable[[asyncio.TaskGroup], Awaitable[T]]) -> T:

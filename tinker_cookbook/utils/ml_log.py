@@ -85,7 +85,7 @@ def read_metrics(log_path: str | Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def naming_fix_of_metrics() -> Generator[None]:
+def naming_fix_of_metrics() -> Generator[None, None, None]:
     """Errors about a damaged line that leave the body say what to do."""
     try:
         yield
