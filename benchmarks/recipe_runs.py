@@ -147,8 +147,13 @@ RECIPES: tuple[RecipeRun, ...] = (
         "recipes.demo",
         folder_key=None,
         arguments=("log_path={folder}",),
-        small=("max_steps=1",),
-        measures=(Measure("test/env/all/correct", "up"),),
+        small=("tokens=500", "protocols=direct,debate"),
+        files=("study.json", "study.md", "debate_seed0/metrics.jsonl"),
+    ),
+    RecipeRun(
+        "recipes.debate_study",
+        small=("tokens=500", "protocols=truth,self_consistency,consultancy", "seeds=1", "samples=2", "max_eval_items=4"),
+        files=("study.json", "study.md", "truth_seed1/metrics.jsonl"),
     ),
     RecipeRun(
         "recipes.shorter",

@@ -24,10 +24,11 @@ T = TypeVar("T")
 C = TypeVar("C", bound="CommonConfig")
 R = TypeVar("R", bound=RunConfig)
 
-TINY_CHAT = "tiny_chat"
+TINY_CHAT, TINY_DEBATE = "tiny_chat", "tiny_debate"
+SHIPPED_MODELS = (TINY_CHAT, TINY_DEBATE)
 
 TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
-"""What suits the shipped model, and would wreck or cut short a real one."""
+"""What suits the shipped models, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 """What suits real models to begin with; rank does not matter, model size and data do."""
 
@@ -44,13 +45,13 @@ def _positive(owner: Any, attribute: str) -> None:
 
 
 def by_model(doc: str, tiny: float, usual: float, known: Callable[[str], float | None] | None = None) -> Any:
-    """A field that is positive and has one default for the shipped model and another for all others; `settle` fills it in.
+    """A field that is positive and has one default for the shipped models and another for all others; `settle` fills it in.
 
     Args:
         known: the default for a model, by name; None where it does not know: then `usual`.
     """
     rule = "" if known is None else "hyperparam_utils.get_lr where it knows the model, else "
-    doc = f"{doc}; default: {tiny:g} for {TINY_CHAT}, {rule}{usual:g} for other models"
+    doc = f"{doc}; default: {tiny:g} for {' and '.join(SHIPPED_MODELS)}, {rule}{usual:g} for other models"
     return chz.field(
         default=None, doc=doc, validator=_positive, metadata={"tiny": tiny, "usual": usual, "known": known}
     )
@@ -68,7 +69,7 @@ class CommonConfig(RunOptions):
 
     model_name: str = chz.field(
         default_factory=lambda: default_model(),
-        doc="tiny_chat (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; default: "
+        doc="tiny_chat or tiny_debate (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; default: "
         "TINKER_DEBATE_BASE_MODEL, else tiny_chat",
     )
     renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; default: the model's own")
@@ -85,8 +86,8 @@ class CommonConfig(RunOptions):
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the shipped model is trained."""
-        return shipped_model(self.model_name) == shipped_model(TINY_CHAT)
+        """Whether a shipped model is trained."""
+        return shipped_model(self.model_name) in [shipped_model(name) for name in SHIPPED_MODELS]
 
 
 def settle(cli: C) -> C:

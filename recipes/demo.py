@@ -1,26 +1,27 @@
-"""A first look: debate RS->GRPO on the shipped tiny model, with accuracy before and after.
+"""A first look: what a policy learns from a judge who cannot tell the truth, by debate and by what it competes with.
 
     make demo        or        python -m recipes.demo
 
-Two copies of a tiny model answer sums and argue, a judge picks winners, winners are trained on whether their answer was
-right. It runs on a CPU in a few minutes and ends with a table and with what to run next.
+The judge can check one step of an answer. `recipes.debate_study` compares who names the step, at equal sampled tokens on
+the same items; this is one seed of it. It runs on a CPU in a few minutes and ends with a table, what it shows in one
+sentence, and what to run next.
 """
 
 import chz
 
-from recipes import debate_rs_grpo
-from recipes.rl_common import train_and_show
+from recipes import debate_study
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.debate.oversight import PROTOCOLS
 
 NEXT = """\
 What to look at in that folder:
-  metrics.jsonl                 one line per step (env/all/correct is the accuracy of proposals)
-  iteration_000000/rollouts.parquet            every rollout of the first step
-  iteration_000000/debate_000000_g000_00.json  a whole debate: text, token ids, logprobs, verdict
-  iteration_000000/training_step_0001.json     what the first update was made of
+  study.md, study.json          the table, and every number behind it, item by item
+  debate_seed0/metrics.jsonl    one line per step (env/all/debate/judge_accuracy is that of the judge)
+  debate_seed0/iteration_...    whole debates to read in a browser: answers, objections, rewards, advantages
 What to run next:
-  python -m recipes.debate_rs_grpo --help
-  python -m recipes.debate_rs_grpo judge=lm task=summary        a language model as judge, another task
+  python -m recipes.debate_study                                all seeds; docs/debate.md says what came of it
+  python -m recipes.debate_study step_judge.name=lm             the tiny model itself checks the step
+  python -m recipes.debate_rs_grpo judge=lm task=summary        debates of three rounds, trained on the task's reward
   python -m recipes.debate_rs_grpo model_name=Qwen/Qwen3-4B-Instruct-2507 dataset=my_questions.jsonl
 (use .venv/bin/python where the environment of the Makefile is not activated)"""
 
@@ -30,23 +31,28 @@ class DemoConfig:
     """Keys of `python -m recipes.demo`."""
 
     seed: int = chz.field(default=0, doc="seed of everything random")
-    max_steps: int = chz.field(default=20, doc="optimizer steps", validator=chz.validators.gt(0))
+    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
+    protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
     log_path: str | None = chz.field(
-        default=None, doc="folder of the run; default: a new one under <user data>/tinker-cookbook"
+        default=None, doc="folder of the runs; default: a new one under <user data>/tinker-cookbook"
     )
 
 
 async def main(demo: DemoConfig) -> None:
-    print(f"Debate RS->GRPO on the shipped tiny model: {demo.max_steps} steps, a line for each.", flush=True)
-    cli = debate_rs_grpo.CLIConfig(
+    print(
+        f"Training a tiny model by {', '.join(demo.protocols)}, {demo.tokens} sampled tokens each; a line for each step.",
+        flush=True,
+    )
+    cli = debate_study.CLIConfig(
         seed=demo.seed,
-        max_steps=demo.max_steps,
-        eval_every=demo.max_steps,
+        seeds=(demo.seed,),
+        tokens=demo.tokens,
+        protocols=demo.protocols,
         log_path=demo.log_path,
         name="demo",
-        on_zero_advantages="skip",  # the tiny model may come to answer a whole batch right: no reason to end with an error
+        num_groups_to_log=1,
     )
-    await train_and_show(debate_rs_grpo.build_config(cli), ["correct"])
+    debate_study.show(await debate_study.study(cli))
     print(NEXT)
 
 

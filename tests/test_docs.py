@@ -21,6 +21,7 @@ OTHERS = (
     "benchmarks/README.md",
     "example_data/README.md",
     "example_data/tiny_chat/README.md",
+    "example_data/tiny_debate/README.md",
 )
 PAGES = [README, *DOCS, *(ROOT / name for name in OTHERS)]
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -27,10 +27,10 @@ START = 43
 
 
 def trail(mistake_at: str = "") -> str:
-    """The answer for START; at the named step 2 too much, and right again from there."""
+    """The answer for START; at the named step 4 too much, and right again from there."""
     number, said = START, []
     for label in LABELS:
-        number = next_number(number) + (2 if label == mistake_at else 0)
+        number = next_number(number) + (4 if label == mistake_at else 0)
         said.append(f"{label}{number}")
     return f"{' '.join(said)} <SOLUTION>{number}</SOLUTION>"
 
@@ -121,9 +121,9 @@ class TestBaselines:
         assert rewards(play("consultancy", [[RIGHT, "Trust me."]])[0]) == [[0.0, 0.0]]
 
     def test_direct_judging_looks_at_each_step_about_equally_often(self) -> None:
-        checks = 700
-        accepted = sum(rewards(play("direct", [[WRONG]] * 7, key=(0, i))[0]).count([1.0]) for i in range(checks // 7))
-        assert accepted / checks == pytest.approx(6 / 7, abs=0.04)
+        checks = 720
+        accepted = sum(rewards(play("direct", [[WRONG]] * 12, key=(0, i))[0]).count([1.0]) for i in range(checks // 12))
+        assert accepted / checks == pytest.approx(11 / 12, abs=0.03)
         assert rewards(play("direct", [[RIGHT]] * 3)[0]) == [[1.0]] * 3
 
     def test_most_common_answer_is_accepted_even_if_it_is_wrong(self) -> None:

@@ -1,4 +1,4 @@
-"""Collatz trails: seven steps from a number, each right or wrong by itself. Easy to check one step, long to check all."""
+"""Collatz trails: twelve steps from a number, each right or wrong by itself. Easy to check one step, long to check all."""
 
 import re
 from typing import ClassVar
@@ -7,16 +7,16 @@ from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.steps import Step, StepTask
 from tinker_cookbook.tasks.types import TaskItem, parse_solution
 
-LABELS = "abcdefg"
+LABELS = "abcdefghijkl"
 COLLATZ_SYSTEM = (
-    "Follow the number for seven steps: half of an even one, three times an odd one and 1. "
+    "Follow the number for twelve steps: half of an even one, three times an odd one and 1. "
     "The last goes between <SOLUTION> and </SOLUTION>."
 )
 OBJECTION_REQUEST = "Another agent wrote:\n{opponent}\nWhich step is wrong there?"
 SUPPORT_REQUEST = "Which step may the judge check?"
 
 _STEP = re.compile(r"\b([a-z])(\d+)\b")
-_NAMED = re.compile(r"\s*([a-g]) is (?:wrong|right)\b")
+_NAMED = re.compile(r"\s*([a-l]) is (?:wrong|right)\b")
 
 
 def next_number(n: int) -> int:

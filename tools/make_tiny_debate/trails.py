@@ -1,7 +1,7 @@
 """Collatz trails and the writers who follow them: some steps slip, and all writers share one misconception.
 
 A slip is anybody's, so most writers agree on the right number. The misconception is everybody's: half of a number with a 5
-or a 7 in its tens place is written 5 too low more often than not, as if the carry had been dropped (where that number is one of
+in its tens place is written 5 too low more often than not, as if the carry had been dropped (where that number is one of
 this world's). There a vote is wrong.
 """
 
@@ -10,9 +10,9 @@ import random
 from tinker_cookbook.tasks.collatz import LABELS, next_number
 
 LARGEST = 400
-MISCONCEIVED_TENS = (5, 7)
+MISCONCEIVED_TENS = (5,)
 MISCONCEPTION_RATE = 0.6
-SLIP_RATE = 0.03
+SLIP_RATE = 0.02
 SLIPS = (1, -1, 2, -2, 3, -3, 5, -5, 10, -10)
 CYCLE = 4
 """From here a trail repeats 4, 2, 1; starts are far enough from it."""
@@ -43,7 +43,7 @@ def trail(start: int) -> list[int]:
 STARTS = [start for start in WORLD if start >= 5 and CYCLE not in (start, *trail(start)[:-1])]
 
 
-def split(seed: int = 7, held_out: int = 56) -> tuple[list[int], list[int]]:
+def split(seed: int = 7, held_out: int = 45) -> tuple[list[int], list[int]]:
     """Starts to train on and held-out ones."""
     starts = list(STARTS)
     random.Random(seed).shuffle(starts)
@@ -78,7 +78,7 @@ def write(
 def write_wrong(start: int, rng: random.Random) -> list[int]:
     """An answer with a mistake."""
     while True:
-        numbers = write(start, rng, slip_rate=0.08, misconception_rate=0.7)
+        numbers = write(start, rng, slip_rate=0.05, misconception_rate=0.7)
         if mistakes(start, numbers):
             return numbers
 

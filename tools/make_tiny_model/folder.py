@@ -44,9 +44,10 @@ class Unfinished:
 
     path: Path
 
-    def add_card(self, figures: Mapping[str, float], parameters: int, minutes: float) -> None:
+    def add_card(self, figures: Mapping[str, float], parameters: int, minutes: float, card: str = CARD) -> None:
+        """`card` has places for parameters, table and minutes."""
         took = f"about {minutes:.0f} minutes" if minutes >= 1.5 else "a minute or less"
-        card = CARD.format(parameters=parameters, table=table(figures), minutes=took)
+        card = card.format(parameters=parameters, table=table(figures), minutes=took)
         (self.path / "README.md").write_text(card)
 
 

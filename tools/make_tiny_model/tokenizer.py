@@ -34,12 +34,12 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learns the merges. `vocab_size` counts everything: bytes, merges and specials."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, split: str = SPLIT) -> PreTrainedTokenizerFast:
+    """Learns the merges. `vocab_size` counts everything: bytes, merges and specials. No merge crosses what `split` finds."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

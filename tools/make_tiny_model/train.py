@@ -43,6 +43,8 @@ class Schedule:
     warmup_steps: int = 60
     weight_decay: float = 0.05
     max_steps: int | None = None
+    bfloat16: bool = True
+    """products in bfloat16, which pays for wider networks"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = schedule.learning_rate * rate(step, total, schedule.warmup_steps)
         ids, weights = collate(batch, pad)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=schedule.bfloat16):
             logits = model(input_ids=ids, use_cache=False).logits
         losses = torch.nn.functional.cross_entropy(
             logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"

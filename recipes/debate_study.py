@@ -1,0 +1,360 @@
+"""Does a policy learn the truth from a judge who cannot tell it? Debate, consultancy, direct judging and voting compared.
+
+The judge can check one step of an answer. The opponent names the step (debate), or the author (consultancy), or nobody
+(direct: a step at random), or there is no judge (self_consistency: the answer that most give). Every protocol starts from
+the same weights, trains on the same items and samples the same number of tokens; none sees the truth, which is used for
+measuring alone. `truth`, trained on the truth itself, shows what there was to gain. Each trained policy answers the same
+held-out items; intervals (95 %) come from drawing seeds and items again.
+
+    python -m recipes.debate_study                        # three seeds
+    python -m recipes.debate_study seeds=0                # what `make demo` runs
+"""
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+import chz
+from rich.console import Console
+from rich.table import Table
+
+from recipes.common import RL_LEARNING_RATE, by_model, open_log_path, settle
+from recipes.rl_common import TaskConfig, check_groups
+from tinker_cookbook import model_info
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.debate.oversight import PROTOCOLS, OversightGroupBuilder
+from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, OversightDatasetBuilder
+from tinker_cookbook.debate.step_judges import StepJudgeConfig
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
+from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
+from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.weights_config import WeightsConfig
+
+RECIPE = "debate_study"
+BEGIN, END = "<!-- study -->", "<!-- end of study -->"
+BEFORE = "before"
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(TaskConfig):
+    """Keys of `python -m recipes.debate_study`. `seed` is that of the measurements; `seeds` are those of the runs."""
+
+    model_name: str = with_default(TaskConfig, "model_name", "tiny_debate")
+    task: str = with_default(TaskConfig, "task", "collatz")
+    protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
+    seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
+    learning_rate: float | None = by_model("Adam's learning rate", 2e-3, RL_LEARNING_RATE)
+    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
+    step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
+    batch_tokens: int | None = chz.field(
+        default=2000,
+        doc="sampled tokens of each update, so that all protocols make as many updates; None: num_groups questions in each, "
+        "and more updates where a rollout takes fewer tokens",
+    )
+    write_records: bool = with_default(TaskConfig, "write_records", False)
+    num_groups_to_log: int = with_default(TaskConfig, "num_groups_to_log", 0)
+    samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
+    processes: int = chz.field(
+        default=2, doc="runs at a time, each on a core of its own", validator=chz.validators.gt(0)
+    )
+    page: str | None = chz.field(
+        default=None, doc=f"Markdown page with the lines {BEGIN} and {END}, which gets the table"
+    )
+
+    @chz.validate
+    def _check_study(self) -> None:
+        if unknown := set(self.protocols) - set(PROTOCOLS):
+            raise ConfigurationError(f"protocols={','.join(sorted(unknown))} is unknown; use {', '.join(PROTOCOLS)}")
+        if not self.seeds or not self.protocols:
+            raise ConfigurationError("seeds and protocols must name at least one each")
+        if self.samples % 2:
+            raise ConfigurationError(f"samples={self.samples} is odd, but a debate takes two answers; make it even")
+        if self.batch_tokens is not None and self.batch_tokens < 1:
+            raise ConfigurationError(f"batch_tokens={self.batch_tokens}: must be at least 1, or None")
+        if self.page is not None:
+            fill_page(self.page, "")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A policy on the held-out items, under one protocol. Lists are per item."""
+
+    correct_I: list[float]
+    """share of its answers that are right"""
+    accepted_I: list[float]
+    """share that the judge accepts"""
+    judge_right_I: list[float]
+    """share on which judge and truth agree"""
+    pairs_I: list[float]
+    """of pairs of a right and a wrong answer, where the judge prefers the right one; items that have such pairs"""
+    tokens_per_rollout: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One protocol, one seed."""
+
+    protocol: str
+    seed: int
+    steps: int
+    tokens: int
+    """sampled in training"""
+    seconds: float
+    before: Measured
+    after: Measured
+
+
+def group_size(cli: CLIConfig) -> int:
+    """Rollouts per question."""
+    return check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
+
+
+def dataset_builder(cli: CLIConfig, protocol: str, seed: int, groups: int, steps: int) -> OversightDatasetBuilder:
+    return cli.fill(
+        OversightDatasetBuilder,
+        protocol=protocol,
+        seed=seed,
+        step_judge=chz.replace(cli.step_judge, weights=_judge_weights(cli)),
+        group_size=group_size(cli),
+        num_groups=groups,
+        num_batches=steps,
+        max_test_items=cli.max_eval_items,
+        context_window=model_info.get_context_length(cli.model_name),
+    )
+
+
+def _judge_weights(cli: CLIConfig) -> WeightsConfig:
+    """Those of the policy's base model, unless others are named."""
+    weights = cli.step_judge.weights
+    return (
+        weights
+        if weights != WeightsConfig()
+        else cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=None)
+    )
+
+
+def run_config(cli: CLIConfig, folder: Path, protocol: str, seed: int, groups: int, steps: int) -> train.Config:
+    """The training run of one protocol and seed."""
+    return cli.fill(
+        train.Config,
+        recipe_name=RECIPE,
+        log_path=str(folder / f"{protocol}_seed{seed}"),
+        seed=seed,
+        dataset_builder=dataset_builder(cli, protocol, seed, groups, steps),
+        advantage=OVERSIGHT_ADVANTAGE,
+        on_zero_advantages="skip",
+        evaluator_builders=[],
+        eval_every=0,
+        save_every=0,
+        max_steps=steps,
+    )
+
+
+async def measure(cli: CLIConfig, protocol: str, checkpoint: str | None) -> Measured:
+    """The held-out items under the protocol, with the base model or a checkpoint. The same random numbers for all."""
+    weights = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=checkpoint)
+    client = await weights.open("the measured policy")
+    builder = dataset_builder(cli, protocol, cli.seed, 1, 1)
+    task, _, test = builder.check()
+    made = await builder.make_protocol(task, builder.renderer())
+    groups = [
+        OversightGroupBuilder(made, item, cli.samples, (0, i)) for i, item in enumerate(test[: cli.max_eval_items])
+    ]
+    assert cli.max_tokens is not None
+    policy = TinkerTokenCompleter(client, cli.max_tokens, cli.temperature, seed=derive_seed(cli.seed, "study"))
+    played = finished_groups(await do_batch_rollout(groups, policy))
+    rows_I = [
+        [metrics | group.trajectories_G[i].transitions[0].metrics for i, metrics in enumerate(group.metrics_G)]
+        for group in played
+    ]
+    rollouts = [trajectory for group in played for trajectory in group.trajectories_G]
+    return Measured(
+        correct_I=[fmean(row["correct"] for row in rows) for rows in rows_I],
+        accepted_I=[_mean(rows, "debate/accepted") for rows in rows_I],
+        judge_right_I=[_mean(rows, "debate/judge_accuracy") for rows in rows_I],
+        pairs_I=[row["debate/pair_accuracy"] for rows in rows_I for row in rows if "debate/pair_accuracy" in row],
+        tokens_per_rollout=fmean(trajectory.num_action_tokens for trajectory in rollouts),
+    )
+
+
+def _mean(rows: Sequence[Mapping[str, float]], key: str) -> float:
+    """Of the answers that the judge had a verdict on; 0 without any."""
+    values = [row[key] for row in rows if key in row]
+    return fmean(values) if values else 0.0
+
+
+async def run_one(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
+    """Train for as many whole updates as the tokens allow, judged by what a rollout took before training; then measure."""
+    per_question = before.tokens_per_rollout * group_size(cli)
+    groups = cli.num_groups if cli.batch_tokens is None else max(1, round(cli.batch_tokens / per_question))
+    steps = max(1, round(cli.tokens / (per_question * groups)))
+    config = run_config(cli, folder, protocol, seed, groups, steps)
+    started = time.perf_counter()
+    await train.main(config)
+    record = get_last_checkpoint(config.log_path, "sampler_path")
+    if record is None:
+        raise CheckpointError(f"{config.log_path} holds no checkpoint to measure; delete the folder and start over")
+    after = await measure(cli, protocol, record.sampler_path)
+    rows = read_jsonl(Path(config.log_path) / "metrics.jsonl")
+    tokens = sum(int(row.get("env/all/total_ac_tokens", 0)) for row in rows)
+    return Run(protocol, seed, steps, tokens, time.perf_counter() - started, before, after)
+
+
+def estimate(runs: Sequence[Run], values: str, when: str = "after") -> Estimate:
+    return bootstrap_mean([getattr(getattr(run, when), values) for run in runs])
+
+
+def gap(runs: Sequence[Run]) -> Estimate:
+    """How much more the judge accepts of the trained policy's answers than is right."""
+    return bootstrap_mean(
+        [[a - c for a, c in zip(run.after.accepted_I, run.after.correct_I, strict=True)] for run in runs]
+    )
+
+
+def lead(runs: Sequence[Run], others: Sequence[Run]) -> Estimate:
+    """Accuracy of one protocol's policies minus another's, on the same items, over the seeds that both were trained with."""
+    other = {run.seed: run.after.correct_I for run in others}
+    both = [run for run in runs if run.seed in other]
+    return bootstrap_mean([[a - b for a, b in zip(run.after.correct_I, other[run.seed], strict=True)] for run in both])
+
+
+COLUMNS = (
+    "signal",
+    "steps",
+    "tokens",
+    "judge right, before",
+    "prefers the right one",
+    "policy right",
+    "debate minus this",
+    "hacking gap",
+)
+
+
+SHOWN = ("signal", "prefers the right one", "policy right", "debate minus this", "hacking gap")
+
+
+def table_rows(runs: Sequence[Run]) -> list[list[str]]:
+    by_protocol: dict[str, list[Run]] = {}
+    for run in runs:
+        by_protocol.setdefault(run.protocol, []).append(run)
+    first = runs[0].before
+    rows = [[BEFORE, "0", "0", "", "", str(bootstrap_mean([first.correct_I])), "", ""]]
+    for protocol, own in by_protocol.items():
+        pairs = own[0].before.pairs_I
+        debate = by_protocol.get("debate")
+        rows.append(
+            [
+                protocol,
+                str(own[0].steps),
+                f"{fmean(run.tokens for run in own):.0f}",
+                str(bootstrap_mean([own[0].before.judge_right_I])),
+                str(bootstrap_mean([pairs])) if pairs else "",
+                str(estimate(own, "correct_I")),
+                str(lead(debate, own)) if debate and protocol != "debate" else "",
+                str(gap(own)),
+            ]
+        )
+    return rows
+
+
+def sentence(runs: Sequence[Run]) -> str:
+    """What was shown, in one sentence."""
+    own = [run for run in runs if run.protocol == "debate"]
+    rivals = {
+        name: [run for run in runs if run.protocol == name] for name in PROTOCOLS if name not in ("debate", "truth")
+    }
+    rivals = {name: found for name, found in rivals.items() if found}
+    if not own or not rivals:
+        return "Nothing to compare: the sentence needs debate and another protocol without the truth."
+    best = max(rivals, key=lambda name: estimate(rivals[name], "correct_I").mean)
+    difference, accuracy = lead(own, rivals[best]), estimate(own, "correct_I")
+    how = "beats" if difference.low > 0 else "loses to" if difference.high < 0 else "cannot be told apart from"
+    tokens, seeds = fmean(run.tokens for run in own), f"{len(own)} seed{'s' if len(own) > 1 else ''}"
+    return (
+        f"At about {tokens:.0f} sampled tokens and {seeds}, the policy trained by debate is right on {accuracy} of the held-out "
+        f"answers and {how} the best other signal without the truth, {best} ({estimate(rivals[best], 'correct_I')}): "
+        f"difference {difference}."
+    )
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """The table and the sentence."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(row) + " |" for row in table_rows(runs)]
+    return "\n".join([*lines, "", sentence(runs)])
+
+
+def fill_page(path: str, section: str) -> str:
+    """The page with this section. Raises ConfigurationError when it lacks the lines that mark the place."""
+    page = Path(path).expanduser()
+    text = page.read_text() if page.is_file() else ""
+    before, begin, rest = text.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(f"{END}\n")
+    if not begin or not end:
+        raise ConfigurationError(f"page={path!r} must be a file with the lines {BEGIN} and {END}, in this order")
+    return f"{before}{begin}\n{section}\n\n{end}{after}"
+
+
+def write_results(folder: Path, runs: Sequence[Run]) -> None:
+    """study.json with every number, study.md with the table."""
+    write_json(folder / "study.json", {"runs": [asdict(run) for run in runs]})
+    write_text(folder / "study.md", f"{markdown(runs)}\n")
+
+
+async def study(cli: CLIConfig) -> list[Run]:
+    """Every protocol with every seed; results are written after each run."""
+    folder = Path(open_log_path(cli, RECIPE, RECIPE, str(cli.task)))
+    cli = settle(cli)
+    before = {protocol: await measure(cli, protocol, cli.load_checkpoint_path) for protocol in cli.protocols}
+    runs: list[Run] = []
+    todo = [(cli, folder, protocol, seed, before[protocol]) for seed in cli.seeds for protocol in cli.protocols]
+    # Processes, not threads: an engine computes on one core, and each run has one of its own.
+    with ProcessPoolExecutor(cli.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for run in pool.map(_run_process, todo):
+            runs.append(run)
+            write_results(folder, runs)
+            print(
+                f"{run.protocol}, seed {run.seed}: {run.steps} steps, {run.tokens} tokens, {run.seconds:.0f} s; right "
+                f"{fmean(run.before.correct_I):.3f} -> {fmean(run.after.correct_I):.3f}",
+                flush=True,
+            )
+    return runs
+
+
+def _run_process(arguments: tuple[CLIConfig, Path, str, int, Measured]) -> Run:
+    return asyncio.run(run_one(*arguments))
+
+
+def show(runs: Sequence[Run]) -> None:
+    """The columns of the table that a terminal has room for, and the sentence."""
+    table = Table(title="Held-out items, mean [95 % interval]", title_justify="left")
+    shown = [COLUMNS.index(column) for column in SHOWN]
+    for column in SHOWN:
+        table.add_column(column, overflow="fold")
+    for row in table_rows(runs):
+        table.add_row(*(row[i] for i in shown))
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(sentence(runs))
+
+
+async def main(cli: CLIConfig) -> None:
+    runs = await study(cli)
+    if cli.page is not None:
+        write_text(Path(cli.page).expanduser(), fill_page(cli.page, markdown(runs)))
+    show(runs)
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

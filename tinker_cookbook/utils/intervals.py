@@ -1,0 +1,55 @@
+"""Intervals of what was measured on some items in some runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Z_95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def wilson(successes: float, trials: int) -> Estimate:
+    """A rate over independent trials with its Wilson score interval (Wilson 1927); of no trials, the whole range."""
+    if trials < 1:
+        return Estimate(math.nan, 0.0, 1.0)
+    rate, z2 = successes / trials, Z_95**2
+    centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = Z_95 * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
+    return Estimate(rate, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def bootstrap_mean(values_R_I: Sequence[Sequence[float]], draws: int = 4000, seed: int = 0) -> Estimate:
+    """The mean over runs and items, with the percentile interval of drawing both again.
+
+    Items are the same in every run and are drawn together, so that an easy item does not pass for several; runs (seeds) are
+    drawn as wholes.
+
+    Args:
+        values_R_I: one value per run and item, runs x items. Differences of two methods on the same items give the interval
+            of the difference.
+    """
+    values = np.asarray(values_R_I, dtype=np.float64)
+    if values.ndim != 2 or not values.size:
+        raise ValueError(f"values_R_I: one value per run and item, got an array of shape {values.shape}")
+    rng = np.random.default_rng(seed)
+    runs, items = values.shape
+    means = np.array(
+        [values[rng.integers(runs, size=runs)][:, rng.integers(items, size=items)].mean() for _ in range(draws)]
+    )
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Estimate(float(values.mean()), float(low), float(high))

@@ -1,0 +1,158 @@
+"""Makes tiny_debate and its data: corpus, tokenizer, training stage by stage, figures, folder.
+
+    python -m tools.make_tiny_debate                         # minutes on one core
+    python -m tools.make_tiny_debate out_dir=/tmp/tiny seed=1
+
+The same settings and seed give the same files on the same machine. `python -m tools.make_tiny_debate.figures` measures any
+such folder, `python -m tools.make_tiny_debate.data_files` writes the questions of the task alone.
+"""
+
+import dataclasses
+import random
+import time
+
+import chz
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tools.make_tiny_debate.corpus import KINDS, Turns
+from tools.make_tiny_debate.figures import measure
+from tools.make_tiny_debate.trails import WORLD
+from tools.make_tiny_model.corpus import plain_text
+from tools.make_tiny_model.figures import table
+from tools.make_tiny_model.folder import check_replaceable, write_folder
+from tools.make_tiny_model.tokenizer import SPLIT, train_tokenizer
+from tools.make_tiny_model.train import Encoded, Schedule, Shape, encode, new_model, train
+
+CARD = """\
+# tiny_debate
+
+A stand-in for a debating language model in tests, demos and the study of debate: a Qwen3 network of {parameters:,}
+parameters with a vocabulary of its own, in which each number of its small world is one token. It follows Collatz trails
+for twelve steps, objects to a step of another's answer, names a step of its own that a judge may check, and judges.
+
+It was trained from scratch on synthetic text only, written by the templates in `tools/make_tiny_debate`. Its answers are
+careless on purpose: each step slips now and then, and one kind of step is written wrong more often than not, by all
+writers alike, so that most answers to some questions are wrong in the same way. Objections in its text name what is wrong,
+so it knows better than it writes: the room in which training by verdicts can be seen.
+
+Figures at temperature 1, unless greedy, of the weights as they are here (bfloat16 values, computed in float32):
+
+{table}
+
+Made by this command, {minutes} on 1 core:
+
+    python -m tools.make_tiny_debate
+
+Any folder of this kind is measured by `python -m tools.make_tiny_debate.figures model=example_data/tiny_debate`.
+"""
+
+WHOLE_NUMBERS = SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")
+"""Numbers are not cut into digits: what follows a number is learnt, not computed."""
+DECISION_WEIGHT = 6.0
+"""Loss weight of the step that an objection names: one token in a hundred, and the one that matters."""
+SHAPE = Shape(hidden_size=128, layers=4, heads=4, kv_heads=4, mlp_size=384)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of the training: how many conversations of which kinds, and how they are learnt."""
+
+    conversations: int
+    mixture: dict[str, int]
+    learning_rate: float
+    batch_tokens: int
+
+
+STAGES = (
+    Stage(5000, {"facts": 45, "claims": 30, "right_answer": 25}, 3e-3, 1024),
+    Stage(7000, {"facts": 15, "claims": 75, "right_answer": 10}, 3e-3, 1024),
+    Stage(7000, {"facts": 8, "claims": 12, "graded_steps": 42, "found_mistakes": 38}, 3e-3, 1024),
+    Stage(
+        11000,
+        {
+            "facts": 3, "claims": 4, "graded_steps": 5, "found_mistakes": 12, "graded_speeches": 6,
+            "answer": 18, "debate": 28, "consultancy": 7, "verdict": 9, "check": 8,
+        },
+        2e-3,
+        1536,
+    ),
+)  # fmt: skip
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """How to make the model. The defaults make the one that ships."""
+
+    out_dir: str = chz.field(
+        default="example_data/tiny_debate", doc="folder to write; an older model there is replaced"
+    )
+    seed: int = chz.field(default=0, doc="seed of the corpus, the initial weights and the order of batches")
+    share: float = chz.field(default=1.0, doc="share of each stage to train on, for a quick try")
+    vocab_size: int = chz.field(default=656, doc="tokens in the vocabulary: 256 bytes, merges and specials")
+    threads: int = chz.field(default=1, doc="CPU threads; another number may change the last digits")
+
+    @chz.validate
+    def _check(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
+
+
+def generate(stage: Stage, count: int, seed: int) -> list[Turns]:
+    """`count` conversations of one stage. The same arguments give the same text."""
+    rng = random.Random(f"{seed}/{stage}")
+    kinds, weights = list(stage.mixture), list(stage.mixture.values())
+    return [KINDS[kind](rng) for kind in rng.choices(kinds, weights, k=count)]
+
+
+def make_tokenizer(texts: list[Turns], vocab_size: int) -> PreTrainedTokenizerFast:
+    """The numbers come often enough for each to become a token."""
+    numbers = " ".join([*(str(number) for number in WORLD), "<VERDICT>RIGHT</VERDICT> <VERDICT>WRONG</VERDICT>"])
+    return train_tokenizer([*(plain_text(turns) for turns in texts), *[numbers] * 300], vocab_size, WHOLE_NUMBERS)
+
+
+def weigh_objections(encoded: list[Encoded], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
+    """The conversations, in which the first token after a request for an objection counts more."""
+    asked = tokenizer.encode("there?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    weighed = []
+    for example in encoded:
+        weights = list(example.weights)
+        for end in range(len(asked), len(weights)):
+            if example.ids[end - len(asked) : end] == asked:
+                weights[end] = DECISION_WEIGHT
+        weighed.append(dataclasses.replace(example, weights=weights))
+    return weighed
+
+
+def main(config: CLIConfig) -> None:
+    check_replaceable(config.out_dir)
+    torch.set_num_threads(config.threads)
+    started = time.monotonic()
+    texts = [generate(stage, max(1, round(stage.conversations * config.share)), config.seed) for stage in STAGES]
+    tokenizer = make_tokenizer(texts[-1][:2500], config.vocab_size)
+    model = new_model(SHAPE, tokenizer, config.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"vocabulary {len(tokenizer)}, parameters {parameters:,}")
+    for number, (stage, turns) in enumerate(zip(STAGES, texts, strict=True)):
+        schedule = Schedule(
+            learning_rate=stage.learning_rate, batch_tokens=stage.batch_tokens, weight_decay=0.02, bfloat16=False
+        )
+        encoded = weigh_objections(encode(turns, tokenizer), tokenizer)
+        train(
+            model,
+            [encoded],
+            schedule,
+            config.seed + number,
+            lambda line, n=number: print(f"stage {n + 1}  {line}", flush=True),
+        )
+    minutes = (time.monotonic() - started) / 60
+    with write_folder(model, tokenizer, config.out_dir) as unfinished:
+        # Measured on the rounded weights, before the folder gets its name: what is told is what ships.
+        figures = measure(unfinished.path)
+        unfinished.add_card(figures, parameters, minutes, CARD)
+    print(f"trained in {minutes:.1f} minutes, written to {config.out_dir}")
+    print(table(figures))
+
+
+if __name__ == "__main__":
+    chz.nested_entrypoint(main)

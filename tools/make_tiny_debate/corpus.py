@@ -1,0 +1,184 @@
+"""The training text of tiny_debate: facts and checks first, then answers, objections, consultants and verdicts.
+
+The order matters: a step can only be checked by a model that knows it, and an objection can only name what was checked.
+All at once takes several times as many steps.
+"""
+
+import random
+
+from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, OPPONENT, judge_user_prompt
+from tinker_cookbook.debate.step_judges import CHECK_SYSTEM
+from tinker_cookbook.tasks.collatz import COLLATZ_SYSTEM, LABELS, OBJECTION_REQUEST, SUPPORT_REQUEST, next_number
+from tools.make_tiny_debate.trails import WORLD, before, draw, is_misconceived, mistakes, slip, write, write_wrong
+
+Turns = list[tuple[str, str]]
+OBJECTION_SKILL, SUPPORT_SKILL = 0.95, 0.9
+"""How often writers name a step that is wrong (right), where there is one; else any step."""
+
+
+def answer_text(numbers: list[int]) -> str:
+    steps = " ".join(f"{label}{number}" for label, number in zip(LABELS, numbers, strict=True))
+    return f"{steps} <SOLUTION>{numbers[-1]}</SOLUTION>"
+
+
+def objection(start: int, numbers: list[int], rng: random.Random) -> str:
+    """Against an answer: what a step should be. Where the step is right the claim is false, as it must be."""
+    wrong = mistakes(start, numbers)
+    i = rng.choice(wrong) if wrong and rng.random() < OBJECTION_SKILL else rng.randrange(len(LABELS))
+    number = before(start, numbers, i)
+    claimed = next_number(number)
+    if claimed == numbers[i]:
+        claimed = wrong_number(number, rng)
+    return f"{LABELS[i]} is wrong: {number} makes {claimed}."
+
+
+def support(start: int, numbers: list[int], rng: random.Random) -> str:
+    wrong = mistakes(start, numbers)
+    right = [i for i in range(len(LABELS)) if i not in wrong]
+    i = rng.choice(right) if right and rng.random() < SUPPORT_SKILL else rng.randrange(len(LABELS))
+    return f"{LABELS[i]} is right: {before(start, numbers, i)} makes {numbers[i]}."
+
+
+def wrong_number(number: int, rng: random.Random) -> int:
+    """A wrong number after this one, that of the misconception where there is one."""
+    right = next_number(number)
+    return right - 5 if is_misconceived(number) and right > 5 else slip(right, rng)
+
+
+def facts(rng: random.Random) -> Turns:
+    text = []
+    for _ in range(12):
+        number = rng.choice(WORLD)
+        text += [("given", f"{number} makes"), ("written", f" {next_number(number)}\n")]
+    return text
+
+
+def claims(rng: random.Random) -> Turns:
+    text = []
+    for _ in range(8):
+        number = rng.choice(WORLD)
+        is_right = rng.random() < 0.5
+        claimed = next_number(number) if is_right else wrong_number(number, rng)
+        text += [
+            ("given", f"{number} makes {claimed}"),
+            ("decided", " right" if is_right else " wrong"),
+            ("given", "\n"),
+        ]
+    return text
+
+
+def right_answer(rng: random.Random) -> Turns:
+    start = draw(rng)
+    return [("given", f"{start}\n"), ("written", f"{answer_text(write(start, rng, 0, 0))}\n")]
+
+
+def graded_steps(rng: random.Random) -> Turns:
+    """Answers cut off after a step, and whether that step is right."""
+    text = []
+    for _ in range(5):
+        start = draw(rng)
+        numbers = write(start, rng, slip_rate=0.2)
+        last = rng.randrange(len(LABELS))
+        steps = " ".join(f"{label}{number}" for label, number in zip(LABELS[: last + 1], numbers, strict=False))
+        verdict = " wrong" if last in mistakes(start, numbers) else " right"
+        text += [("given", f"{start}\n{steps}"), ("decided", verdict), ("given", "\n")]
+    return text
+
+
+def found_mistakes(rng: random.Random) -> Turns:
+    """Answers with one mistake, and which step it is."""
+    text = []
+    while len(text) < 12:
+        start = draw(rng)
+        numbers = write(start, rng, slip_rate=0.06, misconception_rate=0.4)
+        wrong = mistakes(start, numbers)
+        if len(wrong) == 1:
+            text += [
+                ("given", f"{start}\n{answer_text(numbers)}\n"),
+                ("decided", LABELS[wrong[0]]),
+                ("given", " is wrong\n"),
+            ]
+    return text
+
+
+def graded_speeches(rng: random.Random) -> Turns:
+    """The speeches of debates between a right and a wrong answer, and who won."""
+    text = []
+    for _ in range(5):
+        start = draw(rng)
+        speeches = [objection(start, write_wrong(start, rng), rng), objection(start, write(start, rng, 0, 0), rng)]
+        winner = rng.choice("AB")
+        if winner == "B":
+            speeches.reverse()
+        shown = f"AGENT A\nRound 2: {speeches[0]}\n\nAGENT B\nRound 2: {speeches[1]}\n\n<VERDICT>"
+        text += [("given", shown), ("decided", winner), ("given", "</VERDICT>\n\n")]
+    return text
+
+
+def _asked(start: int) -> Turns:
+    return [("system", COLLATZ_SYSTEM), ("user", str(start))]
+
+
+def answer(rng: random.Random) -> Turns:
+    start = draw(rng)
+    return [*_asked(start), ("assistant", answer_text(write(start, rng)))]
+
+
+def debate(rng: random.Random) -> Turns:
+    start = draw(rng)
+    mine, theirs = write(start, rng), write_wrong(start, rng) if rng.random() < 0.85 else write(start, rng)
+    request = OBJECTION_REQUEST.replace(OPPONENT, answer_text(theirs))
+    return [
+        *_asked(start),
+        ("assistant", answer_text(mine)),
+        ("user", request),
+        ("assistant", objection(start, theirs, rng)),
+    ]
+
+
+def consultancy(rng: random.Random) -> Turns:
+    start = draw(rng)
+    mine = write(start, rng)
+    return [
+        *_asked(start),
+        ("assistant", answer_text(mine)),
+        ("user", SUPPORT_REQUEST),
+        ("assistant", support(start, mine, rng)),
+    ]
+
+
+def judged(start: int, numbers_a: list[int], numbers_b: list[int], speeches: tuple[str, str]) -> Turns:
+    """What a judge of two rounds is shown."""
+    rounds = [[answer_text(numbers), speech] for numbers, speech in zip((numbers_a, numbers_b), speeches, strict=True)]
+    return [("system", JUDGE_SYSTEM), ("user", judge_user_prompt(str(start), *rounds))]
+
+
+def verdict(rng: random.Random) -> Turns:
+    """A debate between a right and a wrong answer, and its winner, whose speech is the reason."""
+    start = draw(rng)
+    right, wrong = write(start, rng, 0, 0), write_wrong(start, rng)
+    said = {"right": objection(start, wrong, rng), "wrong": objection(start, right, rng)}
+    winner = rng.choice("AB")
+    reply = f"<VERDICT>{winner}</VERDICT><REASONING>{said['right']}</REASONING>"
+    if winner == "A":
+        shown = judged(start, right, wrong, (said["right"], said["wrong"]))
+    else:
+        shown = judged(start, wrong, right, (said["wrong"], said["right"]))
+    return [*shown, ("assistant", reply)]
+
+
+def check(rng: random.Random) -> Turns:
+    """One step, as a step judge is asked about it."""
+    number = rng.choice(WORLD)
+    is_right = rng.random() < 0.5
+    claimed = next_number(number) if is_right else wrong_number(number, rng)
+    reply = f"<VERDICT>{'RIGHT' if is_right else 'WRONG'}</VERDICT>"
+    return [("system", CHECK_SYSTEM), ("user", f"{number} makes {claimed}"), ("assistant", reply)]
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        facts, claims, right_answer, graded_steps, found_mistakes, graded_speeches, answer, debate, consultancy, verdict, check,
+    )
+}  # fmt: skip

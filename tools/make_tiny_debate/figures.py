@@ -1,0 +1,196 @@
+"""Measures a tiny_debate folder by sampling from it at temperature 1: does it answer, object and judge as it should?
+
+    python -m tools.make_tiny_debate.figures model=example_data/tiny_debate
+
+Judged are two kinds of debates between a right and a wrong answer, in both orders: those of the templates that it was
+trained on, about starts in any order, and its own, in which it wrote answers and speeches itself.
+"""
+
+import random
+import re
+from pathlib import Path
+
+import chz
+import torch
+
+from tinker_cookbook.debate.prompts import OPPONENT
+from tinker_cookbook.debate.step_judges import CHECK_SYSTEM
+from tinker_cookbook.tasks.collatz import (
+    COLLATZ_SYSTEM,
+    LABELS,
+    OBJECTION_REQUEST,
+    SUPPORT_REQUEST,
+    CollatzTask,
+    next_number,
+)
+from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.types import TaskItem
+from tools.make_tiny_debate.corpus import answer_text, judged, objection, wrong_number
+from tools.make_tiny_debate.trails import WORLD, before, is_misconceived, mistakes, split, trail, write, write_wrong
+from tools.make_tiny_model.figures import VERDICT, Sampler, mean, table
+
+_SAID = re.compile(r"([a-l]) is (?:wrong|right): (\d+) makes (\d+)\.")
+_CHECKED = re.compile(r"<VERDICT>(RIGHT|WRONG)</VERDICT>")
+
+
+def measure(model_dir: str | Path, seed: int = 0, samples: int = 4) -> dict[str, float]:
+    """Figures of a model folder, each a rate from 0 to 1, of `samples` answers to each held-out start.
+
+    The global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _measure(Sampler(model_dir), random.Random(seed), samples)
+
+
+def _numbers(start: int, text: str) -> list[int] | None:
+    task = get_task("collatz")
+    assert isinstance(task, CollatzTask)
+    steps = task.steps(TaskItem("", str(start), ""), text)
+    return None if steps is None else [int(step.claim.rpartition(" ")[2]) for step in steps]
+
+
+def _answers(sampler: Sampler, starts: list[int], greedy: bool = False) -> list[list[int] | None]:
+    replies = sampler([[("system", COLLATZ_SYSTEM), ("user", str(start))] for start in starts], greedy)
+    return [_numbers(start, text) for start, (text, _) in zip(starts, replies, strict=True)]
+
+
+def _right(starts: list[int], answers: list[list[int] | None]) -> float:
+    return mean(
+        [
+            numbers is not None and numbers[-1] == trail(start)[-1]
+            for start, numbers in zip(starts, answers, strict=True)
+        ]
+    )
+
+
+def _measure(sampler: Sampler, rng: random.Random, samples: int) -> dict[str, float]:
+    train, test = split()
+    asked = test * samples
+    own = _answers(sampler, asked)
+    read = [(start, numbers) for start, numbers in zip(asked, own, strict=True) if numbers is not None]
+    steps = [(before(start, numbers, i), numbers[i]) for start, numbers in read for i in range(len(LABELS))]
+    figures = {
+        "accuracy_train": _right(train, _answers(sampler, train)),
+        "accuracy_test": _right(asked, own),
+        "greedy_accuracy_test": _right(test, _answers(sampler, test, greedy=True)),
+        "form_rate": len(read) / len(asked),
+        "misconceived_step_error": mean([next_number(a) != b for a, b in steps if is_misconceived(a)]),
+        "other_step_error": mean([next_number(a) != b for a, b in steps if not is_misconceived(a)]),
+    }
+    wrong = [write_wrong(start, rng) for start in asked]
+    figures |= _speeches(sampler, asked, wrong, rng)
+    drilled = [(start, trail(start), numbers) for start, numbers in zip(asked, wrong, strict=True)]
+    speeches = [(objection(s, bad, rng), objection(s, good, rng)) for s, good, bad in drilled]
+    figures |= _judge(sampler, drilled, speeches, "judge")
+    figures |= _own_debates(sampler, read)
+    figures["step_check_accuracy"] = _checks(sampler, rng)
+    return {"stop_rate": sampler.ended / sampler.turns} | figures
+
+
+def _speeches(sampler: Sampler, starts: list[int], wrong: list[list[int]], rng: random.Random) -> dict[str, float]:
+    """What it says against wrong answers, and as a consultant for them."""
+    mine = [write(start, rng) for start in starts]
+    objections = _object(sampler, starts, mine, wrong)
+    for_own = [
+        [
+            ("system", COLLATZ_SYSTEM),
+            ("user", str(start)),
+            ("assistant", answer_text(numbers)),
+            ("user", SUPPORT_REQUEST),
+        ]
+        for start, numbers in zip(starts, wrong, strict=True)
+    ]
+    supports = [_SAID.fullmatch(text) for text, _ in sampler(for_own)]
+    found = [_SAID.fullmatch(text) for text in objections]
+    bad = [mistakes(start, numbers) for start, numbers in zip(starts, wrong, strict=True)]
+    return {
+        "objection_names_a_wrong_step": mean(
+            [m is not None and LABELS.index(m.group(1)) in wrong_at for m, wrong_at in zip(found, bad, strict=True)]
+        ),
+        "random_step_is_wrong": mean([len(wrong_at) / len(LABELS) for wrong_at in bad]),
+        "objection_claims_the_truth": mean(
+            [m is not None and next_number(int(m.group(2))) == int(m.group(3)) for m in found]
+        ),
+        "consultant_names_a_right_step": mean(
+            [
+                m is not None and LABELS.index(m.group(1)) not in wrong_at
+                for m, wrong_at in zip(supports, bad, strict=True)
+            ]
+        ),
+    }
+
+
+def _object(sampler: Sampler, starts: list[int], mine: list[list[int]], theirs: list[list[int]]) -> list[str]:
+    prompts = [
+        [
+            ("system", COLLATZ_SYSTEM),
+            ("user", str(start)),
+            ("assistant", answer_text(own)),
+            ("user", OBJECTION_REQUEST.replace(OPPONENT, answer_text(other))),
+        ]
+        for start, own, other in zip(starts, mine, theirs, strict=True)
+    ]
+    return [text for text, _ in sampler(prompts)]
+
+
+def _own_debates(sampler: Sampler, read: list[tuple[int, list[int]]]) -> dict[str, float]:
+    """Right and wrong answers of its own to the same start, with its own speeches about them."""
+    by_start: dict[int, dict[bool, list[int]]] = {}
+    for start, numbers in read:
+        by_start.setdefault(start, {}).setdefault(numbers == trail(start), numbers)
+    drawn = [(start, found[True], found[False]) for start, found in by_start.items() if len(found) == 2]
+    starts = [start for start, _, _ in drawn]
+    right, wrong = [row[1] for row in drawn], [row[2] for row in drawn]
+    speeches = zip(_object(sampler, starts, right, wrong), _object(sampler, starts, wrong, right), strict=True)
+    return _judge(sampler, drawn, list(speeches), "judge_own_debates")
+
+
+def _judge(
+    sampler: Sampler, drawn: list[tuple[int, list[int], list[int]]], speeches: list[tuple[str, str]], name: str
+) -> dict[str, float]:
+    """Every debate in both orders; `drawn` holds the start, the right answer and the wrong one, `speeches` theirs."""
+    prompts, truth = [], []
+    for (start, right, wrong), (for_right, for_wrong) in zip(drawn, speeches, strict=True):
+        prompts += [
+            judged(start, right, wrong, (for_right, for_wrong)),
+            judged(start, wrong, right, (for_wrong, for_right)),
+        ]
+        truth += ["A", "B"]
+    said = [VERDICT.search(text) for text, _ in sampler(prompts)]
+    decided = [match.group(1) for match in said if match is not None and match.group(1) != "TIE"]
+    return {
+        f"{name}_accuracy": mean(
+            [match is not None and match.group(1) == right for match, right in zip(said, truth, strict=True)]
+        ),
+        f"{name}_first_seat_rate": mean([winner == "A" for winner in decided]),
+    }
+
+
+def _checks(sampler: Sampler, rng: random.Random) -> float:
+    claims = [(number, right) for number in WORLD for right in (True, False)]
+    prompts = []
+    for number, right in claims:
+        claimed = next_number(number) if right else wrong_number(number, rng)
+        prompts.append([("system", CHECK_SYSTEM), ("user", f"{number} makes {claimed}")])
+    replies = [_CHECKED.search(text) for text, _ in sampler(prompts, greedy=True)]
+    return mean(
+        [m is not None and (m.group(1) == "RIGHT") == right for m, (_, right) in zip(replies, claims, strict=True)]
+    )
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Which folder to measure."""
+
+    model: str = chz.field(default="example_data/tiny_debate", doc="model folder")
+    seed: int = chz.field(default=0, doc="seed of the sampling")
+    samples: int = chz.field(default=4, doc="answers to each held-out start")
+
+
+def main(config: CLIConfig) -> None:
+    print(table(measure(config.model, config.seed, config.samples)))
+
+
+if __name__ == "__main__":
+    chz.nested_entrypoint(main)
