@@ -152,7 +152,13 @@ RECIPES: tuple[RecipeRun, ...] = (
     ),
     RecipeRun(
         "recipes.debate_study",
-        small=("tokens=500", "protocols=truth,self_consistency,consultancy", "seeds=1", "samples=2", "max_eval_items=4"),
+        small=(
+            "tokens=500",
+            "protocols=truth,self_consistency,consultancy",
+            "seeds=1",
+            "samples=2",
+            "max_eval_items=4",
+        ),
         files=("study.json", "study.md", "truth_seed1/metrics.jsonl"),
     ),
     RecipeRun(
