@@ -23,6 +23,7 @@ from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch, split_positions
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params
+from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
@@ -91,8 +92,8 @@ def forward_backward(
     loss_fn: str,
     loss_fn_config: LossConfig,
     backward: bool,
-) -> tinker.ForwardBackwardOutput:
-    """Loss, per-token logprobs and (with `backward`) gradients of a list of datums.
+) -> Parts[tinker.ForwardBackwardOutput]:
+    """Loss, per-token logprobs and (with `backward`) gradients of a list of datums, in parts: one for each micro-batch.
 
     Returns:
         loss_fn_outputs[i]["logprobs"]: float32 of the shape of data[i]'s target_tokens; metrics with "loss:sum".
@@ -136,7 +137,7 @@ def forward_backward(
             pass
         return not _are_finite(own)
 
-    for batch, (logprobs, elementwise) in each_micro_batch(model, examples, run):
+    for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
         batch_loss = float(elementwise.double().sum())
         loss_sum += batch_loss
         if not math.isfinite(batch_loss):
@@ -149,12 +150,18 @@ def forward_backward(
                 ratios.add(logprobs, batch.inputs, config)
         for i, array in zip(batch.indices, split_positions(logprobs, batch, examples), strict=True):
             outputs[i] = {"logprobs": tinker.TensorData.from_numpy(array)}
+        if more:
+            yield
 
     if not math.isfinite(loss_sum):
         raise _not_finite("loss", sorted(broken))
     if backward:
         if not _are_finite(gradients):  # rare, and worth a pass for each datum
-            raise _not_finite("gradient", [i for i in range(len(examples)) if breaks(i)])
+            for i in range(len(examples)):
+                yield
+                if breaks(i):
+                    broken.append(i)
+            raise _not_finite("gradient", broken)
         state.accumulate(gradients)
     metrics = {
         "loss:sum": loss_sum,
