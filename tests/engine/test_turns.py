@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+import torch
 
 from tests.engine.helpers import (
     STEP,
@@ -169,7 +170,7 @@ def test_a_custom_loss_gives_way_too(
     service: ServiceClient, training: TrainingClient, sampler: SamplingClient, small_passes: None, events: list[str]
 ) -> None:
     with held(service):
-        trained = training.forward_backward_custom(DATA, lambda _, logprobs: (sum(lp.sum() for lp in logprobs), {}))
+        trained = training.forward_backward_custom(DATA, lambda _, logprobs: (torch.cat(logprobs).sum(), {}))
         sampling = ask(sampler, 1, 100)
     sampling.result(SECONDS)
     trained.result(SECONDS)

@@ -8,7 +8,7 @@ micro-batches gives the same loss and gradient up to rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.datums import LossConfig, check_datum, loss_function
+from tinker_local_backend.engine.datums import Example, LossConfig, check_datum, loss_function
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch, split_positions
@@ -130,13 +130,6 @@ def forward_backward(
                 backpropagate(model, hidden, gradient, state.adapter, into)
         return logprobs, elementwise
 
-    def breaks(index: int) -> bool:
-        """Whether the gradient of this datum alone is not finite."""
-        own = state.zeros()
-        for _ in each_micro_batch(model, [examples[index]], partial(run, into=own)):
-            pass
-        return not _are_finite(own)
-
     for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
         batch_loss = float(elementwise.double().sum())
         loss_sum += batch_loss
@@ -156,12 +149,8 @@ def forward_backward(
     if not math.isfinite(loss_sum):
         raise _not_finite("loss", sorted(broken))
     if backward:
-        if not _are_finite(gradients):  # rare, and worth a pass for each datum
-            for i in range(len(examples)):
-                yield
-                if breaks(i):
-                    broken.append(i)
-            raise _not_finite("gradient", broken)
+        if not _are_finite(gradients):
+            raise _not_finite("gradient", (yield from _broken(model, state, examples, run)))
         state.accumulate(gradients)
     metrics = {
         "loss:sum": loss_sum,
@@ -171,6 +160,24 @@ def forward_backward(
         **ratios.metrics(config),
     }
     return tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics=metrics)
+
+
+def _broken(
+    model: BaseModel,
+    state: TrainState,
+    examples: Sequence[Example],
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Parts[list[int]]:
+    """Which datums alone have a gradient that is not finite: rare, and worth a pass `run(batch, recompute, into)` of each."""
+    broken = []
+    for i, example in enumerate(examples):
+        yield
+        own = state.zeros()
+        for _ in each_micro_batch(model, [example], partial(run, into=own)):
+            pass
+        if not _are_finite(own):
+            broken.append(i)
+    return broken
 
 
 def batch_hidden(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> torch.Tensor:
