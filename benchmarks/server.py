@@ -20,6 +20,7 @@ from benchmarks.config import ComparisonConfig, environment, run_benchmark
 from benchmarks.harness import Contender, absent, measure
 from benchmarks.models import SHAPES, ensure_model
 from benchmarks.ours import LocalEngine
+from benchmarks.peers.registry import select
 from benchmarks.report import Report, Table, finish, number
 from benchmarks.serving import KEY, ServerProcess, our_server, stub_server
 from benchmarks.workload import random_tokens
@@ -32,7 +33,7 @@ TOKENS_OF_A_CROWD = 8
 
 @chz.chz(typecheck=True)
 class Config(ComparisonConfig):
-    """Keys of `python -m benchmarks.server`."""
+    """Keys of `python -m benchmarks.server`. The stub is its only peer."""
 
     threads: int = chz.field(
         default=1, doc="CPU threads of the engine, in process and served; client and HTTP need the other core"
@@ -60,6 +61,7 @@ class Config(ComparisonConfig):
 
 def run(config: Config) -> Report:
     """Measure and report; writes nothing."""
+    select(config, {})
     shape = SHAPES[config.shape]
     with environment(config), ExitStack() as stack:
         report = Report.start("server", config)
@@ -80,9 +82,7 @@ def run(config: Config) -> Report:
     return report
 
 
-def _compare_training(
-    report: Report, config: Config, stack: ExitStack, model: Path, clients: dict[str, Any]
-) -> None:
+def _compare_training(report: Report, config: Config, stack: ExitStack, model: Path, clients: dict[str, Any]) -> None:
     vocabulary = SHAPES[config.shape].vocab
     data = [_datum(random_tokens(vocabulary, DATUM_TOKENS + 1, seed)) for seed in range(DATUMS)]
     missing = []
@@ -93,10 +93,14 @@ def _compare_training(
         sdk = tinker.ServiceClient(base_url=stub.url, api_key=KEY)
         clients["the stub, which computes nothing"] = sdk.create_lora_training_client(str(model), rank=8).result()
     contenders = [
-        Contender(name, lambda _, client=client: train(client, data, config.steps, config.ahead), name.startswith("ours"))
+        Contender(
+            name, lambda _, client=client: train(client, data, config.steps, config.ahead), name.startswith("ours")
+        )
         for name, client in clients.items()
     ]
-    title = f"forward_backward and optim_step, {DATUMS} x {DATUM_TOKENS} tokens, {config.steps} steps, {config.ahead} ahead"
+    title = (
+        f"forward_backward and optim_step, {DATUMS} x {DATUM_TOKENS} tokens, {config.steps} steps, {config.ahead} ahead"
+    )
     results = [*measure(contenders, config), *missing]
     report.add_comparison(f"{title}: tokens per second", results, per_token=True)
     rates = [
@@ -165,7 +169,9 @@ def _idle(config: Config, server: ServerProcess, client: Any) -> Table:
     async def hold() -> float:
         limits = httpx.Limits(max_connections=config.pollers + 1)
         headers = {"X-API-Key": KEY}
-        async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", headers=headers, limits=limits, timeout=60) as web:
+        async with httpx.AsyncClient(
+            base_url=f"{server.url}/api/v1", headers=headers, limits=limits, timeout=60
+        ) as web:
             model_id = client.model_id
             far_ahead = {"model_id": model_id, "seq_id": 10**6, "adam_params": {}}
             held = (await web.post("/optim_step", json=far_ahead)).json()["request_id"]
@@ -191,7 +197,7 @@ def _idle(config: Config, server: ServerProcess, client: Any) -> Table:
 
 
 def _crowd(config: Config, server: ServerProcess, client: Any) -> Table:
-    """Many requests at the same time: all end, and how long the last of a hundred waits for its first token."""
+    """Many requests at the same time: all end, and how long they take on the server (`/metrics`)."""
     prompt = tinker.ModelInput.from_ints([3, 4, 5])
     start = time.perf_counter()
     futures = [
@@ -200,10 +206,10 @@ def _crowd(config: Config, server: ServerProcess, client: Any) -> Table:
     ]
     ended = sum(len(future.result().sequences[0].tokens) == TOKENS_OF_A_CROWD for future in futures)
     seconds = time.perf_counter() - start
-    waits = [0.0, 0.0] or [server.metric(f'tinker_wait_seconds{{kind="sample",quantile="{q}"}}') for q in ("0.5", "0.99")]
+    waits = [server.metric(f'tinker_latest_seconds{{kind="sample",quantile="{q}"}}') for q in ("0.5", "0.99")]
     return Table(
         f"{config.crowd} sampling requests at the same time",
-        ["made", "ended", "seconds", "wait for the first token, median", "p99"],
+        ["made", "ended", "seconds", "from arrival to result, median", "p99"],
         [[str(config.crowd), str(ended), number(seconds), *(f"{number(wait)} s" for wait in waits)]],
     )
 

@@ -88,9 +88,7 @@ class EndpointConfig:
             raise ConfigurationError(f"{name}.model is missing; name the model as the endpoint calls it")
         self._key(name)
 
-    def open(
-        self, name: str, max_tokens: int, temperature: float, seed: int | None = None
-    ) -> EndpointCompleter:
+    def open(self, name: str, max_tokens: int, temperature: float, seed: int | None = None) -> EndpointCompleter:
         """A completer of this endpoint. Nothing is asked yet. Raises as `check`."""
         self.check(name)
         return EndpointCompleter(self, name, max_tokens, temperature, seed)
@@ -307,9 +305,7 @@ def _message(reply: dict[str, Any], name: str) -> Message:
         calls = [
             ToolCall(
                 id=call.get("id"),
-                function=ToolCall.FunctionBody(
-                    name=call["function"]["name"], arguments=call["function"]["arguments"]
-                ),
+                function=ToolCall.FunctionBody(name=call["function"]["name"], arguments=call["function"]["arguments"]),
             )
             for call in said.get("tool_calls") or []
         ]
