@@ -164,7 +164,7 @@ def test_a_stream_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tinker_cookbook.data.hub.load", lambda *args: datasets.IterableDataset.from_generator(rows))
     fake = FakeServiceClient()
     monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
-    argv = ["mixture=owner/stream", "streaming=true", "test_size=0", "num_epochs=1", "batch_size=4"]
+    argv = ["mixture=owner/stream", "hub.streaming=true", "test_size=0", "num_epochs=1", "batch_size=4"]
     monkeypatch.setattr(
         "tinker_cookbook.supervised.hub.FromHFConversationsBuilder._known_length", lambda self, stream: 12
     )

@@ -18,6 +18,7 @@ import chz
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
@@ -158,7 +159,7 @@ async def main(config: Config) -> None:
     plan = _checked.take(config) or _read(config)
     _check_resumed(config, plan.mixture)
     teacher_configs = teachers_by_field(config.dataset_configs)
-    async with open_session(config, teacher_configs) as session:
+    async with open_session(config, teacher_configs, plan.mixture.shared_system_prompt) as session:
         start = session.begin(plan.end)
         if start is None:
             return
@@ -185,9 +186,14 @@ class _Loop(StepLoop):
         rounds = config.evaluation_rounds(*evaluators)
         super().__init__(session, rounds, plan.end, submit_ahead=1, update_span="train")
         self._config, self._mixture, self._score = config, plan.mixture, score
+        tell_bad_rows(plan.mixture.bad_rows)
 
     async def read(self, step: int, metrics: Metrics) -> Batch | None:
+        bad_rows = self._mixture.bad_rows
+        before = count_bad_rows(bad_rows)
         examples = self._mixture.get_batch(step)
+        if bad_rows:
+            metrics["data/bad_rows"] = count_bad_rows(bad_rows) - before
         if not examples:
             return None
         with timed("teacher", metrics):
