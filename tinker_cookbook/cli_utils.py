@@ -4,20 +4,16 @@
 as one line; a traceback means a bug (or TINKER_COOKBOOK_TRACEBACK=1).
 """
 
-import asyncio
 import inspect
 import os
 import re
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, NoReturn, get_args
 
 import chz
@@ -30,6 +26,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCook
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
+from tinker_cookbook.utils.interrupts import run_interruptibly, sigterm_as_ctrl_c
 from tinker_cookbook.utils.secrets import redact
 
 LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
@@ -126,13 +123,13 @@ def run_recipe(
     prog = prog if prog is not None else f"python -m {_module_name(main)}"
     config = _parse(config_cls, arguments, prog, _module_doc(main))
     note_log_path(None)
-    with _sigterm_as_ctrl_c() as received:
+    with sigterm_as_ctrl_c() as received:
         try:
             environment.check_environment()
             result = main(config)
             if inspect.iscoroutine(result):
-                # On Ctrl-C asyncio.run cancels the main task, waits until it has cleaned up, then raises KeyboardInterrupt.
-                return asyncio.run(result)
+                # On Ctrl-C the main task is cancelled and cleans up; then KeyboardInterrupt is raised.
+                return run_interruptibly(result)
             return result
         except KeyboardInterrupt as error:
             code = EXIT_TERMINATED if received else EXIT_INTERRUPTED
@@ -146,27 +143,6 @@ def run_recipe(
             is_usage = all(isinstance(leaf, ConfigurationError | DataError) for leaf in known)
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
             _fail("\nerror: ".join(messages) + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
-    """Within the body SIGTERM does what Ctrl-C does. Yields the list that it is noted in."""
-    received: list[int] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        # Asked now: while asyncio runs it has a handler of its own, which cancels the main task.
-        handler = signal.getsignal(signal.SIGINT)
-        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # signals are for the main thread
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:

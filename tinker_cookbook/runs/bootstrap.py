@@ -104,5 +104,5 @@ def note_log_path(log_path: str | Path | None) -> None:
 
 
 def last_log_path() -> Path | None:
-    """The folder that was noted last, for a message that says how to resume its run."""
-    return _noted
+    """The folder that was noted last, for a message that says how to resume its run; None if it could not be made."""
+    return _noted if _noted is not None and _noted.is_dir() else None
