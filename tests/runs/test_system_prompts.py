@@ -116,6 +116,6 @@ def test_off_policy_distillation_which_also_counts_bad_rows(tmp_path: Path, monk
     asyncio.run(off_policy.main(cli))
     assert run_system_prompt(tmp_path / "run") == BRIEF
     (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert (row["data/bad_rows"], row["train/num_sequences"]) == (1, 3)
+    assert (row["data/bad_rows"], row["data/bad_rows_at_start"], row["train/num_sequences"]) == (1, 1, 3)
     log = (tmp_path / "run" / "logs.log").read_text()
     assert "rows.jsonl:5: no trained token is left" in log
