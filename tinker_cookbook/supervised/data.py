@@ -109,11 +109,15 @@ def train_and_test(
     test: Sequence[Row] | None,
     config: ChatDatasetBuilderCommonConfig,
     flatmap_fn: Callable[[Row], list[tinker.Datum]],
+    bad: BadRows,
 ) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-    """What a builder returns for rows in memory; without test rows there is no test set."""
+    """What a builder returns for rows in memory; without test rows there is no test set.
+
+    `bad` has counted those that could not be read, and goes on with those that cannot be used.
+    """
 
     def make(rows: Sequence[Row]) -> SupervisedDataset:
-        return SupervisedDatasetFromList(rows, config.batch_size, None, flatmap_fn, BadRows(config.on_bad_row))
+        return SupervisedDatasetFromList(rows, config.batch_size, None, flatmap_fn, bad)
 
     return make(train), make(test) if test else None
 
@@ -259,11 +263,12 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
     shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before the split; None keeps the order of the file.")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-        rows = read_conversations(self.file_path, BadRows(self.common_config.on_bad_row))
+        bad = BadRows(self.common_config.on_bad_row)
+        rows = read_conversations(self.file_path, bad)
         train, test = hold_out(rows, self.test_size, self.shuffle_seed, self.file_path)
         warn_of_rewritten_history([row.messages for row in rows], self)
         convert = conversation_mapper(self)
-        training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages))
+        training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages), bad)
         training.shared_system_prompt = _shared_system_prompt([row.messages for row in train])
         return training, held_out
 

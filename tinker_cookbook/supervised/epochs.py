@@ -76,6 +76,7 @@ class EpochData:
         test: all test batches.
         steps: steps of the whole run: those of all epochs, or max_steps where that is less.
         leaves_out: whether rows that cannot be used are left out, and counted in `Drawn`.
+        bad_at_start: rows that were left out as the data was read, and of the test data.
 
     Raises:
         ConfigurationError: there is nothing to train on; and what the builder and `check` raise.
@@ -92,6 +93,11 @@ class EpochData:
         self._kept = {index: self._read(self._dataset, index, "batch") for index in first}
         test_batches = [self._read(test, index, "test batch") for index in range(len(test))] if test is not None else []
         self.test = [batch.data for batch in test_batches if batch.data]
+        counters = {
+            id(bad): bad for dataset in (self._dataset, test) if dataset is not None for bad in dataset.bad_rows
+        }
+        self.bad_at_start = sum(bad.count for bad in counters.values())
+        self.bad_at_start -= sum(batch.num_bad_rows for batch in self._kept.values())
 
     @property
     def shared_system_prompt(self) -> str | None:
@@ -176,7 +182,7 @@ class EpochLoop(StepLoop):
         with timed("get_batch", metrics):
             data, num_bad = self._data.get_batch(step)
         if self._data.leaves_out:
-            metrics["data/bad_rows"] = num_bad
+            metrics |= {"data/bad_rows": num_bad, "data/bad_rows_at_start": self._data.bad_at_start}
         return data
 
     def adam_params(self, step: int) -> tinker.AdamParams:
