@@ -101,7 +101,7 @@ def test_own_keys_come_first_then_shared_ones_then_what_is_nested(name: str) -> 
     assert keys[start : start + len(shared)] == shared
     nested = [key for key in keys if "." in key]
     assert keys[len(keys) - len(nested) :] == nested
-    assert bool(nested) == (name != "sl_basic")
+    assert nested
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS.items())

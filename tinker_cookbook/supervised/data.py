@@ -14,9 +14,9 @@ import chz
 from tinker_cookbook.data.epochs import ShuffledItems, hold_out
 from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
-from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat, get_text_content
+from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.common import Reduction, check_context, datum_from_model_input_weights
-from tinker_cookbook.supervised.conversations import read_conversations
+from tinker_cookbook.supervised.conversations import read_conversations, shared_system_prompt
 from tinker_cookbook.supervised.types import (
     ChatDatasetBuilder,
     ChatDatasetBuilderCommonConfig,
@@ -269,14 +269,8 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         warn_of_rewritten_history([row.messages for row in rows], self)
         convert = conversation_mapper(self)
         training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages), bad)
-        training.shared_system_prompt = _shared_system_prompt([row.messages for row in train])
+        training.shared_system_prompt = shared_system_prompt(row.messages for row in train)
         return training, held_out
-
-
-def _shared_system_prompt(conversations: Sequence[list[Message]]) -> str | None:
-    openings = (messages[0] for messages in conversations)
-    prompts = {get_text_content(opening) if opening["role"] == "system" else None for opening in openings}
-    return prompts.pop() if len(prompts) == 1 else None
 
 
 def warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:
