@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
 from tinker_cookbook.tokenizer_utils import base_model_of
@@ -283,8 +284,9 @@ def get_recommended_renderer_name(model_name: str) -> str:
 
 
 def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None) -> None:
-    """Log a warning when `renderer_name` is not among those known to fit. Silent when none is known, or none is given."""
-    if renderer_name is None:
+    """Log a warning when `renderer_name` is not among those known to fit. Silent when none is known, none is given, or it is
+    one's own (module:object, file.py:object)."""
+    if renderer_name is None or is_reference(renderer_name):
         return
     try:
         fitting = get_recommended_renderer_names(model_name)

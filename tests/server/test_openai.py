@@ -1,5 +1,6 @@
 """The OpenAI-compatible routes: the same samples as through the SDK, in the form that other clients read."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -301,3 +302,19 @@ def test_the_openai_package(two_models: Serving, checkpoint: str) -> None:
     assert completion.choices[0].logprobs.token_logprobs
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.chat.completions.create(model="gpt-4", messages=QUESTION)
+
+
+def test_an_endpoint_judge_asks_a_trained_checkpoint(
+    two_models: Serving, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's own client of these routes, and what it counts."""
+    from tinker_cookbook.endpoints import EndpointConfig
+
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    config = EndpointConfig(base_url=f"{two_models.url}/v1", model=checkpoint, api_key_variable="JUDGE_KEY")
+    completer = config.open("judge.endpoint", max_tokens=8, temperature=0.0, seed=1)
+    said = asyncio.run(completer(QUESTION))  # pyright: ignore[reportArgumentType]
+    assert said["role"] == "assistant" and completer.usage()["completion_tokens"] > 0
+    tokenizer = AutoTokenizer.from_pretrained(TINY_CHAT)
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    assert completer.usage()["prompt_tokens"] == len(prompt)
