@@ -24,10 +24,10 @@ from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import OnProgress, SamplingResult, Ticket
-from tinker_local_backend.engine.waits import Wait, Waits
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, settle
 
