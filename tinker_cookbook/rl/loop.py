@@ -350,8 +350,9 @@ class Loop:
             try:
                 await asyncio.shield(task)
             except asyncio.CancelledError:
-                if not task.cancelled():
+                if not task.cancelled() and not self._was_cancelled:
                     self._was_cancelled = True
+                    logger.info("the run is ending; the step under way comes to its end first")
         return task.result()
 
     async def end_step(self, outcome: StepOutcome) -> None:

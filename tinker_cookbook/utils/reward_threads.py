@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from tinker_cookbook.utils.misc_utils import resolved
@@ -38,9 +38,8 @@ async def call_reward(function: Callable[..., T | Awaitable[T]], *arguments: Any
     if count == 0 or _is_async(function):
         return await resolved(function(*arguments))
     # In the context, so that what it writes with `logtree` stands in its member's section.
-    call = copy_context().run
-    returned = await asyncio.get_running_loop().run_in_executor(_pool(count), call, function, *arguments)
-    return await resolved(returned)
+    call = partial(copy_context().run, partial(function, *arguments))
+    return await resolved(await asyncio.get_running_loop().run_in_executor(_pool(count), call))
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
