@@ -30,6 +30,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE = re.compile(r"\binto `([\w./]+)`[^`]*:$")
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?")
 _RULE = re.compile("[─━]+")
+_HEADER = str.maketrans("┃", "│")
 
 
 class Block(NamedTuple):
@@ -135,4 +136,4 @@ def agree(shown: str, printed: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return _RULE.sub("─", _NUMBER.sub("0", text))
+    return _RULE.sub("─", _NUMBER.sub("0", text.translate(_HEADER)))

@@ -239,21 +239,23 @@ class TestInterrupt:
     def test_sigterm_counts_where_ctrl_c_is_ignored(self, tmp_path: Path) -> None:
         """As in a process that a script started in the background."""
         script = (
-            "import asyncio, chz, os, signal, sys\n"
+            "import asyncio, chz, os, signal, sys, threading\n"
             "from tinker_cookbook.cli_utils import run_recipe\n"
             "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
             "CLIConfig = chz.chz(type('CLIConfig', (), {}))\n"
             "async def main(config):\n"
             "    try:\n"
-            "        os.kill(os.getpid(), signal.SIGTERM)\n"
+            "        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
             "        await asyncio.Event().wait()\n"
             "    finally:\n"
+            "        await asyncio.sleep(0)\n"
             "        print('cleaned up')\n"
             "run_recipe(CLIConfig, main, argv=[])\n"
         )
         environment = {**os.environ, "PYTHONPATH": python_path()}
         done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (143, "cleaned up\n"), done.stderr
+        assert "Traceback" not in done.stderr
 
 
 class TestCheckLogDir:

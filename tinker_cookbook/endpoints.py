@@ -88,6 +88,17 @@ class EndpointConfig:
             raise ConfigurationError(f"{name}.model is missing; name the model as the endpoint calls it")
         self._key(name)
 
+    def check_used(self, name: str, used: bool, by: str) -> None:
+        """As `check` where an endpoint is asked. Raises ConfigurationError where one is named and nobody asks it.
+
+        Args:
+            by: what has to be set for it to be asked.
+        """
+        if used:
+            self.check(name)
+        elif self.is_named:
+            raise ConfigurationError(f"{name} names an endpoint that nobody asks: set {by}, or drop {name}")
+
     def open(self, name: str, max_tokens: int, temperature: float, seed: int | None = None) -> EndpointCompleter:
         """A completer of this endpoint. Nothing is asked yet. Raises as `check`."""
         self.check(name)
@@ -111,7 +122,7 @@ class Usage:
 
     calls: int = 0
     cached: int = 0
-    retries: int = 0
+    resent: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
@@ -222,19 +233,22 @@ class EndpointCompleter(MessageCompleter):
     async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self._connections is not None
         client, limit = self._connections.here()
-        for attempt in range(self.config.max_retries + 1):
+        attempt = 0
+        while True:
             async with limit:
                 reply, problem, pause = await self._attempt(client, body)
             if reply is not None:
                 self.spent.add(self._spent_on(reply, attempt))
                 return reply
             if pause is None or attempt == self.config.max_retries:
-                break
+                tried = f" ({attempt + 1} attempts)" if attempt else ""
+                raise EndpointError(
+                    f"{self.name}: {self.config.base_url} (model {self.config.model!r}) {problem}{tried}"
+                )
             wait = max(pause, FIRST_PAUSE_SECONDS * 2**attempt * (1 + random.random() / 2))
-            logger.warning("%s: %s; trying again", self.name, problem)
+            logger.warning("%s: %s %s; trying again", self.name, self.config.base_url, problem)
             await asyncio.sleep(min(wait, LONGEST_PAUSE_SECONDS))
-        tried = "" if pause is None else f", {attempt + 1} times"
-        raise EndpointError(f"{self.name}: {self.config.base_url} (model {self.config.model!r}) {problem}{tried}")
+            attempt += 1
 
     async def _attempt(
         self, client: httpx.AsyncClient, body: dict[str, Any]

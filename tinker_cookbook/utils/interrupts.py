@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -16,64 +16,79 @@ BLOCKED_SECONDS = 5.0
 """An event loop that has not moved this long after an interrupt is blocked by a call that it waits for."""
 
 
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[list[int]]:
-    """Within the body SIGTERM does what Ctrl-C does. Yields the list that it is noted in."""
-    received: list[int] = []
+class Interrupts:
+    """What the signals of `interruptible` do: raise KeyboardInterrupt, or cancel the coroutine that runs.
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        # Asked now: while asyncio runs it has a handler of its own, which cancels the main task.
-        handler = signal.getsignal(signal.SIGINT)
-        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # signals are for the main thread
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def run_interruptibly(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, except that an interrupt also ends a call that blocks the event loop.
-
-    On Ctrl-C asyncio cancels the main task, which has no effect while a blocking call (an SDK that retries, say) keeps the
-    loop from running. Such a call gets the KeyboardInterrupt itself, as it would from a second Ctrl-C.
+    Attributes:
+        first: the signal that came first; None: none did.
     """
 
-    async def watched() -> T:
-        loop, main_thread = asyncio.get_running_loop(), threading.main_thread()
-        cancel = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not main_thread or not callable(cancel):
-            return await main  # asyncio has no handler here
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self._cancel: Callable[[], None] | None = None
 
-        moved, blocked, interrupted = threading.Event(), threading.Event(), threading.Event()
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler."""
+        self.first = number if self.first is None else self.first
+        if self._cancel is None:
+            raise KeyboardInterrupt
+        cancel, self._cancel = self._cancel, None  # the next one raises: the user insists, or the loop is blocked
+        cancel()
 
-        def stop() -> None:
-            if not blocked.is_set():
-                moved.set()
-                cancel(signal.SIGINT, None)
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """`asyncio.run`. An interrupt cancels `main`, lets it clean up, and ends in KeyboardInterrupt.
 
-        def watch() -> None:
-            if not moved.wait(BLOCKED_SECONDS) and main_thread.ident is not None:
-                blocked.set()
-                signal.pthread_kill(main_thread.ident, signal.SIGINT)
+        Cancelling has no effect while a blocking call (an SDK that retries, say) keeps the loop from running. Such a call gets
+        the KeyboardInterrupt itself.
+        """
+        was_cancelled = threading.Event()
 
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            if interrupted.is_set():
-                raise KeyboardInterrupt  # the user insists, or the loop is blocked
-            interrupted.set()
-            # Not at once: a task that is cancelled as well could not wait for anything while it cleans up.
-            loop.call_soon_threadsafe(stop)
-            threading.Thread(target=watch, name="interrupt", daemon=True).start()
+        async def cancellable() -> T:
+            loop, task, main_thread = asyncio.get_running_loop(), asyncio.current_task(), threading.main_thread()
+            moved, blocked = threading.Event(), threading.Event()
 
-        signal.signal(signal.SIGINT, interrupt)
-        try:
+            def stop() -> None:
+                if task is not None and not blocked.is_set():
+                    moved.set()
+                    was_cancelled.set()
+                    task.cancel()
+
+            def watch() -> None:
+                if not moved.wait(BLOCKED_SECONDS) and main_thread.ident is not None:
+                    blocked.set()
+                    signal.pthread_kill(main_thread.ident, signal.SIGTERM)
+
+            def cancel() -> None:
+                # Not at once: a task that is cancelled as well could not wait for anything while it cleans up.
+                loop.call_soon_threadsafe(stop)
+                threading.Thread(target=watch, name="interrupt", daemon=True).start()
+
+            self._cancel = cancel
             return await main
-        finally:
-            signal.signal(signal.SIGINT, cancel)
 
-    return asyncio.run(watched())
+        try:
+            return asyncio.run(cancellable())
+        except asyncio.CancelledError:
+            if was_cancelled.is_set():
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            self._cancel = None
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupts]:
+    """Within the body SIGTERM does what Ctrl-C does. Ctrl-C stays without effect where the process was started to ignore it."""
+    interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts  # signals are for the main thread
+        return
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, interrupts.handle) for number in numbers}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
