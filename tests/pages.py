@@ -65,7 +65,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def spoken_of(page: Path) -> Iterator[list[str]]:
-    """The words of each recipe's command outside the blocks, indented or in a line of text; not those with dots in place of a value."""
+    """The words of each recipe's command outside the blocks, indented or in a line of text; dots stand for nothing."""
     text = _FENCE.sub("", page.read_text())
     for command in re.findall(r"(?:`|^ {4})(python -m recipes\.(?!NAME)\w[^`\n]*)", text, re.MULTILINE):
         yield [word for word in shlex.split(command, comments=True) if "..." not in word]
