@@ -153,16 +153,16 @@ class Generator:
             parts = [*joining, *([long] if long is not None and long not in joining else [])]
             tickets = [*(row.ticket for row in self._running), *(t for part in parts for t, _ in part.entries)]
             affected = sorted({id(t): t for t in tickets}.values(), key=lambda ticket: ticket.order)
-            rows, pages = max(len(self._running), sum(part.samples for part in parts)), self._pool.capacity
+            rows = max(len(self._running), sum(part.samples for part in parts))
             self._running, self._line.long, self._batch, self._tables = [], None, None, None
-            self._pool.reset()
             self._cache.resize(0)
-            self._recover(affected, rows, pages, error)
+            self._recover(affected, rows, error)
+            self._pool.reset()
         else:
             self._allowance.succeeded()
             self._pool.eager = self._allowance.pages
 
-    def _recover(self, affected: Sequence[Ticket], rows: int, pages: int, error: Exception) -> None:
+    def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
         """Out of memory: begin the requests again, fewer at a time. Anything else: each of them gets the error."""
         retry = out_of_memory(error) and (rows > 1 or self._allowance.prefill_tokens > 1)
         if not retry:
@@ -174,7 +174,7 @@ class Generator:
                 ticket.finish(SamplingError(f"a sampling pass failed: {cause}"))
             return
         self._failures += 1
-        self._allowance.reduce(rows, pages)
+        self._allowance.reduce(rows, self._pool.capacity)
         self._pool.eager = self._allowance.pages
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
