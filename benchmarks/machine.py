@@ -17,7 +17,7 @@ import torch
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PACKAGES = ("torch", "transformers", "peft", "tinker", "tokenizers", "accelerate", "trl")
-_PATH_KEYS = ("vllm_python=", "models_dir=", "output=")
+_PATH_KEYS = ("vllm_python=", "models_dir=", "output=", "stub=")
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -61,10 +61,11 @@ def _own_seconds() -> float:
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = resource.getrusage(resource.RUSAGE_SELF)
     total = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
-    return total + sum(_process_seconds(pid) for pid in _descendants(os.getpid()))
+    return total + sum(process_seconds(pid) for pid in descendants(os.getpid()))
 
 
-def _process_seconds(pid: int) -> float:
+def process_seconds(pid: int) -> float:
+    """CPU time of a process so far; 0 when it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:  # it has ended
@@ -72,13 +73,14 @@ def _process_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and theirs."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     except OSError:
         return []
-    return children + [grandchild for child in children for grandchild in _descendants(child)]
+    return children + [grandchild for child in children for grandchild in descendants(child)]
 
 
 def facts(threads: int, ask_gpu: bool = True) -> dict[str, str]:

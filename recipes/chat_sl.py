@@ -2,7 +2,7 @@
 
     python -m recipes.chat_sl
     python -m recipes.chat_sl mixture=mine.jsonl:0.7,no_robots:0.3 model_name=Qwen/Qwen3-4B-Base num_epochs=1
-    python -m recipes.chat_sl mixture=tulu3 streaming=true model_name=Qwen/Qwen3-4B-Base batch_size=128 num_epochs=1
+    python -m recipes.chat_sl mixture=tulu3 hub.streaming=true model_name=Qwen/Qwen3-4B-Base batch_size=128 num_epochs=1
 
 A mixture is a list of datasets, each with the share of the rows that it gives: a shipped name, a file, tulu3,
 no_robots, or a Hugging Face dataset id. An epoch has every row at least once, small datasets with a large share come round
@@ -19,7 +19,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised import train
-from tinker_cookbook.supervised.hub import HUB_CHATS, SHIPPED, chat_dataset_builder
+from tinker_cookbook.supervised.hub import HUB_CHATS, SHIPPED, chat_dataset_builder, is_of_hub
 from tinker_cookbook.supervised.mixture import InterleavedDatasetBuilder
 
 RECIPE = "chat_sl"
@@ -30,13 +30,12 @@ DEFAULT_MIXTURE = "conversations:0.7,library:0.3"
 class CLIConfig(SLConfig):
     """Keys of `python -m recipes.chat_sl`."""
 
+    MOVED_KEYS = {"streaming": "hub.streaming"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
+
     mixture: str = chz.field(
         default=DEFAULT_MIXTURE,
         doc=f"dataset:share,dataset:share,... of {', '.join([*SHIPPED, *HUB_CHATS])}, .jsonl files and hub ids; "
         "without shares every row once",
-    )
-    streaming: bool = chz.field(
-        default=False, doc="read datasets of the hub as streams, without downloading them first"
     )
     test_size: int = with_default(SLConfig, "test_size", 16)
     num_epochs: int = with_default(SLConfig, "num_epochs", 3)
@@ -67,8 +66,14 @@ def build_config(cli: CLIConfig) -> train.Config:
     names, shares = parse_mixture(cli.mixture)
     cli = settle(cli)
     settings = chat_settings(cli)
+    with_options = [
+        name for name in names if is_of_hub(name)
+    ] or names  # where no dataset is of the hub, they are refused
     builder = InterleavedDatasetBuilder(
-        sources=[chat_dataset_builder(name, settings, cli.test_size, cli.seed, cli.streaming) for name in names],
+        sources=[
+            chat_dataset_builder(name, settings, cli.test_size, cli.seed, cli.hub if name in with_options else None)
+            for name in names
+        ],
         weights=shares,
         batch_size=cli.batch_size,
     )

@@ -14,7 +14,7 @@ from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import is_reference
+from tinker_cookbook.own_parts import full_reference, is_reference
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
@@ -72,7 +72,10 @@ class CommonConfig(RunOptions):
         doc="tiny_chat or tiny_debate (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; default: "
         "TINKER_DEBATE_BASE_MODEL, else tiny_chat",
     )
-    renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; default: the model's own")
+    renderer_name: str | None = chz.field(
+        default=None,
+        doc="how messages become tokens: a known name, or your own (path/file.py:object); default: the model's own",
+    )
     log_path: str | None = chz.field(
         default=None,
         doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <user data>/tinker-cookbook",
@@ -112,7 +115,7 @@ def resolve_model(config: CommonConfig) -> tuple[str, str]:
     """(model, renderer name) of a config, checked together with the backend before anything is loaded."""
     model = shipped_model(config.model_name)
     backends.check_backend(config.backend, model, config.base_url)
-    renderer_name = config.renderer_name or model_info.get_recommended_renderer_name(model)
+    renderer_name = full_reference(config.renderer_name or model_info.get_recommended_renderer_name(model))
     if config.renderer_name is not None:
         model_info.warn_if_renderer_not_recommended(model, renderer_name)
     get_renderer(renderer_name, get_tokenizer(model), model_name=model)  # a renderer that does not fit fails here

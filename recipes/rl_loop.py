@@ -70,7 +70,7 @@ async def main(cli: CLIConfig) -> None:
     renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
     renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
     check_log_dir(cli.log_path, cli.behavior_if_log_dir_exists)
-    with open_run(cli.log_path, config=cli, recipe_name="rl_loop") as run:
+    with open_run(cli.log_path, config=cli, recipe_name="rl_loop", extra={"system_prompt": QA_SYSTEM}) as run:
         run.rewind_metrics(0)
         await train(cli, renderer, run.logger)
 

@@ -3,9 +3,10 @@
     python -m recipes.sl_basic
     python -m recipes.sl_basic dataset=my_chats.jsonl train_on_what=last_assistant_turn model_name=Qwen/Qwen3-4B-Base
     python -m recipes.sl_basic dataset=HuggingFaceH4/no_robots model_name=Qwen/Qwen3-4B-Base num_epochs=1 batch_size=128
+    python -m recipes.sl_basic dataset=owner/name hub.split=train_sft hub.messages_column=chat model_name=Qwen/Qwen3-4B-Base
 
 A line of a file is {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}; a dataset
-of the hub has a column `messages` of the same form. `recipes.sl_loop` is the same without the library's loop.
+of the hub has a column of the same form. `recipes.sl_loop` is the same without the library's loop.
 """
 
 import chz
@@ -33,7 +34,7 @@ class CLIConfig(SLConfig):
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     cli = settle(cli)
-    builder = chat_dataset_builder(cli.dataset, chat_settings(cli), cli.test_size, cli.seed)
+    builder = chat_dataset_builder(cli.dataset, chat_settings(cli), cli.test_size, cli.seed, cli.hub)
     return train_config(cli, RECIPE, builder, dataset_label(cli.dataset, SHIPPED))
 
 

@@ -12,7 +12,10 @@ from tinker_cookbook.hyperparam_utils import known_lr
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.supervised import train
+from tinker_cookbook.supervised.hub import HubOptions
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+
+HUB_DOC = "how a dataset of the hub is read, where that is not as usual"
 
 
 @chz.chz(typecheck=True)
@@ -28,6 +31,7 @@ class SLConfig(CommonConfig, train.SupervisedOptions):
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
     )
     on_bad_row: OnBadRow = with_default(ChatDatasetBuilderCommonConfig, "on_bad_row", "raise")
+    hub: HubOptions | None = chz.field(default=None, doc=HUB_DOC)
     split_rewritten: bool = chz.field(
         default=True,
         doc="train each reply on the tokens the model writes: several examples per conversation where the renderer drops "

@@ -19,7 +19,8 @@ from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.supervised.common import compute_mean_nll
-from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum, read_conversations
+from tinker_cookbook.supervised.conversations import read_conversations, shared_system_prompt
+from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
@@ -53,13 +54,13 @@ async def main(cli: CLIConfig) -> None:
     backends.check_backend(cli.backend, cli.model_name)
     renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
     renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
+    rows = read_conversations(cli.file)
     dataset = SupervisedDatasetFromList(
-        read_conversations(cli.file),
-        cli.batch_size,
-        lambda row: conversation_to_datum(row.messages, renderer, cli.max_length),
+        rows, cli.batch_size, lambda row: conversation_to_datum(row.messages, renderer, cli.max_length)
     )
     check_log_dir(cli.log_path, cli.behavior_if_log_dir_exists)
-    with open_run(cli.log_path, config=cli, recipe_name="sl_loop") as run:
+    opening = {"system_prompt": shared_system_prompt(row.messages for row in rows)}
+    with open_run(cli.log_path, config=cli, recipe_name="sl_loop", extra=opening) as run:
         run.rewind_metrics(0)
         await train(cli, dataset, run.logger)
 
@@ -81,7 +82,6 @@ async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: L
         await updated
         nll = compute_mean_nll(logprobs, [datum.loss_fn_inputs["weights"] for datum in data])
         ml_logger.log_metrics({"epoch": epoch, "learning_rate": learning_rate, "train_mean_nll": nll}, step=step)
-
     saved = await client.save_state("final")
     print(f"Weights: {saved.path}\nFiles: {cli.log_path}")
 

@@ -11,8 +11,6 @@ is finished is kept, what was interrupted resumes, what failed is tried again, a
 In the folder: sweep.csv and sweep.parquet (a row per run and step), summary.json and summary.md (the ranking).
 """
 
-import asyncio
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +18,7 @@ import chz
 from rich.console import Console
 
 from tinker_cookbook import environment, sweeps
-from tinker_cookbook.cli_utils import EXIT_INTERRUPTED, default_log_path, run_recipe
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.sweeps.collect import Mode, check_ranking
 from tinker_cookbook.sweeps.points import SEED_KEY, gather_keys, split_values
@@ -66,13 +64,9 @@ async def main(cli: CLIConfig) -> None:
         console.print(f"({len(ended)}/{len(points)}) {result.name} {what}{error}", markup=False, highlight=False)
 
     console.print(f"Sweep of {recipe}, {len(points)} runs, in {folder}", highlight=False)
-    try:
-        results = await sweeps.run_sweep(
-            recipe, points, folder, fixed=fixed, processes=cli.processes, concurrent=cli.concurrent, on_result=tell
-        )
-    except asyncio.CancelledError:
-        print(f"interrupted. To go on: the same command with sweep_dir={folder}", file=sys.stderr)
-        raise SystemExit(EXIT_INTERRUPTED) from None
+    results = await sweeps.run_sweep(
+        recipe, points, folder, fixed=fixed, processes=cli.processes, concurrent=cli.concurrent, on_result=tell
+    )
     failed = [result for result in results if result.status == "failed"]
     if len(failed) == len(results):
         raise TrainingError(f"all {len(failed)} runs failed; see {folder}/*/console.log or logs.log")
@@ -108,4 +102,4 @@ def _new_folder(recipe: str) -> str:
 
 
 if __name__ == "__main__":
-    run_recipe(CLIConfig, main, argv=gather_keys(sys.argv[1:], "grid", "set"))
+    run_recipe(CLIConfig, main, prepare=lambda arguments: gather_keys(arguments, "grid", "set"))

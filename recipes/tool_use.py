@@ -30,6 +30,7 @@ from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_cont
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import Metrics
+from tinker_cookbook.supervised.conversations import shared_system_prompt
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, tool
 from tinker_cookbook.tool_use.env import tool_conversation
@@ -138,6 +139,12 @@ class ToolUseDatasetBuilder(MessageDatasetBuilder):
     @property
     def dataset_name(self) -> str:
         return self.task
+
+    @property
+    def shared_system_prompt(self) -> str | None:
+        if not self.declare:
+            return None
+        return shared_system_prompt([tool_conversation(self.renderer(), registry(self.task), SYSTEM, "")])
 
     async def make_env_maker(self) -> EnvMaker:
         def make_env(renderer: Renderer, rng: random.Random) -> Callable[[], ToolUseEnv]:

@@ -191,14 +191,19 @@ class TestInterrupt:
         )
         assert "To resume" not in failure(capsys, target=raising(TrainingError("before anything")), code=1)
 
+    @pytest.mark.parametrize("wait", ["await asyncio.Event().wait()", "threading.Event().wait()"], ids=["task", "call"])
     @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-    def test_both_signals_let_an_async_main_clean_up(self, tmp_path: Path, name: str, code: int) -> None:
+    def test_both_signals_let_an_async_main_clean_up(self, tmp_path: Path, name: str, code: int, wait: str) -> None:
+        """Whether a task waits or a call blocks the event loop."""
         script = tmp_path / "recipe.py"
         script.write_text(
             textwrap.dedent(
                 """
-                import asyncio, chz
+                import asyncio, threading, chz
                 from tinker_cookbook.cli_utils import run_recipe
+                from tinker_cookbook.utils import interrupts
+
+                interrupts.BLOCKED_SECONDS = 0.5
 
                 @chz.chz
                 class CLIConfig:
@@ -207,14 +212,15 @@ class TestInterrupt:
                 async def main(config):
                     try:
                         print("ready", flush=True)
-                        await asyncio.Event().wait()
+                        WAIT
                     finally:
+                        await asyncio.sleep(0)
                         print("cleaned up", flush=True)
 
                 if __name__ == "__main__":
                     run_recipe(CLIConfig, main)
                 """
-            )
+            ).replace("WAIT", wait)
         )
         env = {**os.environ, "PYTHONPATH": python_path()}
         with subprocess.Popen(
@@ -233,21 +239,23 @@ class TestInterrupt:
     def test_sigterm_counts_where_ctrl_c_is_ignored(self, tmp_path: Path) -> None:
         """As in a process that a script started in the background."""
         script = (
-            "import asyncio, chz, os, signal, sys\n"
+            "import asyncio, chz, os, signal, sys, threading\n"
             "from tinker_cookbook.cli_utils import run_recipe\n"
             "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
             "CLIConfig = chz.chz(type('CLIConfig', (), {}))\n"
             "async def main(config):\n"
             "    try:\n"
-            "        os.kill(os.getpid(), signal.SIGTERM)\n"
+            "        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
             "        await asyncio.Event().wait()\n"
             "    finally:\n"
+            "        await asyncio.sleep(0)\n"
             "        print('cleaned up')\n"
             "run_recipe(CLIConfig, main, argv=[])\n"
         )
         environment = {**os.environ, "PYTHONPATH": python_path()}
         done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (143, "cleaned up\n"), done.stderr
+        assert "Traceback" not in done.stderr
 
 
 class TestCheckLogDir:

@@ -4,7 +4,6 @@
 as one line; a traceback means a bug (or TINKER_COOKBOOK_TRACEBACK=1).
 """
 
-import asyncio
 import inspect
 import os
 import re
@@ -12,12 +11,10 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, NoReturn, get_args
 
 import chz
@@ -30,6 +27,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCook
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
+from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.secrets import redact
 
 LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
@@ -41,6 +39,7 @@ EXIT_TERMINATED = 143
 
 RESUME_HINT = "The files in"
 """How the lines begin that follow an error and say how to go on."""
+_FOLDER_KEYS = ("log_path", "sweep_dir")
 _BEHAVIOR_KEY = "behavior_if_log_dir_exists"
 _RUN_FILES = ("run_metadata.json", "metrics.jsonl", "logs.log", "config.json")
 
@@ -102,6 +101,7 @@ def run_recipe(
     main: Callable[[Any], Any],
     argv: Sequence[str] | None = None,
     prog: str | None = None,
+    prepare: Callable[[list[str]], list[str]] = list,
 ) -> Any:
     """Build the config from `key=value` arguments and call `main(config)`; a coroutine is run to its end.
 
@@ -115,6 +115,7 @@ def run_recipe(
         main: function or coroutine function of the config.
         argv: arguments; None for those of the process.
         prog: the command, for messages; None for `python -m` and the module of `main`.
+        prepare: turns the arguments into those that chz understands.
 
     Returns:
         What `main` returns.
@@ -124,18 +125,18 @@ def run_recipe(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     prog = prog if prog is not None else f"python -m {_module_name(main)}"
-    config = _parse(config_cls, arguments, prog, _module_doc(main))
+    config = _parse(config_cls, prepare(arguments), prog, _module_doc(main))
     note_log_path(None)
-    with _sigterm_as_ctrl_c() as received:
+    with interruptible() as interrupts:
         try:
             environment.check_environment()
             result = main(config)
             if inspect.iscoroutine(result):
-                # On Ctrl-C asyncio.run cancels the main task, waits until it has cleaned up, then raises KeyboardInterrupt.
-                return asyncio.run(result)
+                # On Ctrl-C the main task is cancelled and cleans up; then KeyboardInterrupt is raised.
+                return interrupts.run(result)
             return result
         except KeyboardInterrupt as error:
-            code = EXIT_TERMINATED if received else EXIT_INTERRUPTED
+            code = EXIT_TERMINATED if interrupts.first == signal.SIGTERM else EXIT_INTERRUPTED
             _fail(f"interrupted. {_how_to_resume(config_cls, arguments, prog)}", code, error, prefix="")
         except Exception as error:
             resume = f"\n{_how_to_resume(config_cls, arguments, prog)}" if last_log_path() is not None else ""
@@ -146,27 +147,6 @@ def run_recipe(
             is_usage = all(isinstance(leaf, ConfigurationError | DataError) for leaf in known)
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
             _fail("\nerror: ".join(messages) + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
-    """Within the body SIGTERM does what Ctrl-C does. Yields the list that it is noted in."""
-    received: list[int] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        # Asked now: while asyncio runs it has a handler of its own, which cancels the main task.
-        handler = signal.getsignal(signal.SIGINT)
-        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # signals are for the main thread
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
@@ -233,7 +213,7 @@ def _how_to_resume(config_cls: type, arguments: list[str], prog: str) -> str:
     if log_path is None:
         return "The run's folder was not opened yet; there is nothing to resume"
     fields = chz.chz_fields(config_cls) if chz.is_chz(config_cls) else {}
-    resume = {"log_path": str(log_path), _BEHAVIOR_KEY: "resume"}
+    resume = dict.fromkeys(_FOLDER_KEYS, str(log_path)) | {_BEHAVIOR_KEY: "resume"}
     kept = [argument for argument in arguments if argument.lstrip("-").partition("=")[0] not in resume]
     added = [f"{key}={value}" for key, value in resume.items() if key in fields]
     return f"{RESUME_HINT} {log_path} are whole{_saved(log_path)}. To resume:\n  {prog} {shlex.join([*kept, *added])}"

@@ -57,6 +57,14 @@ class MessageCompleter(ABC):
     @abstractmethod
     async def __call__(self, messages: list[Message]) -> Message: ...
 
+    def fork(self, *key: int | str) -> Self:
+        """As that of a TokenCompleter."""
+        return self
+
+    def usage(self) -> dict[str, float]:
+        """What its calls have taken so far, as metrics; empty where nothing is counted. A fork counts its own calls."""
+        return {}
+
 
 @dataclass
 class TinkerTokenCompleter(TokenCompleter):

@@ -55,5 +55,9 @@ class RolloutTimeoutError(TinkerCookbookError, TimeoutError):
     """A rollout, a sampling call or a grader took longer than its limit. The message names the env and the limit."""
 
 
+class EndpointError(TinkerCookbookError, RuntimeError):
+    """An OpenAI-compatible endpoint refused a request or could not be reached. The message names address, model and reason."""
+
+
 class CheckpointError(TinkerCookbookError, RuntimeError):
     """A checkpoint record or its files are missing or unusable."""

@@ -79,14 +79,19 @@ def known_lr(model_name: str) -> float | None:
         return None
 
 
-def warn_if_low(learning_rate: float, model_name: str) -> None:
-    """Log a warning for a learning rate below a tenth of `get_lr`, with which LoRA hardly moves."""
+def warn_if_low(learning_rate: float, model_name: str, below: float) -> None:
+    """Log a warning for a learning rate with which LoRA hardly moves: less than `below` times `get_lr`.
+
+    The rates of full fine-tuning are of that kind: about a tenth of LoRA's in supervised learning, a hundredth of them where
+    rewards or preferences are learnt.
+    """
     usual = known_lr(model_name)
-    if usual is not None and learning_rate < usual / 10:
+    if usual is not None and learning_rate < below * usual:
         logger.warning(
-            "learning_rate=%g is below a tenth of %.2g, the rate to begin with for LoRA on this model (get_lr): the weights "
-            "will hardly move",
+            "learning_rate=%g is below %g times %.2g, the rate of supervised learning with LoRA on this model (get_lr): the "
+            "weights will hardly move",
             learning_rate,
+            below,
             usual,
         )
 

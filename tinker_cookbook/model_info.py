@@ -14,8 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tinker_cookbook import model_shapes
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
 from tinker_cookbook.tokenizer_utils import base_model_of
@@ -283,8 +285,9 @@ def get_recommended_renderer_name(model_name: str) -> str:
 
 
 def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None) -> None:
-    """Log a warning when `renderer_name` is not among those known to fit. Silent when none is known, or none is given."""
-    if renderer_name is None:
+    """Log a warning when `renderer_name` is not among those known to fit. Silent when none is known, none is given, or it is
+    one's own (module:object, file.py:object)."""
+    if renderer_name is None or is_reference(renderer_name):
         return
     try:
         fitting = get_recommended_renderer_names(model_name)
@@ -301,9 +304,14 @@ def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None)
 
 
 def get_context_length(model_name: str) -> int | None:
-    """Positions that the model was made for, by its config; None when that cannot be had (a name only a server knows)."""
+    """Positions that the model was made for, by its config; None when that cannot be had (a name only a server knows).
+
+    Nothing is asked of the hub for a model that `model_shapes` knows.
+    """
     folder = Path(shipped_model(model_name)).expanduser()
-    return _read_context_length(str(folder)) if folder.is_dir() else _context_length_of_hub_name(model_name)
+    if folder.is_dir():
+        return _read_context_length(str(folder))
+    return model_shapes.context_length_of(base_model_of(model_name)) or _context_length_of_hub_name(model_name)
 
 
 def _read_context_length(source: str) -> int | None:

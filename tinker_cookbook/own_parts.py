@@ -100,6 +100,14 @@ def is_reference(said: str) -> bool:
     return bool(colon) and is_place and all(part.isidentifier() for part in name.split("."))
 
 
+def full_reference(said: str) -> str:
+    """A name that is found from any folder: in `path/file.py:object` the path is made absolute, all else stays."""
+    place, _, name = said.rpartition(":")
+    if not (place.endswith(".py") and is_reference(said)):
+        return said
+    return f"{Path(place).expanduser().resolve()}:{name}"
+
+
 def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
     """The object of `package.module:object` or `path/file.py:object`.
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import full_reference
 
 if TYPE_CHECKING:
     from tinker_cookbook.clients import ServiceClient
@@ -16,8 +17,11 @@ RENDERER_NAME_METADATA_KEY = "renderer_name"
 def add_renderer_name_to_user_metadata(
     user_metadata: Mapping[str, str] | None, renderer_name: str | None
 ) -> dict[str, str]:
-    """The metadata of a new training run with its renderer's name, so that its checkpoints can be sampled from as trained."""
-    named = {} if renderer_name is None else {RENDERER_NAME_METADATA_KEY: renderer_name}
+    """The metadata of a new training run with its renderer's name, so that its checkpoints can be sampled from as trained.
+
+    A renderer in a file of one's own is recorded with the whole path.
+    """
+    named = {} if renderer_name is None else {RENDERER_NAME_METADATA_KEY: full_reference(renderer_name)}
     return {**(user_metadata or {}), **named}
 
 
@@ -86,7 +90,7 @@ def _recorded(training_run: Any) -> str | None:
 
 
 def _check(recorded: str | None, path: str, expected: str | None) -> None:
-    if None not in (recorded, expected) and recorded != expected:
+    if recorded is not None and expected is not None and recorded != full_reference(expected):
         raise ConfigurationError(
             f"renderer_name={expected!r}, but {path} was trained with {recorded!r}: set renderer_name={recorded}"
         )

@@ -15,6 +15,7 @@ from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import SamplingClient, ServiceClient
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import full_reference
 from tinker_cookbook.renderer_metadata import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -81,7 +82,7 @@ async def find_origin(
             f"set the base model to {run.base_model!r}, or give a checkpoint of {base_model!r}"
         )
     recorded = (run.user_metadata or {}).get(RENDERER_NAME_METADATA_KEY)
-    if renderer_name is not None and recorded not in (None, renderer_name):
+    if renderer_name is not None and recorded not in (None, full_reference(renderer_name)):
         logger.warning(
             "%s: %s was trained with the renderer %s and is used with %s; set renderer_name=%s if that is not meant",
             name,

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,18 +74,10 @@ def _device(text: str) -> torch.device:
     return device
 
 
-def _backend(text: str) -> str:
-    if text == "unsloth":
-        logger.warning(
-            "TINKER_LOCAL_BACKEND=unsloth is not supported and has no effect: models are those of transformers"
-        )
-        return text
-    return _one_of("transformers")(text)
-
-
 VARIABLES = {
     "TINKER_LOCAL_BACKEND": Variable(
-        "`transformers`, the only one; `unsloth` has no effect, and a warning says so", _backend
+        "`transformers`, the only one; `unsloth` has no effect, and a warning says so",
+        _one_of("transformers", "unsloth"),
     ),
     "TINKER_LOCAL_HOME": Variable("where local checkpoints live; default: the user's data folder"),
     "TINKER_LOCAL_API_KEYS": Variable(
@@ -126,7 +119,7 @@ def read(name: str) -> Any:
 
 
 def check_environment() -> None:
-    """Check every TINKER_LOCAL_* variable that is set, and warn of a GPU that torch cannot use.
+    """Check every TINKER_LOCAL_* variable that is set. Warn, once, of one without effect and of a GPU that torch cannot use.
 
     Raises RequestError for an unknown one, with the list of those that are known, and for a wrong value.
     """
@@ -137,7 +130,15 @@ def check_environment() -> None:
             close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
             hint = f"did you mean {close[0]}? " if close else ""
             raise RequestError(f"{name} is set, but there is no such variable; {hint}Known: {', '.join(VARIABLES)}")
+    if read("TINKER_LOCAL_BACKEND") == "unsloth":
+        _warn("TINKER_LOCAL_BACKEND=unsloth is not supported and has no effect: models are those of transformers")
     _warn_of_an_idle_gpu()
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once per process, however many clients are made."""
+    logger.warning("%s", message)
 
 
 def _warn_of_an_idle_gpu() -> None:
@@ -150,9 +151,7 @@ def _warn_of_an_idle_gpu() -> None:
         fix = f"torch {torch.__version__} is built for CPUs only; install a CUDA build (see docs/gpu.md)"
     else:
         fix = f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it; update the driver or install another build"
-    logger.warning(
-        "this machine has an NVIDIA GPU, but the engine runs on the CPU: %s. TINKER_LOCAL_DEVICE=cpu means it", fix
-    )
+    _warn(f"this machine has an NVIDIA GPU, but the engine runs on the CPU: {fix}. TINKER_LOCAL_DEVICE=cpu means it")
 
 
 def default_device() -> torch.device:

@@ -29,7 +29,8 @@ from tinker_local_backend import hosted_only
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture, at_once, awaited, on_a_thread
 from tinker_local_backend.storage import catalog
-from tinker_local_backend.storage.catalog import CheckpointEntry
+from tinker_local_backend.storage.catalog import RunListing
+from tinker_local_backend.storage.index import CheckpointEntry
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath, check_run_id, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
@@ -99,14 +100,14 @@ class RestClient:
         hosted_only.refuse_arguments(project_id=project_id)
         _check_page(limit, offset)
         runs = self._registry.runs()
-        page = [self._training_run(run) for run in runs[offset : offset + limit]]
+        page = self._training_runs(runs[offset : offset + limit])
         return types.TrainingRunsResponse(training_runs=page, cursor=_cursor(limit, offset, runs))
 
     @at_once
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> types.TrainingRun:
         """One training run. RequestError when the home has none of this id."""
         check_run_id(training_run_id)
-        return self._training_run(self._run(training_run_id))
+        return self._training_runs([self._run(training_run_id)])[0]
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
@@ -141,8 +142,8 @@ class RestClient:
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
         """One page of the checkpoints of all runs, newest first, and in `cursor` how many there are."""
         _check_page(limit, offset)
-        listings = [catalog.list_run(self._home, run.run_id) for run in self._registry.runs()]
-        entries = [entry for listing in listings for entry in listing.entries]
+        listings = catalog.list_runs(self._home, [run.run_id for run in self._registry.runs()])
+        entries = [entry for listing in listings.values() for entry in listing.entries]
         entries.sort(key=lambda entry: (-entry.info.created, str(entry.path)))
         return types.CheckpointsListResponse(
             checkpoints=[_checkpoint(entry) for entry in entries[offset : offset + limit]],
@@ -261,21 +262,9 @@ class RestClient:
                 return run
         raise RequestError(f"there is no training run {run_id!r} under {self._home}; list_training_runs names them")
 
-    def _training_run(self, run: Run) -> types.TrainingRun:
-        listing = catalog.list_run(self._home, run.run_id)
-        last = {entry.path.kind: _checkpoint(entry) for entry in listing.entries}
-        return types.TrainingRun(
-            training_run_id=run.run_id,
-            base_model=run.base_model,
-            model_owner=OWNER,
-            is_lora=True,
-            corrupted=bool(listing.damaged),
-            lora_rank=run.spec.rank,
-            last_request_time=datetime.fromtimestamp(run.last_request_time, UTC),
-            last_checkpoint=last.get("weights"),
-            last_sampler_checkpoint=last.get("sampler_weights"),
-            user_metadata=run.user_metadata or None,
-        )
+    def _training_runs(self, runs: Sequence[Run]) -> list[types.TrainingRun]:
+        listings = catalog.list_runs(self._home, [run.run_id for run in runs])
+        return [_training_run(run, listings[run.run_id]) for run in runs]
 
     # As older scripts spell it
 
@@ -296,6 +285,22 @@ class RestClient:
     get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
     list_sessions_async = awaited(list_sessions)
     get_session_async = awaited(get_session)
+
+
+def _training_run(run: Run, listing: RunListing) -> types.TrainingRun:
+    last = {kind: _checkpoint(entry) for kind, entry in {e.path.kind: e for e in listing.entries}.items()}
+    return types.TrainingRun(
+        training_run_id=run.run_id,
+        base_model=run.base_model,
+        model_owner=OWNER,
+        is_lora=True,
+        corrupted=bool(listing.damaged),
+        lora_rank=run.spec.rank,
+        last_request_time=datetime.fromtimestamp(run.last_request_time, UTC),
+        last_checkpoint=last.get("weights"),
+        last_sampler_checkpoint=last.get("sampler_weights"),
+        user_metadata=run.user_metadata or None,
+    )
 
 
 def _checkpoint(entry: CheckpointEntry) -> types.Checkpoint:

@@ -30,6 +30,7 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom
 from tinker_local_backend.engine.datums import LossConfig, freeze_data
 from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
@@ -98,17 +99,17 @@ class TrainingClient:
     def model_id(self) -> str:
         return self._run.entry.run_id
 
-    def _train(self, operation: Callable[[], T]) -> EngineFuture[T]:
+    def _train(self, kind: str, operation: Callable[[], Parts[T]]) -> EngineFuture[T]:
         """Submit an operation that needs the memory of the samplers' prefix cache."""
 
-        def run() -> T:
+        def run() -> Parts[T]:
             self._run.engine.forget_prefixes()
-            return operation()
+            return (yield from operation())
 
-        return self._submit(run)
+        return self._run.engine.submit_parts(self._run.entry.run_id, run, kind)
 
-    def _submit(self, operation: Callable[[], T]) -> EngineFuture[T]:
-        return self._run.engine.submit(self._run.entry.run_id, operation)
+    def _submit(self, kind: str, operation: Callable[[], T]) -> EngineFuture[T]:
+        return self._run.engine.submit(self._run.entry.run_id, operation, kind)
 
     def forward(
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig = None
@@ -138,22 +139,22 @@ class TrainingClient:
         if loss_type_input not in (None, "logprobs"):
             raise RequestError(f"loss_type_input={loss_type_input!r}: a custom loss always gets logprobs; leave it out")
 
-        def custom() -> tinker.ForwardBackwardOutput:
+        def custom() -> Parts[tinker.ForwardBackwardOutput]:
             with run.state.passing():
-                return forward_backward_custom(run.model, run.state, datums, loss_fn)
+                return (yield from forward_backward_custom(run.model, run.state, datums, loss_fn))
 
-        return self._train(custom)
+        return self._train("forward_backward_custom", custom)
 
     def _pass(
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig, backward: bool
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         run, datums, config = self._run, freeze_data(data), copy(loss_fn_config)
 
-        def one_pass() -> tinker.ForwardBackwardOutput:
+        def one_pass() -> Parts[tinker.ForwardBackwardOutput]:
             with run.state.passing() if backward else nullcontext():
-                return trainer.forward_backward(run.model, run.state, datums, loss_fn, config, backward)
+                return (yield from trainer.forward_backward(run.model, run.state, datums, loss_fn, config, backward))
 
-        return self._train(one_pass)
+        return self._train("forward_backward" if backward else "forward", one_pass)
 
     def optim_step(
         self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
@@ -162,7 +163,7 @@ class TrainingClient:
         params = optim_params if optim_params is not None else adam_params
         if not isinstance(params, tinker.AdamParams):
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
-        return self._train(lambda: trainer.optim_step(self._run.state, params))
+        return self._train("optim_step", lambda: in_one(lambda: trainer.optim_step(self._run.state, params)))
 
     def save_state(
         self,
@@ -178,7 +179,7 @@ class TrainingClient:
             self._run.save(path, ttl_seconds, overwrite, user_metadata)
             return SaveWeightsResponse(path=str(path))
 
-        return self._submit(save)
+        return self._submit("save_state", save)
 
     def save_weights_for_sampler(
         self,
@@ -194,7 +195,7 @@ class TrainingClient:
             self._run.save(path, ttl_seconds, overwrite, user_metadata)
             return SaveWeightsForSamplerResponse(path=str(path))
 
-        return self._submit(save)
+        return self._submit("save_weights_for_sampler", save)
 
     def create_sampling_client(
         self, model_path: str, retry_config: object = None, record_stability_info: bool = False
@@ -224,7 +225,7 @@ class TrainingClient:
                 self._run.engine, self._owner, self._run.model, self._run.state.adapter.snapshot(self._run.model.dtype)
             )
 
-        return ClientFuture(self._submit(run))
+        return ClientFuture(self._submit("snapshot", run))
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
         """Replace the adapter by a checkpoint's; the optimizer is reset and accumulated gradients are dropped."""
@@ -245,7 +246,7 @@ class TrainingClient:
             load_checkpoint(self._run, parsed, with_optimizer)
             return LoadWeightsResponse(path=path)
 
-        return self._submit(run)
+        return self._submit("load_state", run)
 
     def _path(self, kind: CheckpointKind, name: str) -> CheckpointPath:
         return CheckpointPath(self._run.entry.run_id, kind, check_name(name, "checkpoint name"))

@@ -22,6 +22,7 @@ from benchmarks.workload import make_workload, random_tokens
 from tinker_local_backend import SamplingClient
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.parts import finish
 
 LARGEST_KL = 1e-3
 """nats per token, at every depth"""
@@ -143,7 +144,7 @@ def profile_training(visit: Visit, engine: LocalEngine, model: BaseModel) -> Non
     state, worker = engine.training._run.state, engine.service._engine
 
     def call() -> None:
-        trainer.forward_backward(model, state, data, "cross_entropy", None, True)
+        finish(trainer.forward_backward(model, state, data, "cross_entropy", None, True))
 
     def on_worker() -> None:  # the profiler sees the operators of its own thread only
         call()

@@ -29,6 +29,7 @@ from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.parts import finish
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import Ticket
 
@@ -150,7 +151,7 @@ def _train(model: BaseModel, state: trainer.TrainState, loss_fn: str) -> Callabl
         original = model.recompute
         for recompute in (False, True):
             with mock.patch.object(model, "recompute", lambda _, recompute=recompute: original(recompute)):
-                trainer.forward_backward(model, state, data, loss_fn, None, True)
+                finish(trainer.forward_backward(model, state, data, loss_fn, None, True))
         trainer.optim_step(state, tinker.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))
 
     return act

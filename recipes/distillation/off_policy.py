@@ -17,14 +17,16 @@ from recipes.distillation.teacher import (
     named_teacher,
     teacher_run,
 )
-from recipes.sl_common import chat_settings
+from recipes.sl_common import HUB_DOC, chat_settings
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.distillation import train_off_policy
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.runs.outcome import print_changes
-from tinker_cookbook.supervised.hub import chat_dataset_builder
+from tinker_cookbook.supervised.hub import HubOptions, chat_dataset_builder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
 RECIPE = "distillation.off_policy"
 SHIPPED = "conversations"
@@ -46,6 +48,8 @@ class CLIConfig(TeacherKeys, train_off_policy.OffPolicyOptions):
     train_on_what: TrainOnWhat = chz.field(
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
     )
+    on_bad_row: OnBadRow = with_default(ChatDatasetBuilderCommonConfig, "on_bad_row", "raise")
+    hub: HubOptions | None = chz.field(default=None, doc=HUB_DOC)
     learning_rate: float | None = by_model("Adam's learning rate", TINY_TEACHER_LEARNING_RATE, SL_LEARNING_RATE)
     eval_every: int = with_default(train_off_policy.OffPolicyOptions, "eval_every", 6)
     save_every: int = with_default(train_off_policy.OffPolicyOptions, "save_every", 20)
@@ -56,7 +60,7 @@ def build_config(cli: CLIConfig) -> tuple[train_off_policy.Config, bool]:
     cli = settle(cli)
     teacher = named_teacher(cli)
     data = train_off_policy.DatasetWithTeacher(
-        dataset_builder=chat_dataset_builder(cli.dataset, chat_settings(cli), cli.test_size, cli.seed),
+        dataset_builder=chat_dataset_builder(cli.dataset, chat_settings(cli), cli.test_size, cli.seed, cli.hub),
         teacher_config=teacher or TeacherConfig(base_model=cli.model_name),
     )
     folder = [dataset_label(cli.dataset, SHIPPED)]

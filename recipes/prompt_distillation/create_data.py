@@ -23,10 +23,18 @@ from recipes.prompt_distillation.multilingual import FILE, labelled_lines
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.distillation.datasets import read_lines
-from tinker_cookbook.distillation.prompt_distillation import Labelled, Sampling, check_pattern, label_lines
+from tinker_cookbook.distillation.prompt_distillation import (
+    Labelled,
+    Sampling,
+    check_pattern,
+    label_lines,
+    label_lines_by_text,
+)
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers
+from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
@@ -107,7 +115,13 @@ class LabelKeys(CommonConfig):
     )
     teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; default: the student's")
     teacher_checkpoint: str | None = chz.field(
-        default=None, doc="sampler weights of the teacher (tinker://<run>/sampler_weights/<name>)"
+        default=None,
+        doc="sampler weights of the teacher: tinker://<run>/sampler_weights/<name>, or a run's folder, for its newest checkpoint",
+        munger=lambda self, path: newest_of_run(path, "sampler_path"),
+    )
+    teacher_endpoint: EndpointConfig = chz.field(
+        default_factory=EndpointConfig,
+        doc="an OpenAI-compatible endpoint that is the teacher, instead of the two above",
     )
     max_lines: int | None = chz.field(default=None, doc="label only so many lines; default: all")
     test_size: int = chz.field(default=100, doc="labelled lines held out", validator=chz.validators.gt(0))
@@ -154,16 +168,7 @@ async def create_data(keys: LabelKeys, folder: Path) -> None:
     Raises DataError when too few answers could be read to hold out `test_size` and train on the rest.
     """
     task = read_task(keys)
-    model, renderer_name = resolve_model(keys)
-    base = model if keys.teacher_model in (None, TINY_CHAT) else keys.teacher_model
-    teacher = TeacherConfig(base_model=base, load_checkpoint_path=keys.teacher_checkpoint)
-    check_teachers({"teacher": teacher}, model, keys.backend, keys.base_url)
-    renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
-    client = await teacher.open("teacher", backends.create_service_client(keys.backend, keys.base_url))
-    sampling = Sampling(keys.max_answer_tokens, seed=keys.seed)
-    labelled = await label_lines(
-        client, renderer, task.prompt, list(task.lines), re.compile(task.answer_pattern), sampling
-    )
+    labelled = await _ask_teacher(keys, task)
     read = [item for item in labelled if item.answer is not None]
     print(f"Lines labelled: {len(labelled)}; answers that could not be read, left out: {len(labelled) - len(read)}")
     judged = [(item.answer, right) for item in read if (right := task.lines[item.line]) is not None]
@@ -178,6 +183,26 @@ async def create_data(keys: LabelKeys, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / TEST_FILE, read[: keys.test_size], task.target)
     _write(folder / TRAIN_FILE, read[keys.test_size :], task.target)  # last: with it the data is complete
+
+
+async def _ask_teacher(keys: LabelKeys, task: Labelling) -> list[Labelled]:
+    """By text where an endpoint is named, else by tokens."""
+    lines, pattern = list(task.lines), re.compile(task.answer_pattern)
+    if keys.teacher_endpoint.is_named:
+        if keys.teacher_model is not None or keys.teacher_checkpoint is not None:
+            raise ConfigurationError(
+                "teacher_endpoint is given together with teacher_model or teacher_checkpoint; the teacher is one of them"
+            )
+        endpoint = keys.teacher_endpoint.open("teacher_endpoint", keys.max_answer_tokens, 0.0, keys.seed)
+        return await label_lines_by_text(endpoint, task.prompt, lines, pattern)
+    model, renderer_name = resolve_model(keys)
+    base = model if keys.teacher_model in (None, TINY_CHAT) else keys.teacher_model
+    teacher = TeacherConfig(base_model=base, load_checkpoint_path=keys.teacher_checkpoint)
+    check_teachers({"teacher": teacher}, model, keys.backend, keys.base_url)
+    renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
+    client = await teacher.open("teacher", backends.create_service_client(keys.backend, keys.base_url))
+    sampling = Sampling(keys.max_answer_tokens, seed=keys.seed)
+    return await label_lines(client, renderer, task.prompt, lines, pattern, sampling)
 
 
 def _write(path: Path, items: list[Labelled], target: Literal["reply", "answer"]) -> None:

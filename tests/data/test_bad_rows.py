@@ -94,12 +94,15 @@ def test_supervised_training_goes_on_without_them_and_counts(tmp_path: Path, mon
     monkeypatch.setattr(
         "tinker_cookbook.supervised.data.SupervisedDatasetFromList.set_epoch", lambda self, seed=0: None
     )
-    path = write(tmp_path / "a.jsonl", [GOOD, GOOD, GOOD, UNTRAINED, UNTRAINED, UNTRAINED, GOOD])
+    rows = [GOOD, GOOD, GOOD, UNTRAINED, UNTRAINED, UNTRAINED, GOOD]
+    path = write(tmp_path / "a.jsonl", rows)
     with pytest.raises(DataValidationError, match=r"a\.jsonl:4: no trained token is left"):
         train.check_config(train.Config(**run_settings(tmp_path, conversations(path, "raise"))))
+    path = write(tmp_path / "a.jsonl", [*rows, MALFORMED])
     asyncio.run(train.main(train.Config(**run_settings(tmp_path, conversations(path, "skip")))))
     rows = read_jsonl(tmp_path / "log" / "metrics.jsonl")
     assert [row["data/bad_rows"] for row in rows] == [0, 1, 2, 0]
+    assert [row["data/bad_rows_at_start"] for row in rows] == [1] * 4
     assert [row.get("num_sequences") for row in rows] == [2, 1, None, 1]
     log = (tmp_path / "log" / "logs.log").read_text()
     assert "step 2: every row of its batch is left out" in log and "a.jsonl:4: no trained token is left" in log
@@ -144,6 +147,7 @@ class TestComparisons:
         rows = read_jsonl(tmp_path / "log" / "metrics.jsonl")
         assert sum(row.get("num_pairs", 0) for row in rows) == 2
         assert sum(row.get("data/bad_rows", 0) for row in rows) == 1
+        assert {row["data/bad_rows_at_start"] for row in rows if "data/bad_rows" in row} == {1}
 
     def test_those_whose_label_would_be_cut_off_are_left_out_of_a_preference_model(self, tmp_path: Path) -> None:
         source = self.source(tmp_path, [PAIR, {**PAIR, "chosen": "word " * 100}])

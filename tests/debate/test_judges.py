@@ -268,7 +268,7 @@ class TestConfig:
 
     @pytest.mark.parametrize("name", ["", "moc", "scripted", "scripted:", "scripted:C", "lm:A"])
     def test_unknown_names_are_refused_with_the_known_ones(self, name: str) -> None:
-        with pytest.raises(ConfigurationError, match="is unknown; use mock, confidence, lm, scripted:A"):
+        with pytest.raises(ConfigurationError, match="is unknown; use mock, confidence, lm, endpoint, scripted:A"):
             check_judge(JudgeConfig(name=name))
 
     def test_a_language_model_is_asked_as_configured_while_debate_and_verdict_fit(

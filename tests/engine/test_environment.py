@@ -65,6 +65,8 @@ def test_what_is_understood_is_read(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 def test_unsloth_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("TINKER_LOCAL_BACKEND", "unsloth")
+    environment._warn.cache_clear()
+    environment.check_environment()
     environment.check_environment()
     (record,) = [record for record in caplog.records if "unsloth" in record.getMessage()]
     assert record.levelno == logging.WARNING
@@ -113,6 +115,7 @@ class TestDevices:
         monkeypatch.setattr(torch.version, "cuda", cuda)
         if device is not None:
             monkeypatch.setenv("TINKER_LOCAL_DEVICE", device)
+        environment._warn.cache_clear()
         environment.check_environment()
         told = [record.getMessage() for record in caplog.records if "NVIDIA" in record.getMessage()]
         assert [fix in message for message in told] == ([True] if device is None else [])

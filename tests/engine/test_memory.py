@@ -28,6 +28,7 @@ from tinker_local_backend.engine import memory, scoring, trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import LoraLinear
 from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
+from tinker_local_backend.engine.parts import finish
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_recomputation_keeps_less_and_gives_equal_gradients(
     run = client._run
 
     def call() -> None:
-        trainer.forward_backward(run.model, run.state, data, "ppo", None, backward=True)
+        finish(trainer.forward_backward(run.model, run.state, data, "ppo", None, backward=True))
 
     kept, calls = kept_and_calls(client, call)
     expected = gradients(client)
@@ -160,7 +161,7 @@ def test_recomputation_is_for_the_backward_pass_only(training: TrainingClient) -
     with always_recompute():
         _, calls = kept_and_calls(
             training,
-            lambda: trainer.forward_backward(run.model, run.state, data, "cross_entropy", None, backward=False),
+            lambda: finish(trainer.forward_backward(run.model, run.state, data, "cross_entropy", None, backward=False)),
         )
         found = training.forward(data, "cross_entropy").result()
     assert calls == 7 * 2
@@ -211,7 +212,7 @@ def test_no_tensor_has_tokens_times_vocabulary_elements(
         data = [make(n, n) for n in lengths]
         run = client._run
         with VocabularyWatch() as watch:
-            trainer.forward_backward(run.model, run.state, data, loss_fn, {"temperature": 0.7}, backward=True)
+            finish(trainer.forward_backward(run.model, run.state, data, loss_fn, {"temperature": 0.7}, backward=True))
         # The embedding (or its view) is the largest thing there is. Where no fused kernel takes the heads as they are, the
         # scores of attention exist as a matrix of each sequence.
         scores = 0 if here().keeps_bits else 4 * max(lengths) ** 2

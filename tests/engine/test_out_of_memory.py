@@ -31,6 +31,7 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.engine.micro_batch import MicroBatch
 from tinker_local_backend.engine.optimizer import AdamW
+from tinker_local_backend.engine.parts import finish
 
 LOG = "tinker_local_backend"
 LENGTHS = (40, 21, 33, 8, 9, 50, 17, 26)
@@ -264,10 +265,10 @@ def train_under_a_limit(model_path: str) -> None:
     data = [cross_entropy_datum(256, i) for i in range(64)]
 
     def run(data: list[tinker.Datum]) -> tuple[float, list[torch.Tensor]]:
-        loss = trainer.forward_backward(model, state, data, "cross_entropy", None, backward=True).metrics["loss:sum"]
+        output = finish(trainer.forward_backward(model, state, data, "cross_entropy", None, backward=True))
         assert state.gradients is not None
         taken, state.gradients = state.gradients, None
-        return loss, taken
+        return output.metrics["loss:sum"], taken
 
     run(data[:1])
     size = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))

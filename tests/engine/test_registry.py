@@ -16,7 +16,8 @@ from tests.engine.test_checkpoints import folder
 from tinker_local_backend import CheckpointError, RequestError, RestClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.storage import files
-from tinker_local_backend.storage.registry import REGISTRY_FILE, Registry, Run, Session
+from tinker_local_backend.storage.database import REGISTRY_FILE
+from tinker_local_backend.storage.registry import Registry, Run, Session
 
 SPEC = LoraSpec(4, train_mlp=False)
 
@@ -267,12 +268,13 @@ def test_a_path_that_leaves_the_root_is_refused_by_every_call(tmp_path: Path, pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", [".x.old", ".x.old.abc"], ids=["", "by an earlier version"])
 def test_an_overwrite_cut_short_between_its_renames_is_undone(
-    client: TrainingClient, service: ServiceClient, home: Path
+    client: TrainingClient, service: ServiceClient, home: Path, name: str
 ) -> None:
     path = client.save_state("x").result().path
     where = folder(home, path)
-    retired = where.parent / ".x.old.abc"
+    retired = where.parent / name
     retired.mkdir()
     os.replace(where, retired / "x")
     long_ago = time.time() - 10
@@ -281,7 +283,9 @@ def test_an_overwrite_cut_short_between_its_renames_is_undone(
     assert [p.name for p in where.parent.iterdir()] == ["x"]
 
 
-def test_what_a_killed_save_left_is_cleared_away_in_time(client: TrainingClient, home: Path) -> None:
+def test_what_a_killed_save_left_is_cleared_away_in_time(
+    client: TrainingClient, service: ServiceClient, home: Path
+) -> None:
     path = client.save_state("x").result().path
     parent = folder(home, path).parent
     for name, age in ((".x.young", 0.0), (".x.old-one", files.STALE_SECONDS + 10)):
@@ -292,5 +296,6 @@ def test_what_a_killed_save_left_is_cleared_away_in_time(client: TrainingClient,
     shutil.copytree(parent / "x", only_copy)
     os.utime(only_copy.parent, (0, 0))
     client.save_state("y").result()
+    service.create_rest_client().list_checkpoints(client.model_id).result()
     assert sorted(p.name for p in parent.iterdir()) == [".x.young", "x", "y", "z"]
     shutil.rmtree(parent / ".x.young")

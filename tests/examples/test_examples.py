@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import custom_dataset, custom_env, custom_loss
+from examples import custom_dataset, custom_env, custom_loss, ten_lines, three_lines
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 
 
@@ -43,3 +43,16 @@ def test_custom_loss() -> None:
     history = asyncio.run(custom_loss.main())
     assert history[-1]["kept"] > history[0]["kept"]
     assert history[-1]["unlearned"] < 0.7 * history[0]["unlearned"]
+
+
+def test_three_lines(tmp_path: Path) -> None:
+    three_lines.main(str(tmp_path / "run"))
+    written = rows(tmp_path / "run")
+    assert written[-1]["env/all/reward/reward/is_sum"] > 1.5 * written[0]["env/all/reward/reward/is_sum"]
+
+
+def test_ten_lines(tmp_path: Path) -> None:
+    ten_lines.main(str(tmp_path / "run"))
+    written = [row for row in rows(tmp_path / "run") if "env/all/is_number" in row]
+    assert written[-1]["env/all/reward/total"] > written[0]["env/all/reward/total"] + 0.3
+    assert all(row["env/all/turns_per_episode"] <= 2 for row in written)

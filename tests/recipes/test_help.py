@@ -31,7 +31,7 @@ RECIPES = sorted(listing.recipes())
 MAIN_ONES = ("rl_basic", "debate_rs_grpo", "sl_basic", "preference.train")
 OPTIONS = {
     "rl_basic": RLOptions, "debate_rs_grpo": RLOptions, "single_turn": RLOptions, "math_rl": RLOptions,
-    "tool_use": RLOptions, "guess_number": RLOptions, "twenty_questions": RLOptions, "shorter": RLOptions,
+    "tool_use": RLOptions, "env_rl": RLOptions, "guess_number": RLOptions, "twenty_questions": RLOptions, "shorter": RLOptions,
     "sl_basic": SupervisedOptions, "chat_sl": SupervisedOptions, "prompt_distillation.train": SupervisedOptions,
     "preference.train": DPOOptions, "preference.rlhf_pipeline": RLOptions,
     "distillation.on_policy": OnPolicyOptions, "distillation.off_policy": OffPolicyOptions,
@@ -101,7 +101,7 @@ def test_own_keys_come_first_then_shared_ones_then_what_is_nested(name: str) -> 
     assert keys[start : start + len(shared)] == shared
     nested = [key for key in keys if "." in key]
     assert keys[len(keys) - len(nested) :] == nested
-    assert bool(nested) == (name != "sl_basic")
+    assert nested
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS.items())

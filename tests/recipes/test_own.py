@@ -1,72 +1,71 @@
-"""Own parts reach the recipes from a folder outside of the repository: docs/own_parts.md as it stands, with small keys."""
+"""Own parts reach the recipes from a folder outside of the repository: the commands of docs/own_parts.md, with small keys.
 
+The page as it stands is read by tests/test_pages.py.
+"""
+
+import importlib
 import json
-import os
-import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.pages import ROOT, blocks, commands, own_modules
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.utils.files import read_jsonl
 
-ROOT = Path(__file__).parents[2]
-DOCS = (ROOT / "docs" / "own_parts.md").read_text()
-PARTS, FROM_PYTHON = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-COMMANDS = re.findall(r"^python -m recipes\.(.*)$", DOCS, re.MULTILINE)
+BLOCKS = blocks(ROOT / "docs" / "own_parts.md")
+PARTS = next(block for block in BLOCKS if block.file == "my_parts.py")
+COMMANDS = [words[2:] for block in BLOCKS if block.language == "bash" for words in commands(block)]
 SMALL = [
+    "num_rollouts=8",
     "num_groups=2",
     "max_steps=1",
     "max_eval_items=2",
     "max_tokens=16",
-    "temperature=1.5",
     "seed=1",
     "learning_rate=1e-4",
 ]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "my_parts.py").write_text(PARTS)
-    return tmp_path
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the reader is: with the file of the page."""
+    (tmp_path / "my_parts.py").write_text(PARTS.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("TINKER_BACKEND", raising=False)
+    with own_modules(tmp_path):
+        yield tmp_path
 
 
-def step_row(folder: Path) -> dict:
-    """The row of the one training step."""
-    return next(row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "optim/grad_norm" in row)
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "TINKER_LOCAL_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
-
-
-def run(folder: Path, recipe: str, *keys: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"recipes.{recipe}", *keys, f"log_path={folder / 'run'}"]
-    return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
+def run(name: str, *keys: str) -> None:
+    module = importlib.import_module(name)
+    run_recipe(module.CLIConfig, module.main, argv=[*keys, "log_path=run"])
 
 
 def test_the_page_has_commands() -> None:
-    assert len(COMMANDS) == 4 and len(DOCS.splitlines()) < 80
+    assert len(COMMANDS) == 4
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page(command: str, folder: Path) -> None:
-    recipe, *keys = command.split()
-    rejection = ["debate_train=rejection"] if recipe == "debate_rs_grpo" else ["advantage.baseline=constant"]
-    temperature = "temperature=1" if "loss" in command else "temperature=1.5"
-    done = run(folder, recipe, *keys, *rejection, "num_rollouts=8", *SMALL, temperature)
-    assert done.returncode == 0, done.stderr[-3000:]
-    row, config = step_row(folder), json.loads((folder / "run" / "config.json").read_text())
-    if "score" in command:
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_command_of_the_page(command: list[str], folder: Path) -> None:
+    name, *keys = command
+    rejection = ["debate_train=rejection"] if "judge" in keys[0] else ["advantage.baseline=constant"]
+    run(name, *keys, *rejection, *SMALL, "temperature=1" if "loss" in keys[0] else "temperature=1.5")
+    row = next(row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "optim/grad_norm" in row)
+    config = json.loads((folder / "run" / "config.json").read_text())
+    given = " ".join(keys)
+    if "score" in given:
         assert {"env/all/reward/score", "env/all/reward/length_penalty"} <= row.keys()
         assert row["env/all/reward/score/characters"] > 1
         assert config["dataset_builder"]["reward_fn"] == "my_parts.py:score:2,length_penalty:0.5"
-    if "Successors" in command:
+    if "Successors" in given:
         assert config["dataset_builder"]["task"] == "my_parts.py:Successors"
-    if "judge" in command:
+    if "judge" in given:
         assert row["env/all/debate/won"] > 0
-    if "loss" in command:
+    if "loss" in given:
         assert config["loss_fn"] == "my_parts.py:loss" and row["optim/lr"] == pytest.approx(0.5e-4)
 
 
@@ -80,18 +79,12 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
         ("single_turn", "task=qaa", "package.module:object or path/file.py:object"),
     ],
 )
-def test_a_wrong_one_is_named_before_a_model_loads(folder: Path, recipe: str, key: str, wanted: str) -> None:
-    done = run(folder, recipe, key, "num_rollouts=8", *SMALL)
-    assert done.returncode == 2
-    assert wanted in done.stderr and "Traceback" not in done.stderr
+def test_a_wrong_one_is_named_before_a_model_loads(
+    folder: Path, capsys: pytest.CaptureFixture[str], recipe: str, key: str, wanted: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(f"recipes.{recipe}", key, *SMALL)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert wanted in told and "Traceback" not in told
     assert not (folder / "run").exists()
-
-
-def test_from_python(folder: Path) -> None:
-    small = f"num_rollouts=4, num_groups=2, max_tokens=16, temperature=1.5, learning_rate=1e-4, log_path={str(folder / 'run')!r}"
-    (folder / "mine.py").write_text(FROM_PYTHON.replace("max_steps=5", f"max_steps=1, {small}"))
-    done = subprocess.run(
-        [sys.executable, "mine.py"], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert step_row(folder)["env/all/reward/score/characters"] > 1

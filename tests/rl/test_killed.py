@@ -1,5 +1,6 @@
 """Reinforcement learning killed at any instant and resumed, in every pacing, is the run that was not."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.killing import (
     run_killed,
     run_whole,
 )
+from tinker_cookbook.rl.kept_groups import FOLDER
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.rl.transcripts import iteration_folder
 
@@ -30,7 +32,7 @@ MODES = {
         "kl_penalty_coef=0.1",
     ),
     "stream": ("stream_minibatch_config.num_minibatches=2", "num_substeps=2"),
-    "async 0": ("async_config.max_steps_off_policy=0",),
+    "async 2": ("async_config.max_steps_off_policy=2",),
 }
 
 
@@ -67,8 +69,15 @@ def test_killed_and_resumed(whole: dict[str, Outcome], tmp_path: Path, mode: str
     assert_same(run_killed(recipe(*MODES[mode]), tmp_path, KILLS[kills]), whole[mode])
 
 
-def test_sampling_zero_batches_ahead_is_the_synchronous_loop(whole: dict[str, Outcome]) -> None:
-    assert_same(whole["async 0"], whole["sync"])
+def test_sampling_zero_batches_ahead_is_the_synchronous_loop(whole: dict[str, Outcome], tmp_path: Path) -> None:
+    assert_same(run_whole(recipe("async_config.max_steps_off_policy=0"), tmp_path), whole["sync"])
+
+
+def test_a_run_that_samples_ahead_does_so_between_its_checkpoints(whole: dict[str, Outcome]) -> None:
+    """Else its resumption would be that of the synchronous loop."""
+    ages = [row["step"] - row["sampling_client/step_min"] for row in whole["async 2"].rows[:STEPS]]
+    assert max(ages) == 2
+    assert not (whole["async 2"].log_path / FOLDER).exists()
 
 
 @pytest.mark.parametrize(
@@ -80,16 +89,20 @@ def test_sampling_zero_batches_ahead_is_the_synchronous_loop(whole: dict[str, Ou
     ],
     ids=lambda kills: "+".join(map(str, kills)),
 )
-def test_ahead_of_training_no_group_is_lost_or_trained_twice(tmp_path: Path, kills: list[KillPoint]) -> None:
-    outcome = run_killed(recipe("async_config.max_steps_off_policy=2"), tmp_path, kills)
+def test_by_time_no_group_is_lost_or_trained_twice(tmp_path: Path, kills: list[KillPoint]) -> None:
+    by_time = ("async_config.max_steps_off_policy=2", "async_config.deterministic=False")
+    outcome = run_killed(recipe(*by_time), tmp_path, kills)
     steps = [row for row in outcome.rows if "groups/sampled" in row]
     assert [row["step"] for row in steps] == list(range(STEPS))
     assert sum(row["groups/sampled"] for row in steps) == STEPS * GROUPS
     assert all(row["groups/sampled"] == row["groups/trained"] + row["groups/filtered"] for row in steps)
     assert outcome.optimizer_steps == sum(1 - row["train/skipped_steps"] for row in steps)
-    # What the records say was trained: each step its own groups, each question of a batch once.
+    # What the records say was trained: each question of the run once.
+    prompts: Counter[bytes] = Counter()
     for row in steps:
         about, turns = read_rollouts(iteration_folder(outcome.log_path, row["step"]) / FILE_NAME)
         assert about["run"]["step"] == row["step"] and {turn["group"] for turn in turns} == set(range(GROUPS))
         trained = {turn["group"] for turn in turns if turn["advantages"] is not None}
         assert len(trained) == row["groups/trained"]
+        prompts.update({turn["group"]: turn["prompt"].tobytes() for turn in turns}.values())
+    assert len(prompts) == STEPS * GROUPS

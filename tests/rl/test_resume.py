@@ -108,8 +108,8 @@ def kill_after_training(step: int) -> Callable[[pytest.MonkeyPatch], None]:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         original = Loop.train
 
-        async def train_(self, at, *rest):
-            outcome = await original(self, at, *rest)
+        async def train_(self, at, *rest, **kwargs):
+            outcome = await original(self, at, *rest, **kwargs)
             if at == step:
                 raise Killed
             return outcome

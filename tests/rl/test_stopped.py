@@ -17,7 +17,9 @@ from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
 PACINGS: dict[str, dict[str, Any]] = {
     "sync": {},
     "async": {"async_config": AsyncConfig(max_steps_off_policy=1)},
+    "async by time": {"async_config": AsyncConfig(max_steps_off_policy=1, deterministic=False)},
     "stream": {"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=3)},
+    "stream by time": {"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=3, deterministic=False)},
 }
 
 
@@ -105,6 +107,68 @@ def test_a_run_told_to_stop_while_it_samples_gives_up_the_step(
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
     assert_saved(service, tmp_path, 3)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_stream_told_to_stop_between_two_optimizer_steps_of_a_batch_finishes_the_batch(
+    service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    config = make_config(
+        tmp_path,
+        num_substeps=3,
+        stream_minibatch_config=StreamMinibatchConfig(deterministic=deterministic),
+    )
+
+    async def main() -> None:
+        release, original = asyncio.Event(), NumberEnv.step
+
+        async def step(env: NumberEnv, *args: Any, **kwargs: Any) -> Any:
+            if env.prompt.to_ints()[2] == 1 and env.prompt.to_ints()[0] == 2:  # the last group of the second batch
+                await release.wait()
+            return await original(env, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(NumberEnv, "step", step)
+            running = asyncio.create_task(train.main(config))
+            while not service.trainers or service.trainers[0].weights < 5:  # two of its three steps are submitted
+                await asyncio.sleep(0)
+            running.cancel()
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not running.done() and len(rows(tmp_path)) == 1
+            release.set()
+            await running
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    record = rows(tmp_path, "checkpoints.jsonl")[-1]
+    assert record["name"] == "000002-stopped" and record["batch"] == len(rows(tmp_path)) == 2
+    assert service.saved[record["state_path"]] == 6
+    asyncio.run(train.main(config))
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3] and service.trainers[1].weights == 12
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_what_was_sampled_ahead_of_a_stop_is_not_sampled_again(
+    service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    config = make_config(tmp_path, async_config=AsyncConfig(max_steps_off_policy=2, deterministic=deterministic))
+
+    async def main() -> None:
+        training = slow_step(monkeypatch, 2)
+        running = asyncio.create_task(train.main(config))
+        await training.wait()
+        running.cancel()
+        await running
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    assert_saved(service, tmp_path, 2)
+    before = len(service.sampled)
+    assert before == 4 * 3 * 4  # of all four batches, since two may be sampled ahead
+    asyncio.run(train.main(config))
+    assert len(service.sampled) == before
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
 def test_a_rollout_ahead_that_fails_while_a_step_trains_does_not_lose_the_step(

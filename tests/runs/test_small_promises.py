@@ -1,7 +1,6 @@
 """Promises about a run's files and settings that belong to no single loop."""
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -10,10 +9,12 @@ import datasets
 import pytest
 
 from recipes import chat_sl, eval_inspect, sl_basic
-from recipes.common import settle
+from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, settle
+from recipes.preference.train import DPO_LEARNING_RATE
 from tests.fakes import FakeServiceClient
 from tests.preference.test_train_dpo import make_config as dpo_config
 from tests.rl.loop import NumberDataset, make_config
+from tests.supervised.test_train import config as supervised_config
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
@@ -105,19 +106,36 @@ class TestLearningRates:
         assert default("openai/gpt-oss-20b") == default("nobody/knows") == 2e-4
         assert default("tiny_chat") == 1e-3 and default(self.KNOWN, learning_rate=3e-5) == 3e-5
 
+    @pytest.mark.parametrize(
+        ("share", "warned"),
+        [(1 / 9, []), (1 / 11, ["supervised"]), (1 / 90, ["supervised"]), (1 / 110, ["supervised", "rl", "dpo"])],
+    )
     def test_a_rate_far_below_it_is_pointed_out(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        share: float,
+        warned: list[str],
     ) -> None:
+        """Rewards and preferences are learnt with smaller rates than conversations."""
         monkeypatch.setattr(backends, "check_backend", lambda *args, **kwargs: "local")
-        low, fine = get_lr(self.KNOWN) / 11, get_lr(self.KNOWN) / 9
-        with caplog.at_level(logging.WARNING):
-            rl_train.check_config(make_config(tmp_path, model_name=self.KNOWN, learning_rate=fine))
-            train_dpo.check_config(dpo_config(tmp_path, model_name=self.KNOWN, learning_rate=fine))
-            assert "below a tenth" not in caplog.text
-            rl_train.check_config(make_config(tmp_path, model_name=self.KNOWN, learning_rate=low))
-            assert caplog.text.count("below a tenth of") == 1
-            train_dpo.check_config(dpo_config(tmp_path, model_name=self.KNOWN, learning_rate=low))
-            assert caplog.text.count("below a tenth of") == 2
+        keys: dict[str, Any] = {"model_name": self.KNOWN, "learning_rate": share * get_lr(self.KNOWN)}
+        checks = {
+            "supervised": lambda: train.check_config(supervised_config(tmp_path, **keys)),
+            "rl": lambda: rl_train.check_config(make_config(tmp_path, **keys)),
+            "dpo": lambda: train_dpo.check_config(dpo_config(tmp_path, **keys)),
+        }
+        found = []
+        for name, check in checks.items():
+            caplog.clear()
+            check()
+            found += [name] if "the weights will hardly move" in caplog.text else []
+        assert found == warned
+
+    def test_the_defaults_are_not(self) -> None:
+        shares = {RL_LEARNING_RATE: 0.01, DPO_LEARNING_RATE: 0.01, SL_LEARNING_RATE: 0.1}
+        assert [rate for rate, share in shares.items() if rate < share * get_lr(self.KNOWN)] == []
 
 
 class TestBatchesAreNotMadeToBeCounted:
@@ -164,7 +182,7 @@ def test_a_stream_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tinker_cookbook.data.hub.load", lambda *args: datasets.IterableDataset.from_generator(rows))
     fake = FakeServiceClient()
     monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
-    argv = ["mixture=owner/stream", "streaming=true", "test_size=0", "num_epochs=1", "batch_size=4"]
+    argv = ["mixture=owner/stream", "hub.streaming=true", "test_size=0", "num_epochs=1", "batch_size=4"]
     monkeypatch.setattr(
         "tinker_cookbook.supervised.hub.FromHFConversationsBuilder._known_length", lambda self, stream: 12
     )

@@ -24,7 +24,7 @@ from tinker_cookbook.supervised.data import (
     SupervisedDatasetFromList,
     conversation_to_datums,
 )
-from tinker_cookbook.supervised.hub import FromHFConversationsBuilder, chat_dataset_builder
+from tinker_cookbook.supervised.hub import FromHFConversationsBuilder, HubOptions, chat_dataset_builder
 from tinker_cookbook.supervised.mixture import (
     InterleavedDatasetBuilder,
     InterleavedSupervisedDataset,
@@ -88,6 +88,7 @@ class TestTables:
     def test_a_row_may_give_several_datums_and_batch_size_counts_rows(self) -> None:
         dataset = SupervisedDatasetFromHFDataset(table(3), 2, flatmap_fn=lambda row: [one(row)] * (row["n"] + 1))
         assert epoch(dataset) == [[0, 1, 1], [2, 2, 2]]
+        assert (dataset.batch_size, dataset.num_rows) == (2, 3)
 
     def test_errors_name_the_row(self) -> None:
         def fussy(row: dict[str, Any]) -> list[tinker.Datum]:
@@ -326,8 +327,20 @@ class TestHub:
         ]:
             with pytest.raises(ConfigurationError, match=message):
                 chat_dataset_builder(name, common())
-        with pytest.raises(ConfigurationError, match="streaming=True: library is a file"):
-            chat_dataset_builder("library", common(), streaming=True)
+        with pytest.raises(ConfigurationError, match="library is a file, which is read whole: leave out the options"):
+            chat_dataset_builder("library", common(), options=HubOptions())
+
+    def test_options_go_before_what_is_known_of_a_dataset(self) -> None:
+        options = HubOptions(split="train[:10]", test_split="train[10:]", messages_column="chat")
+        builder = chat_dataset_builder("no_robots", common(), test_size=9, options=options)
+        assert isinstance(builder, FromHFConversationsBuilder)
+        assert (builder.split, builder.test_split, builder.messages_column) == ("train[:10]", "train[10:]", "chat")
+
+    def test_a_row_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
+        rows = [{"messages": chat("Q", "A")}, {"messages": []}]
+        write(tmp_path / "chats" / "train.jsonl", rows)
+        with pytest.raises(DataFormatError, match=r"row 1: 'messages' must be a list with at least one message"):
+            FromHFConversationsBuilder(common_config=common(), dataset=str(tmp_path / "chats"), shuffle_seed=None)()
 
     def test_mixtures_have_the_test_sets_of_all(self, tmp_path: Path) -> None:
         files = [write(tmp_path / f"{n}.jsonl", [{"messages": chat(f"{n}-{i}", "A")} for i in range(7)]) for n in "ab"]

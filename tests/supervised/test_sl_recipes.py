@@ -5,13 +5,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import datasets
 import pytest
 
 from recipes import chat_sl, sl_basic, sl_loop
 from recipes.chat_sl import parse_mixture
+from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import TrainOnWhat
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.hub import FromHFConversationsBuilder
+from tinker_cookbook.supervised.mixture import InterleavedDatasetBuilder
+from tinker_cookbook.utils.files import read_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +131,9 @@ def test_bad_mixtures(mixture: str, message: str) -> None:
             ("mixture=conversations,nonesuch",),
             "dataset='nonesuch' is unknown; use a shipped name (conversations, library)",
         ),
-        (("mixture=library", "streaming=true"), "streaming=True: library is a file"),
+        (("mixture=library", "hub.streaming=true"), "library is a file, which is read whole"),
+        (("mixture=tulu3", "streaming=true"), "streaming=true: this key is now hub.streaming"),
+        (("mixture=tulu3", "hub.stream_length=9"), "stream_length=9 is for streams; set streaming=True with it"),
         (("test_size=64",), "test_size=64 leaves nothing to train on"),
         (("max_length=5",), "no trained token is left"),
     ],
@@ -147,3 +155,36 @@ def test_a_selection_that_the_data_do_not_have(tmp_path: Path, capsys: pytest.Ca
     message = fails(sl_basic, capsys, *argv, code=1)
     assert "conversations.jsonl:" in message and "lacks the key 'trainable'" in message
     assert not (tmp_path / "run").exists()
+
+
+class TestHubKeys:
+    """What the library's config says of a dataset of the hub is a key of the recipes, under its own name."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> str:
+        turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+        splits = {
+            split: datasets.Dataset.from_list([{"chat": [{"role": "system", "content": split}, *turns]}] * 3)
+            for split in ("first", "second")
+        }
+        datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return str(tmp_path / "saved")
+
+    KEYS = ("hub.split=first", "hub.test_split=second", "hub.messages_column=chat", "test_size=2", "max_length=64")
+
+    def test_a_run_on_other_splits_and_another_column(self, tmp_path: Path, folder: str) -> None:
+        argv = [f"dataset={folder}", *self.KEYS, "max_steps=1", "batch_size=3", f"log_path={tmp_path / 'run'}"]
+        run_recipe(sl_basic.CLIConfig, sl_basic.main, argv=argv)
+        row, *_ = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        assert row["num_sequences"] == 3 and "test/nll" in row
+        assert json.loads((tmp_path / "run" / "run_metadata.json").read_text())["system_prompt"] == "first"
+
+    def test_in_a_mixture_they_are_for_the_datasets_of_the_hub(self, tmp_path: Path, folder: str) -> None:
+        cli = config_tree.parse(
+            chat_sl.CLIConfig, [f"mixture={folder},library", *self.KEYS, f"log_path={tmp_path}/run"]
+        )
+        builder = chat_sl.build_config(cli).dataset_builder
+        assert isinstance(builder, InterleavedDatasetBuilder)
+        of_hub, of_file = builder.sources
+        assert isinstance(of_hub, FromHFConversationsBuilder) and of_hub.messages_column == "chat"
+        assert isinstance(of_file, FromConversationFileBuilder)

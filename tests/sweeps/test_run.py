@@ -5,6 +5,7 @@ import asyncio
 import gc
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -136,6 +137,23 @@ class TestProcesses:
         child = int((folder / "pid").read_text())
         wait_until(lambda: not is_running(child))
         assert "interrupted" in (folder / "console.log").read_text()
+
+    def test_a_sweep_that_is_told_to_stop_says_how_to_go_on(self, tmp_path: Path) -> None:
+        command = ["recipes.sweep", "recipe=tests.sweeps.toy", "grid.learning_rate=1.0", "set.wait=True"]
+        sweep = subprocess.Popen(
+            [sys.executable, "-m", *command, f"sweep_dir={tmp_path}"],
+            env={**os.environ, "PYTHONPATH": python_path()},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        folder = tmp_path / "learning_rate=1.0"
+        wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text() != "")
+        child = int((folder / "pid").read_text())
+        sweep.terminate()
+        _, err = sweep.communicate(timeout=60)
+        assert sweep.returncode == 143
+        assert err.startswith("interrupted.") and err.endswith(f"{shlex.join(command[2:])} sweep_dir={tmp_path}\n"), err
+        wait_until(lambda: not is_running(child))
 
 
 @pytest.mark.parametrize(

@@ -130,13 +130,33 @@ def test_a_mistake_in_the_configuration_of_a_tool_is_raised() -> None:
         asyncio.run(ToolRegistry([unset]).call(make_call("unset", {})))
 
 
-def test_a_tool_that_returns_no_string_is_a_bug() -> None:
-    def number() -> int:
+def test_a_number_is_written_out_and_anything_else_is_a_bug() -> None:
+    def number() -> float:
         """Give a number."""
-        return 3
+        return 3.5
 
-    with pytest.raises(TypeError, match="tool 'number' returned int"):
-        asyncio.run(FunctionTool(number).run(ToolInput({})))
+    def nothing() -> None:
+        """Give nothing."""
+
+    assert asyncio.run(FunctionTool(number).run(ToolInput({}))).messages[0]["content"] == "3.5"
+    with pytest.raises(
+        TypeError, match="tool 'nothing' returned NoneType; a tool returns a string, a number or a Tool"
+    ):
+        asyncio.run(FunctionTool(nothing).run(ToolInput({})))
+
+
+def test_a_plain_function_becomes_a_tool() -> None:
+    async def double(number: int) -> int:
+        """Twice the number."""
+        return 2 * number
+
+    registry = ToolRegistry([double, repeat])
+    assert [spec["description"].partition("\n")[0] for spec in registry.specs] == [
+        "Twice the number.",
+        "Say a word again and again.",
+    ]
+    result = asyncio.run(registry.call(make_call("double", {"number": 4})))
+    assert result.messages[0]["content"] == "8"
 
 
 @pytest.mark.parametrize("execution", ["parallel", "sequential"])

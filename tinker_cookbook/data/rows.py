@@ -80,6 +80,18 @@ class BadRows:
             self.examples[place] = str(error)
 
 
+def count_bad_rows(bad_rows: Iterable[BadRows]) -> int:
+    """How many rows were left out so far. A training and a test set may share what counts them."""
+    return sum({id(bad): bad.count for bad in bad_rows}.values())
+
+
+def tell_bad_rows(bad_rows: Iterable[BadRows]) -> None:
+    """Log the first rows that were left out once more: those that were found before a run had a log."""
+    for bad in bad_rows:
+        for example in bad.examples.values():
+            logger.warning("a row is left out (on_bad_row=skip): %s", example)
+
+
 def parse_rows(
     rows: Iterable[Row], parse: Callable[[Row], T], source: str, expected: str, bad: BadRows | None = None
 ) -> list[T]:

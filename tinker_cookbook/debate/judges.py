@@ -5,8 +5,9 @@ A, B and TIE are verdicts; INVALID means that none could be had. Nobody is favou
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import chz
 
 from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, judge_user_prompt
+from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.own_parts import Kind, describe, load_object, parameter_problem
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -50,6 +52,8 @@ class Verdict:
     raw_response: str = ""
     call: JudgeCall | None = None
     retries: int = 0
+    usage: Mapping[str, float] = field(default_factory=dict[str, float])
+    """what asking an endpoint took: calls, tokens, cost"""
 
 
 @dataclass(frozen=True)
@@ -149,23 +153,27 @@ class LMJudge(Judge):
             and self.renderer.build_generation_prompt(messages).length > self.max_prompt_tokens
         ):
             return Verdict(Winner.INVALID, reasoning="the debate is too long for the judge's context")
-        attempt, winner, text, call = 0, None, "", None
+        attempt, winner, text, call, usage = 0, None, "", None, Counter[str]()
         while winner is None and attempt <= self.max_retries:
-            text, call = await self._ask(messages, (*view.key, attempt))
+            text, call, spent = await self._ask(messages, (*view.key, attempt))
             winner, attempt = parse_verdict(text), attempt + 1
+            usage.update(spent)
         reasoning = _REASONING.search(text)
         told = reasoning.group(1).strip() if reasoning else ""
-        return Verdict(winner or Winner.INVALID, told, text, call, retries=attempt - 1)
+        return Verdict(winner or Winner.INVALID, told, text, call, retries=attempt - 1, usage=dict(usage))
 
-    async def _ask(self, messages: list[Message], key: tuple[int, ...]) -> tuple[str, JudgeCall | None]:
+    async def _ask(
+        self, messages: list[Message], key: tuple[int, ...]
+    ) -> tuple[str, JudgeCall | None, Mapping[str, float]]:
         if isinstance(self.completer, MessageCompleter):
-            return get_text_content(await self.completer(messages)), None
+            asked = self.completer.fork("judge", *key)
+            return get_text_content(await asked(messages)), None, asked.usage()
         assert self.renderer is not None
         prompt = self.renderer.build_generation_prompt(messages)
         completer = self.completer.fork("judge", *key)
         reply: TokensWithLogprobs = await completer(prompt, self.renderer.get_stop_sequences())
         call = JudgeCall(prompt.to_ints(), reply.tokens, reply.maybe_logprobs)
-        return decode_reply(self.renderer, reply.tokens), call
+        return decode_reply(self.renderer, reply.tokens), call, {}
 
 
 def parse_verdict(text: str) -> Winner | None:
@@ -197,8 +205,8 @@ SCRIPTS: dict[str, Callable[[DebateView], Winner]] = {
 }
 """Scripted judges by name: always one side, the higher task reward (an oracle), or whoever said more."""
 
-WEIGHTS = "judge.weights"
-"""What the user calls the weights of an lm judge."""
+WEIGHTS, ENDPOINT = "judge.weights", "judge.endpoint"
+"""What the user calls the weights of an lm judge, and the endpoint of an endpoint judge."""
 
 
 @chz.chz(typecheck=True)
@@ -206,14 +214,16 @@ class JudgeConfig:
     """Which judge, and for `lm` which weights. They are frozen: a base model or a checkpoint, never the live policy."""
 
     name: str | Callable[..., Any] = chz.field(
-        default="lm", doc="mock, confidence, lm, scripted:...; or your own: package.module:object, path/file.py:object"
+        default="lm",
+        doc="mock, confidence, lm, endpoint, scripted:...; or your own: package.module:object, path/file.py:object",
     )
     weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
-    system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm judge is told")
+    endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="of an endpoint judge")
+    system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm or endpoint judge is told")
     max_tokens: int = chz.field(default=96, doc="longest verdict")
-    temperature: float = chz.field(default=0.3, doc="of an lm judge; 0 is greedy")
+    temperature: float = chz.field(default=0.3, doc="of an lm or endpoint judge; 0 is greedy")
     max_retries: int = chz.field(default=1, doc="how often an unreadable verdict is asked for again")
-    seed: int | None = chz.field(default=None, doc="seed of mock and lm judges; None: that of the dataset")
+    seed: int | None = chz.field(default=None, doc="seed of mock, lm and endpoint judges; None: that of the dataset")
 
     @chz.validate
     def _check(self) -> None:
@@ -232,6 +242,12 @@ async def _lm(config: JudgeConfig) -> Judge:
     return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room)
 
 
+def _endpoint(config: JudgeConfig) -> Judge:
+    """Whatever answers there. Nothing is rendered here, so the debate's length is the endpoint's business."""
+    completer = config.endpoint.open(ENDPOINT, config.max_tokens, config.temperature, config.seed or 0)
+    return LMJudge(completer, None, config.system_prompt, config.max_retries)
+
+
 JudgeBuilder = Callable[["JudgeConfig"], Judge | Awaitable[Judge]]
 """What makes the judge of a config."""
 
@@ -244,6 +260,7 @@ JUDGES: dict[str, JudgeBuilder] = {
     "mock": lambda config: MockJudge(config.seed or 0),
     "confidence": lambda _: ConfidenceJudge(),
     "lm": _lm,
+    "endpoint": _endpoint,
     **{f"scripted:{name}": partial(_scripted, name) for name in SCRIPTS},
 }
 """Name -> what makes the judge of a config: the library's, and those of `register_judge`."""
@@ -289,11 +306,13 @@ def _own_judge(config: JudgeConfig) -> Judge:
 
 
 def check_judge(config: JudgeConfig) -> None:
-    """Raise ConfigurationError for a name that means no judge, or for weights of an lm judge that cannot be opened."""
+    """Raise ConfigurationError for a name that means no judge, and for weights or an endpoint that cannot be opened."""
     if config.name not in JUDGES:
         _own_judge(config)
     if config.name == "lm":
         config.weights.check(WEIGHTS)
+    if config.name in JUDGES:  # one of the user's own may ask it
+        config.endpoint.check_used(ENDPOINT, config.name == "endpoint", "judge=endpoint")
 
 
 async def make_judge(config: JudgeConfig) -> Judge:

@@ -17,6 +17,7 @@ def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
     - debate/malformed: a turn of this seat holds a control token before its end; the debate is invalid
     - debate/winner_correct, winner_tokens, loser_tokens: over decided debates
     - debate/a_wins (position bias), tie, invalid, judge_retries, agreement: per debate
+    - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: per debate, of an endpoint judge
     - debate/judge_accuracy: over decided debates in which exactly one answer was right
     """
     assert transcript.verdict is not None
@@ -45,6 +46,7 @@ def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
         "debate/agreement": float(solutions[0] is not None and solutions[0] == solutions[1]),
         "debate/confidence_parsed": sum(transcript.confidence(seat) is not None for seat in Seat) / 2,
     }
+    metrics |= {f"debate/judge_{name}": value for name, value in transcript.verdict.usage.items()}
     if decided:
         metrics["debate/a_wins"] = float(winner is Winner.A)
         if right[0] is not None and right[0] != right[1]:

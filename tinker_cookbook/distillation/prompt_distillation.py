@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -97,6 +98,19 @@ async def label_lines(
     """What the teacher, given `prompt` as its system prompt, says to each line."""
     replies = await ask_lines(teacher, renderer, lines, sampling, prompt)
     return [Labelled(line, reply, read_answer(pattern, reply)) for line, reply in zip(lines, replies, strict=True)]
+
+
+async def label_lines_by_text(
+    teacher: MessageCompleter, prompt: str, lines: Sequence[str], pattern: re.Pattern[str]
+) -> list[Labelled]:
+    """As `label_lines`, of a teacher that answers in text: its tokens and its tokenizer may be anything."""
+
+    async def ask(number: int, line: str) -> Labelled:
+        messages: list[Message] = [{"role": "system", "content": prompt}, {"role": "user", "content": line}]
+        reply = get_text_content(await teacher.fork("line", number)(messages))
+        return Labelled(line, reply, read_answer(pattern, reply))
+
+    return await gather_all(ask(number, line) for number, line in enumerate(lines))
 
 
 class AgreementEvaluator(SamplingClientEvaluator):

@@ -18,6 +18,7 @@ import chz
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
@@ -86,6 +87,8 @@ class _Plan:
     mixture: SupervisedMixture
     test: list[SourcedDatum]
     end: int
+    bad_at_start: int
+    """rows that were left out as the data was read, and of the test data"""
 
 
 _checked: CheckedData[_Plan] = CheckedData()
@@ -112,17 +115,20 @@ def _read(config: Config) -> _Plan:
     built = [dataset_config.dataset_builder() for dataset_config in config.dataset_configs]
     datasets = [dataset for dataset, _ in built]
     test: list[SourcedDatum] = []
+    bad_rows = [bad for pair in built for dataset in pair if dataset is not None for bad in dataset.bad_rows]
+    bad_at_start = count_bad_rows(bad_rows)
     for d, (dataset, test_dataset) in enumerate(built):
         names = (config.model_name, config.dataset_configs[d].teacher_config.base_model)
         room = min((n for name in names if (n := model_info.get_context_length(name)) is not None), default=None)
         _check_data(d, dataset, room, CHECKED_BATCHES)
         if test_dataset is not None:
+            bad_at_start -= count_bad_rows(bad_rows)
             test.extend((d, datum) for datum in _check_data(d, test_dataset, room, len(test_dataset)))
+            bad_at_start += count_bad_rows(bad_rows)
     weights = [dataset_config.weight for dataset_config in config.dataset_configs]
     mixture = SupervisedMixture(datasets, weights, config.batch_size, config.seed)
-    return _checked.keep(
-        config, _Plan(mixture, test, limited_steps(config, mixture.steps_per_epoch * config.num_epochs))
-    )
+    end = limited_steps(config, mixture.steps_per_epoch * config.num_epochs)
+    return _checked.keep(config, _Plan(mixture, test, end, bad_at_start))
 
 
 def _check_data(d: int, dataset: SupervisedDataset, context: int | None, batches: int) -> list[tinker.Datum]:
@@ -158,7 +164,7 @@ async def main(config: Config) -> None:
     plan = _checked.take(config) or _read(config)
     _check_resumed(config, plan.mixture)
     teacher_configs = teachers_by_field(config.dataset_configs)
-    async with open_session(config, teacher_configs) as session:
+    async with open_session(config, teacher_configs, plan.mixture.shared_system_prompt) as session:
         start = session.begin(plan.end)
         if start is None:
             return
@@ -185,9 +191,16 @@ class _Loop(StepLoop):
         rounds = config.evaluation_rounds(*evaluators)
         super().__init__(session, rounds, plan.end, submit_ahead=1, update_span="train")
         self._config, self._mixture, self._score = config, plan.mixture, score
+        self._bad_at_start = plan.bad_at_start
+        tell_bad_rows(plan.mixture.bad_rows)
 
     async def read(self, step: int, metrics: Metrics) -> Batch | None:
+        bad_rows = self._mixture.bad_rows
+        before = count_bad_rows(bad_rows)
         examples = self._mixture.get_batch(step)
+        if bad_rows:
+            left_out = count_bad_rows(bad_rows) - before
+            metrics |= {"data/bad_rows": left_out, "data/bad_rows_at_start": self._bad_at_start}
         if not examples:
             return None
         with timed("teacher", metrics):

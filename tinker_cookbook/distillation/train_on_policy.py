@@ -34,6 +34,7 @@ from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.utils.misc_utils import shared_value
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -71,8 +72,7 @@ class CompositeDatasetBuilder(RLDatasetBuilder):
 
     @property
     def shared_system_prompt(self) -> str | None:
-        prompts = {config.dataset_builder.shared_system_prompt for config in self.dataset_configs}
-        return prompts.pop() if len(prompts) == 1 else None
+        return shared_value(config.dataset_builder.shared_system_prompt for config in self.dataset_configs)
 
     async def __call__(self) -> tuple[CompositeDataset, None]:
         made = [await config.dataset_builder() for config in self.dataset_configs]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import chz
 
+from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
@@ -71,14 +72,15 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         config = self.common_config
-        train, test = self.comparison_builder.get_rows(config.on_bad_row)
+        bad = BadRows(config.on_bad_row)
+        train, test = self.comparison_builder.get_rows(bad)
         to_pair = PairRenderer(
             self.renderer, config.max_length, config.train_on_what or TrainOnWhat.LAST_ASSISTANT_TURN
         )
         train_pairs = _without_ties(train, "training")
         if not train_pairs:
             raise ConfigurationError("there is nothing to train on: all training comparisons are ties")
-        return train_and_test(train_pairs, _without_ties(test or [], "test"), config, to_pair)
+        return train_and_test(train_pairs, _without_ties(test or [], "test"), config, to_pair, bad)
 
 
 def _without_ties(rows: Rows, which: str) -> Rows:

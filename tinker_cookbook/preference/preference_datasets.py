@@ -16,7 +16,7 @@ import chz
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
-from tinker_cookbook.data.rows import BadRows, OnBadRow, Row, read_file
+from tinker_cookbook.data.rows import BadRows, Row, read_file
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.types import (
     Comparison,
@@ -90,9 +90,12 @@ class ComparisonDatasetBuilder:
         """As `read`, for a source that can leave out rows which it cannot read."""
         return self.read()
 
-    def get_rows(self, on_bad_row: OnBadRow = "raise") -> tuple[Rows, Rows | None]:
-        """Training and test comparisons after the split. Raises ConfigurationError when nothing is left to train on."""
-        rows, test = self.read_usable(BadRows(on_bad_row))
+    def get_rows(self, bad: BadRows | None = None) -> tuple[Rows, Rows | None]:
+        """Training and test comparisons after the split. Raises ConfigurationError when nothing is left to train on.
+
+        `bad` says what becomes of rows that cannot be read; None: they raise.
+        """
+        rows, test = self.read_usable(bad or BadRows())
         if type(self).get_train_and_test_datasets is not ComparisonDatasetBuilder.get_train_and_test_datasets:
             return hold_out(rows, 0, None, "the source of comparisons")[0], test
         if self.test_size and test is not None:
@@ -243,9 +246,10 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         renderer, config = ComparisonRendererFromChatRenderer(self.renderer), self.common_config
-        train, test = self.comparison_builder.get_rows(config.on_bad_row)
+        bad = BadRows(config.on_bad_row)
+        train, test = self.comparison_builder.get_rows(bad)
         to_datums = partial(_label_datums, renderer=renderer, max_length=config.max_length)
-        return train_and_test(self._ordered(train), self._ordered(test or []), config, to_datums)
+        return train_and_test(self._ordered(train), self._ordered(test or []), config, to_datums, bad)
 
     def _ordered(self, rows: Rows) -> Rows:
         if not self.swap:

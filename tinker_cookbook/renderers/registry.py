@@ -1,10 +1,12 @@
 """Renderers by name: a table of our own, and the ones that a user registers."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Kind, full_reference, is_reference, load_object, parameter_problem
 from tinker_cookbook.renderers.base import Renderer
 from tinker_cookbook.renderers.chatml import Qwen25Renderer
 from tinker_cookbook.renderers.deepseek_v3 import DeepSeekV3DisableThinkingRenderer, DeepSeekV3ThinkingRenderer
@@ -80,17 +82,47 @@ VERIFIED = frozenset(_BUILT_IN) - UNVERIFIED
 _registered: dict[str, RendererFactory] = {}
 
 
+def _problem(found: Any) -> str | None:
+    if not isinstance(found, type):
+        return parameter_problem(found, ("tokenizer", "image_processor"))
+    if not issubclass(found, Renderer):
+        return f"is a class that is no Renderer: {found.__name__}"
+    if inspect.isabstract(found):
+        return f"{found.__name__} lacks {', '.join(sorted(found.__abstractmethods__))}"
+    return parameter_problem(found, ("tokenizer",))
+
+
+RENDERER_KIND = Kind(
+    key="renderer_name",
+    wanted="a subclass of tinker_cookbook.renderers.Renderer that is made from a tokenizer, or a function "
+    "(tokenizer, image_processor) -> Renderer",
+    example="""
+class Shouting(Qwen3InstructRenderer):  # from tinker_cookbook.renderers.qwen3
+    def render_message(self, message, ctx):
+        return super().render_message({**message, "content": message["content"].upper()}, ctx)
+""",
+    problem=_problem,
+)
+
+
 def get_renderer(
     name: str, tokenizer: Tokenizer, image_processor: object | None = None, model_name: str | None = None
 ) -> Renderer:
-    """The renderer called `name`. `model_name` (else the tokenizer's own) lets it be pickled by name.
+    """The renderer called `name`: a known name, `package.module:object` or `path/file.py:object` (RENDERER_KIND).
 
-    Raises ConfigurationError for an unknown name, listing the known ones.
+    `model_name` (else the tokenizer's own) lets it be pickled by name. Raises ConfigurationError for an unknown name, listing
+    the known ones, and for an object that is no renderer.
     """
+    name = full_reference(name)
     if name in _registered:
         renderer = _registered[name](tokenizer, image_processor)
+    elif is_reference(name):
+        renderer = _own_renderer(name, tokenizer, image_processor)
     elif name not in _BUILT_IN:
-        raise ConfigurationError(f"renderer_name={name!r} is unknown; known names: {', '.join(known_renderer_names())}")
+        raise ConfigurationError(
+            f"renderer_name={name!r} is unknown; known names: {', '.join(known_renderer_names())}; or your own: "
+            "package.module:object, path/file.py:object"
+        )
     elif image_processor is not None:
         raise ConfigurationError(f"renderer_name={name!r} reads text only; leave image_processor out")
     else:
@@ -98,6 +130,18 @@ def get_renderer(
     renderer._renderer_name = name
     renderer._model_name = model_name or tokenizer.name_or_path or None
     renderer._has_image_processor = image_processor is not None
+    return renderer
+
+
+def _own_renderer(name: str, tokenizer: Tokenizer, image_processor: object | None) -> Renderer:
+    found = RENDERER_KIND.check(load_object(RENDERER_KIND, name), repr(name))
+    if isinstance(found, type) and image_processor is not None:
+        raise ConfigurationError(f"renderer_name={name!r} is made from a tokenizer alone; leave image_processor out")
+    renderer = found(tokenizer) if isinstance(found, type) else found(tokenizer, image_processor)
+    if not isinstance(renderer, Renderer):
+        raise ConfigurationError(
+            f"renderer_name={name!r} gave a {type(renderer).__name__}, no Renderer. {RENDERER_KIND.help()}"
+        )
     return renderer
 
 

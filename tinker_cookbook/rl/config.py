@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 ZeroAdvantages = Literal["stop", "skip", "raise"]
 
+_DETERMINISTIC = (
+    "True: {by_place}, whatever finishes first, so that the same config, seed and machine give the same metrics (local "
+    "engine); False: {by_time}, so that slow groups hold up nothing, and runs differ from each other"
+)
+
 
 @chz.chz(typecheck=True)
 class StreamMinibatchConfig:
@@ -35,6 +40,12 @@ class StreamMinibatchConfig:
     num_minibatches: int = chz.field(
         default=1, doc="forward_backward calls per optimizer step", validator=chz.validators.gt(0)
     )
+    deterministic: bool = chz.field(
+        default=True,
+        doc=_DETERMINISTIC.format(
+            by_place="groups train in the order of the batch", by_time="groups train in the order in which they finish"
+        ),
+    )
 
 
 @chz.chz(typecheck=True)
@@ -46,6 +57,24 @@ class AsyncConfig:
         validator=chz.validators.ge(0),
     )
     groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
+    deterministic: bool = chz.field(
+        default=True,
+        doc=_DETERMINISTIC.format(
+            by_place="step i trains on batch i", by_time="a step trains on the groups that finished first"
+        ),
+    )
+    too_old: Literal["wait", "drop"] = chz.field(
+        default="wait",
+        doc="deterministic=False: a group still being sampled in the last step that may train on it; wait for it, or drop it "
+        "(groups/stale) where the step has others",
+    )
+
+    @chz.validate
+    def _check_too_old(self) -> None:
+        if self.too_old == "drop" and self.deterministic:
+            raise ConfigurationError(
+                "async_config.too_old=drop depends on what finishes first; add async_config.deterministic=False"
+            )
 
 
 @chz.chz(typecheck=True)
@@ -168,7 +197,7 @@ def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
     backend = backends.check_backend(config.backend, config.model_name, config.base_url)
     check_loss(config.loss_fn, config.loss_fn_config, backend)
-    warn_if_low(config.learning_rate, config.model_name)
+    warn_if_low(config.learning_rate, config.model_name, below=0.01)
     _check_temperature(config, backend)
     if config.top_k != -1 or config.top_p < 1:
         logger.warning(

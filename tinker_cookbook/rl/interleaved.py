@@ -12,7 +12,7 @@ import chz
 from tinker_cookbook.data.mixing import Mixer, check_weights, source_order
 from tinker_cookbook.rl.item_dataset import GroupSource, evaluation_set
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
-from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.misc_utils import gather_all, shared_value
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -58,6 +58,10 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
     @chz.validate
     def _check(self) -> None:
         check_weights(self.weights, len(self.sources))
+
+    @property
+    def shared_system_prompt(self) -> str | None:
+        return shared_value(source.shared_system_prompt for source in self.sources)
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         built = await gather_all(source() for source in self.sources)

@@ -10,16 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
-from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
-from tinker_cookbook.rl.advantages import RoleBaselines, check_advantages
+from tinker_cookbook.exceptions import TrainingError
+from tinker_cookbook.rl.advantages import RoleBaselines
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.item_dataset import TrainingBatches
@@ -31,7 +30,7 @@ from tinker_cookbook.rl.metrics import (
     compute_sampling_client_metrics,
     kl_alarm,
 )
-from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch
+from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch, why_untrained
 from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import RecordWriter, write_step_records
 from tinker_cookbook.rl.rollout_files import StepRollouts
@@ -52,6 +51,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "zero_advantage_steps"
+AHEAD_KEY = "groups_ahead"
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,20 @@ class WrappedTrajectoryGroup:
     sampling_client_step: int
     """optimizer updates (batches) that the snapshot had seen"""
     seconds: float
+    place: int = 0
+    """in its batch"""
+
+
+class KeepsGroups(Protocol):
+    """Has groups that no step has trained on, of which a checkpoint keeps what it can (`ahead.SamplingAhead`)."""
+
+    async def settle(self) -> None: ...
+
+    def keep(self, name: str) -> None: ...
+
+    def keep_stopped(self, name: str) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,7 @@ class Loop:
         self.records = RecordWriter()
         self.untrained = 0
         """steps in a row that trained nothing"""
+        self.ahead: KeepsGroups | None = None
         self.is_between_steps = True
         """no optimizer step is submitted beyond `steps_done` steps, whose weights these are"""
         self._was_cancelled = False
@@ -125,33 +140,30 @@ class Loop:
         with write_evaluations(folder):
             return await run_evaluators(evaluators, self.session.training_client, self.sampling_client)
 
-    async def sample_group(
-        self, step: int, index: int, builder: EnvGroupBuilder, slot: AbstractAsyncContextManager[None] | None = None
-    ) -> WrappedTrajectoryGroup:
-        """Roll out one group with the snapshot that is current when it starts, holding `slot`, of which there may be few.
+    async def sample_group(self, batch: int, place: int, builder: EnvGroupBuilder) -> WrappedTrajectoryGroup:
+        """Roll out one group with the snapshot that is current when it starts.
 
-        Seeds depend on the run's seed, the step and the group's place in it, never on timing.
+        Seeds depend on the run's seed, the group's batch and its place in it, never on timing.
         """
         config = self.config
-        async with slot or nullcontext():
-            started, version = time.perf_counter(), self.sampling_client_step
-            policy = TinkerTokenCompleter(
-                self.sampling_client,
-                config.max_tokens,
-                config.temperature,
-                seed=derive_seed(config.seed, "rollouts", step),
-                top_k=config.top_k,
-                top_p=config.top_p,
-            )
-            group = await try_group_rollout(
-                builder,
-                policy.fork("group", index),
-                self.rollout,
-                name=f"{index} of step {step}, {describe_group(builder)}",
-                with_notes=index < config.num_groups_to_log,
-                with_records=config.write_records and index < config.num_groups_to_log,
-            )
-            return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started)
+        started, version = time.perf_counter(), self.sampling_client_step
+        policy = TinkerTokenCompleter(
+            self.sampling_client,
+            config.max_tokens,
+            config.temperature,
+            seed=derive_seed(config.seed, "rollouts", batch),
+            top_k=config.top_k,
+            top_p=config.top_p,
+        )
+        group = await try_group_rollout(
+            builder,
+            policy.fork("group", place),
+            self.rollout,
+            name=f"{place} of step {batch}, {describe_group(builder)}",
+            with_notes=place < config.num_groups_to_log,
+            with_records=config.write_records and place < config.num_groups_to_log,
+        )
+        return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started, place)
 
     async def prepare(self, sampled: Sequence[WrappedTrajectoryGroup]) -> Minibatch:
         """The datums of some groups."""
@@ -179,15 +191,21 @@ class Loop:
         )
 
     async def train(
-        self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, update: Update | None = None
+        self,
+        step: int,
+        sampled: Sequence[WrappedTrajectoryGroup],
+        batch: Minibatch,
+        update: Update | None = None,
+        stale: int = 0,
     ) -> StepOutcome:
         """One batch's update, then a new snapshot; without a token to train on, neither.
 
         Args:
             sampled: the groups of the batch, of which `batch` was made.
             update: what was submitted of it already; None: nothing.
+            stale: groups besides these that were dropped for their age.
         """
-        metrics = self._account(sampled, batch)
+        metrics = self._account(sampled, batch, stale)
         if self.config.num_groups_to_log:
             with timed("write_transcripts", metrics):
                 self._write_transcripts(step, sampled, batch)
@@ -201,11 +219,11 @@ class Loop:
                 with timed("write_records", metrics):
                     self._write_records(step, sampled, batch, logprobs_D, dict(metrics))
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
-        error = None if batch.data_D else _why_untrained(step, batch)
+        error = None if batch.data_D else why_untrained(step, batch)
         passed_D = [datum for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None]
         return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(passed_D), error)
 
-    def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> LoopMetrics:
+    def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, stale: int) -> LoopMetrics:
         """What became of each group, in numbers."""
         for item in sampled:
             self.errors.add(item.trajectory_group)
@@ -217,10 +235,10 @@ class Loop:
                 [item.sampling_client_step for item in sampled], [item.seconds for item in sampled]
             ),
             **batch.metrics,
-            "groups/sampled": len(sampled),
+            "groups/sampled": len(sampled) + stale,
             "groups/trained": trained,
             "groups/filtered": len(batch.groups) - trained,
-            "groups/stale": 0,
+            "groups/stale": stale,
             "groups/failed": len(sampled) - len(batch.groups),
             "train/num_datums": len(batch.data_D),
             "train/skipped_steps": int(not batch.data_D),
@@ -305,7 +323,7 @@ class Loop:
             if update is None:
                 update = self.new_update(step)
                 update.submit(data_D, config.num_substeps)
-            logprobs_D, found = await self._to_its_end(update.finish())
+            logprobs_D, found = await self.to_its_end(update.finish())
         passed = [
             (datum, logprobs) for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None
         ]
@@ -316,15 +334,15 @@ class Loop:
         metrics["optim/kl_alarm"] = int(alarm is not None)
         with timed("snapshot", metrics):
             snapshot = self.session.training_client.save_weights_and_get_sampling_client()
-            self.sampling_client = await self._to_its_end(snapshot)
+            self.sampling_client = await self.to_its_end(snapshot)
         self.sampling_client_step = step + 1
         if config.compute_post_kl:
             with timed("post_kl", metrics):
-                metrics |= await compute_post_kl(batch.data_D, self.sampling_client)
+                metrics |= await self.to_its_end(compute_post_kl(batch.data_D, self.sampling_client))
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
         return metrics, logprobs_D
 
-    async def _to_its_end(self, submitted: Awaitable[T]) -> T:
+    async def to_its_end(self, submitted: Awaitable[T]) -> T:
         """Wait for what is submitted, which cannot be called back. A cancellation meanwhile counts when the step is done."""
         task = asyncio.ensure_future(submitted)
         while not task.done():
@@ -357,6 +375,9 @@ class Loop:
             raise asyncio.CancelledError
         if session.checkpoints.should_save(step + 1):
             self.records.wait()
+            if self.ahead is not None and step + 1 < self.end:
+                await self.ahead.settle()
+                self.ahead.keep(f"{step + 1:06d}")
         if step + 1 < self.end:
             await session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
 
@@ -391,6 +412,8 @@ class Loop:
         """Before an error ends the run: the steps so far are good work, and a resumed run keeps them."""
         self.records.close()
         if self.is_between_steps and self.steps_done > self.start:
+            if self.ahead is not None:
+                self.ahead.keep_stopped(f"{self.steps_done:06d}-stopped")
             await self.session.checkpoints.save_stopped(self.steps_done, {"batch": self.steps_done})
 
     async def finish(self) -> None:
@@ -409,20 +432,7 @@ class Loop:
                 {"progress/batch": self.end, "progress/done_frac": 1.0, **self.session.progress.row(), **final},
                 step=self.end,
             )
+        self.session.checkpoints.loop_state.pop(AHEAD_KEY, None)
         await self.session.checkpoints.save_final({"batch": self.end})
-
-
-def _why_untrained(step: int, batch: Minibatch) -> TrainingError:
-    """Why a batch has no datum."""
-    if not batch.groups:
-        return TrainingError(
-            f"step {step}: every group failed, so there is nothing to train on; the log has each group's error"
-        )
-    try:
-        check_advantages(batch.groups, batch.advantages_P)
-    except ZeroAdvantageError as error:
-        return error
-    return TrainingError(
-        f"step {step}: rewards differ, but no member with an advantage has a sampled token: every prompt of this "
-        "batch was too long; shorten the prompts"
-    )
+        if self.ahead is not None:
+            self.ahead.finish()

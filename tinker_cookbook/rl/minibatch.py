@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines, compute_advantages, is_constant, token_scales
+from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
+from tinker_cookbook.rl.advantages import (
+    AdvantageConfig,
+    RoleBaselines,
+    check_advantages,
+    compute_advantages,
+    is_constant,
+    token_scales,
+)
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -48,6 +56,17 @@ class Minibatch:
             DatumMetadata(group_idx=meta["group_idx"] + offset, traj_idx=meta["traj_idx"]) for meta in other.metadata_D
         ]
 
+    def reordered(self, order: Sequence[int]) -> Minibatch:
+        """The same datums in the same order, with the groups in another one: first group `order[0]`, and so on."""
+        place = {old: new for new, old in enumerate(order)}
+        return Minibatch(
+            [self.groups[i] for i in order],
+            [self.advantages_P[i] for i in order],
+            self.data_D,
+            [DatumMetadata(group_idx=place[meta["group_idx"]], traj_idx=meta["traj_idx"]) for meta in self.metadata_D],
+            self.metrics,
+        )
+
 
 async def prepare_minibatch(
     groups: Sequence[TrajectoryGroup],
@@ -87,3 +106,19 @@ def _select(
 ) -> tuple[list[tinker.Datum], list[DatumMetadata]]:
     kept = [i for i, selected in enumerate(selected_D) if selected]
     return [data_D[i] for i in kept], [metadata_D[i] for i in kept]
+
+
+def why_untrained(step: int, batch: Minibatch) -> TrainingError:
+    """Why a batch of a step has no datum, as the error that may end the run."""
+    if not batch.groups:
+        return TrainingError(
+            f"step {step}: every group failed, so there is nothing to train on; the log has each group's error"
+        )
+    try:
+        check_advantages(batch.groups, batch.advantages_P)
+    except ZeroAdvantageError as error:
+        return error
+    return TrainingError(
+        f"step {step}: rewards differ, but no member with an advantage has a sampled token: every prompt of this "
+        "batch was too long; shorten the prompts"
+    )

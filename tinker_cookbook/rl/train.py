@@ -7,7 +7,7 @@
         forward_backward + optim_step, submitted together         (update.py)
         a new frozen snapshot for the next batch                  (loop.py)
 
-pacing.py says how sampling and training overlap. Everything is seeded from `config.seed`: the same config on the same
+pacing.py and ahead.py say how sampling and training overlap. Everything is seeded from `config.seed`: the same config on the same
 machine gives the same metrics (when sampling ahead of training, on the local engine without threads of one's own).
 """
 
@@ -19,6 +19,7 @@ from concurrent.futures import Executor
 from functools import partial
 
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.ahead import check_order
 from tinker_cookbook.rl.algorithms import LOSS_FNS
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
@@ -94,6 +95,7 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
     weights = {"kl_reference_config": config.kl_reference_config}
     async with open_session(config, weights, config.dataset_builder.shared_system_prompt) as session:
+        check_order(session.record, config.async_config)
         session.rewind(session.start_step(), len(batches))
         if config.kl_penalty_coef != 0:
             reference = await open_reference(session, config.kl_reference_config)

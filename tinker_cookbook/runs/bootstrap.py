@@ -96,7 +96,7 @@ def open_run(
 
 
 def note_log_path(log_path: str | Path | None) -> None:
-    """Remember the folder that a command has to name to resume this run. A run in a folder inside it belongs to it."""
+    """Remember the folder that a command has to name to resume this run or sweep. A run in a folder inside it belongs to it."""
     global _noted
     path = None if log_path is None else Path(log_path).expanduser()
     if path is None or _noted is None or not path.is_relative_to(_noted):
@@ -104,5 +104,5 @@ def note_log_path(log_path: str | Path | None) -> None:
 
 
 def last_log_path() -> Path | None:
-    """The folder that was noted last, for a message that says how to resume its run."""
-    return _noted
+    """The folder that was noted last, for a message that says how to resume its run; None if it could not be made."""
+    return _noted if _noted is not None and _noted.is_dir() else None

@@ -5,14 +5,15 @@ A row is `{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant",
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from tinker_cookbook.data.rows import BadRows, read_file
 from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.renderers import Content, Message, ToolCall
+from tinker_cookbook.renderers import Content, Message, ToolCall, get_text_content
+from tinker_cookbook.utils.misc_utils import shared_value
 
 MESSAGES = "messages"
 _EXPECTED = (
@@ -46,6 +47,12 @@ def conversation(row: Mapping[str, Any], column: str = MESSAGES) -> list[Message
     if column in row or pair is None:
         return messages_of_row(row, column)
     return [*turn_of_row(row, pair[0], "user"), *turn_of_row(row, pair[1], "assistant")]
+
+
+def shared_system_prompt(conversations: Iterable[list[Message]]) -> str | None:
+    """What all conversations begin with; None where one begins otherwise. No more of them are read than it takes to see that."""
+    openings = (messages[0] for messages in conversations)
+    return shared_value(get_text_content(opening) if opening["role"] == "system" else None for opening in openings)
 
 
 def turn_of_row(row: Mapping[str, Any], column: str, role: str) -> list[Message]:

@@ -14,9 +14,9 @@ import chz
 from tinker_cookbook.data.epochs import ShuffledItems, hold_out
 from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
-from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat, get_text_content
+from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.common import Reduction, check_context, datum_from_model_input_weights
-from tinker_cookbook.supervised.conversations import read_conversations
+from tinker_cookbook.supervised.conversations import read_conversations, shared_system_prompt
 from tinker_cookbook.supervised.types import (
     ChatDatasetBuilder,
     ChatDatasetBuilderCommonConfig,
@@ -109,11 +109,15 @@ def train_and_test(
     test: Sequence[Row] | None,
     config: ChatDatasetBuilderCommonConfig,
     flatmap_fn: Callable[[Row], list[tinker.Datum]],
+    bad: BadRows,
 ) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-    """What a builder returns for rows in memory; without test rows there is no test set."""
+    """What a builder returns for rows in memory; without test rows there is no test set.
+
+    `bad` has counted those that could not be read, and goes on with those that cannot be used.
+    """
 
     def make(rows: Sequence[Row]) -> SupervisedDataset:
-        return SupervisedDatasetFromList(rows, config.batch_size, None, flatmap_fn, BadRows(config.on_bad_row))
+        return SupervisedDatasetFromList(rows, config.batch_size, None, flatmap_fn, bad)
 
     return make(train), make(test) if test else None
 
@@ -259,19 +263,14 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
     shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before the split; None keeps the order of the file.")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-        rows = read_conversations(self.file_path, BadRows(self.common_config.on_bad_row))
+        bad = BadRows(self.common_config.on_bad_row)
+        rows = read_conversations(self.file_path, bad)
         train, test = hold_out(rows, self.test_size, self.shuffle_seed, self.file_path)
         warn_of_rewritten_history([row.messages for row in rows], self)
         convert = conversation_mapper(self)
-        training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages))
-        training.shared_system_prompt = _shared_system_prompt([row.messages for row in train])
+        training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages), bad)
+        training.shared_system_prompt = shared_system_prompt(row.messages for row in train)
         return training, held_out
-
-
-def _shared_system_prompt(conversations: Sequence[list[Message]]) -> str | None:
-    openings = (messages[0] for messages in conversations)
-    prompts = {get_text_content(opening) if opening["role"] == "system" else None for opening in openings}
-    return prompts.pop() if len(prompts) == 1 else None
 
 
 def warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:

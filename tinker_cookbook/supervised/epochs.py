@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import chz
 
 from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.data.rows import BadRows, count_bad_rows, tell_bad_rows
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -76,6 +77,7 @@ class EpochData:
         test: all test batches.
         steps: steps of the whole run: those of all epochs, or max_steps where that is less.
         leaves_out: whether rows that cannot be used are left out, and counted in `Drawn`.
+        bad_at_start: rows that were left out as the data was read, and of the test data.
 
     Raises:
         ConfigurationError: there is nothing to train on; and what the builder and `check` raise.
@@ -92,6 +94,8 @@ class EpochData:
         self._kept = {index: self._read(self._dataset, index, "batch") for index in first}
         test_batches = [self._read(test, index, "test batch") for index in range(len(test))] if test is not None else []
         self.test = [batch.data for batch in test_batches if batch.data]
+        self.bad_at_start = count_bad_rows([*self.bad_rows, *(test.bad_rows if test is not None else ())])
+        self.bad_at_start -= sum(batch.num_bad_rows for batch in self._kept.values())
 
     @property
     def shared_system_prompt(self) -> str | None:
@@ -99,9 +103,9 @@ class EpochData:
         return self._dataset.shared_system_prompt
 
     @property
-    def bad_examples(self) -> list[str]:
-        """What was wrong with the first rows that were left out."""
-        return [example for bad in self._dataset.bad_rows for example in bad.examples.values()]
+    def bad_rows(self) -> Sequence[BadRows]:
+        """What was left out of the training data so far."""
+        return self._dataset.bad_rows
 
     def get_batch(self, step: int) -> Drawn:
         """The batch of a step, checked."""
@@ -117,9 +121,9 @@ class EpochData:
         self._dataset.set_epoch(derive_seed(self._seed, "epoch", epoch))
 
     def _read(self, dataset: SupervisedDataset, index: int, name: str) -> Drawn:
-        before = sum(bad.count for bad in dataset.bad_rows)
+        before = count_bad_rows(dataset.bad_rows)
         data = dataset.get_batch(index)
-        num_bad = sum(bad.count for bad in dataset.bad_rows) - before
+        num_bad = count_bad_rows(dataset.bad_rows) - before
         if data or not num_bad:
             self._check(data, f"{name} {index}")
         return Drawn(data, num_bad)
@@ -163,8 +167,7 @@ class EpochLoop(StepLoop):
     ) -> None:
         super().__init__(session, config.evaluation_rounds(*evaluators), data.steps, submit_ahead)
         self._config, self._data = config, data
-        for example in data.bad_examples:  # those that were found before the run had a log
-            logger.warning("a row is left out (on_bad_row=skip): %s", example)
+        tell_bad_rows(data.bad_rows)
         session.checkpoints.loop_state |= {BATCHES_KEY: data.batches_per_epoch, SCHEDULE_KEY: data.steps}
 
     def draw(self, step: int, metrics: Metrics) -> list[tinker.Datum]:
@@ -176,7 +179,7 @@ class EpochLoop(StepLoop):
         with timed("get_batch", metrics):
             data, num_bad = self._data.get_batch(step)
         if self._data.leaves_out:
-            metrics["data/bad_rows"] = num_bad
+            metrics |= {"data/bad_rows": num_bad, "data/bad_rows_at_start": self._data.bad_at_start}
         return data
 
     def adam_params(self, step: int) -> tinker.AdamParams:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import chz
 
+from tinker_cookbook.config_tree import fill
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
-from tinker_cookbook.data.rows import BadRows, is_data_file
+from tinker_cookbook.data.rows import BadRows, is_data_file, located
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.supervised.conversations import MESSAGES, conversation
+from tinker_cookbook.supervised.conversations import MESSAGES, conversation, shared_system_prompt
 from tinker_cookbook.supervised.data import (
     FromConversationFileBuilder,
     StreamingSupervisedDatasetFromHFDataset,
@@ -46,16 +47,13 @@ _LOOKED_AT = 1000
 
 
 @chz.chz(typecheck=True)
-class FromHFConversationsBuilder(ChatDatasetBuilder):
-    """Conversations from a Hugging Face dataset. All assistant messages are trained unless common_config says otherwise."""
+class HubOptions:
+    """How a dataset of the hub is read."""
 
-    dataset: str = chz.field(doc="Dataset id on the hub (owner/name), or a folder with its files.")
     config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
     split: str = chz.field(default="train", doc="Split to train on.")
     test_split: str | None = chz.field(default=None, doc="Split to test on; None: hold out test_size rows.")
-    test_size: int = chz.field(default=0, doc="Rows of the test set at most; 0: no test set.", validator=not_negative)
     messages_column: str = chz.field(default=MESSAGES, doc="Column that holds the list of messages.")
-    shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before rows are held out; None keeps the order.")
     streaming: bool = chz.field(default=False, doc="Read as a stream: nothing is downloaded beforehand.")
     stream_length: int | None = chz.field(default=None, doc="Rows of a stream's epoch; None: what the dataset says.")
     stream_buffer: int = chz.field(default=10_000, doc="Rows that the shuffle of a stream draws from.")
@@ -64,6 +62,15 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
     def _check(self) -> None:
         if self.stream_length is not None and not self.streaming:
             raise ConfigurationError(f"stream_length={self.stream_length} is for streams; set streaming=True with it")
+
+
+@chz.chz(typecheck=True)
+class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
+    """Conversations from a Hugging Face dataset. All assistant messages are trained unless common_config says otherwise."""
+
+    dataset: str = chz.field(doc="Dataset id on the hub (owner/name), or a folder with its files.")
+    test_size: int = chz.field(default=0, doc="Rows of the test set at most; 0: no test set.", validator=not_negative)
+    shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before rows are held out; None keeps the order.")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         rows, test = self._load(self.split), None
@@ -80,21 +87,20 @@ class FromHFConversationsBuilder(ChatDatasetBuilder):
             if held_out:
                 rows, test = rows.select(training), rows.select(testing)
             seen = rows.select(range(min(_LOOKED_AT, len(rows))))
-            warn_of_rewritten_history(self._readable(seen), self)
+            warn_of_rewritten_history(list(self._readable(seen)), self)
             train = self._table(rows)
+            train.shared_system_prompt = shared_system_prompt(self._readable(rows))
         return train, None if test is None else self._table(test)
 
     def _to_datums(self) -> Callable[[Mapping[str, Any]], list[tinker.Datum]]:
         convert = conversation_mapper(self)
         return lambda row: convert(conversation(row, self.messages_column))
 
-    def _readable(self, rows: Iterable[Mapping[str, Any]]) -> list[list[Message]]:
+    def _readable(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Message]]:
         """The conversations of rows, without those that are left out."""
-        found = []
-        for row in rows:
-            with suppress(DataFormatError) if self.common_config.on_bad_row == "skip" else nullcontext():
-                found.append(conversation(row, self.messages_column))
-        return found
+        for number, row in enumerate(rows):
+            with suppress(DataFormatError) if self.common_config.on_bad_row == "skip" else located(f"row {number}"):
+                yield conversation(row, self.messages_column)
 
     def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
         config = self.common_config
@@ -141,7 +147,7 @@ def chat_dataset_builder(
     common_config: ChatDatasetBuilderCommonConfig,
     test_size: int = 0,
     seed: int = 0,
-    streaming: bool = False,
+    options: HubOptions | None = None,
 ) -> ChatDatasetBuilder:
     """The builder of a chat dataset by name.
 
@@ -150,15 +156,16 @@ def chat_dataset_builder(
             files.
         test_size: conversations held out; the first ones of the test split, where the dataset is known to have one.
         seed: of the choice of what is held out.
-        streaming: read a dataset of the hub as a stream.
+        options: how a dataset of the hub is read; None: as is usual for it.
 
     Raises:
-        ConfigurationError: the name is none of these, or a file is to be streamed.
+        ConfigurationError: the name is none of these, or there are options for a file.
     """
-    is_file = dataset in SHIPPED or is_data_file(dataset)
-    if is_file and streaming:
-        raise ConfigurationError(f"streaming=True: {dataset} is a file, which is read whole; drop streaming")
-    if is_file:
+    if not is_of_hub(dataset):
+        if options is not None:
+            raise ConfigurationError(
+                f"{dataset} is a file, which is read whole: leave out the options for datasets of the hub"
+            )
         file = EXAMPLE_DATA / SHIPPED[dataset] if dataset in SHIPPED else Path(dataset).expanduser()
         if not file.is_file():
             raise ConfigurationError(f"dataset={dataset!r}: no such file; {_choices()}")
@@ -168,15 +175,22 @@ def chat_dataset_builder(
     found = hub.find(dataset, HUB_CHATS)
     if found is None:
         raise ConfigurationError(f"dataset={dataset!r} is unknown; {_choices()}")
-    return FromHFConversationsBuilder(
+    options = options or HubOptions()
+    return fill(
+        FromHFConversationsBuilder,
+        options,
         common_config=common_config,
         dataset=found.repository,
-        config_name=found.config,
-        test_split=found.test_split,
         test_size=test_size,
         shuffle_seed=seed,
-        streaming=streaming,
+        config_name=options.config_name or found.config,
+        test_split=options.test_split or found.test_split,
     )
+
+
+def is_of_hub(dataset: str) -> bool:
+    """Whether a dataset's name would be one of the hub's (or of a folder in that form), and not a file's or a shipped one's."""
+    return not (dataset in SHIPPED or is_data_file(dataset))
 
 
 def _choices() -> str:

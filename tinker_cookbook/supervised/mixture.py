@@ -17,6 +17,7 @@ from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.misc_utils import shared_value
 from tinker_cookbook.utils.seeds import derive_seed
 
 SourcedDatum: TypeAlias = tuple[int, "tinker.Datum"]
@@ -95,6 +96,16 @@ class SupervisedMixture:
         self._mixer = Mixer(epochs, blocks(self._shares))
 
     @property
+    def bad_rows(self) -> Sequence[BadRows]:
+        """What was left out so far, of each dataset that leaves rows out."""
+        return [bad for dataset in self._datasets for bad in dataset.bad_rows]
+
+    @property
+    def shared_system_prompt(self) -> str | None:
+        """What every conversation of all datasets begins with; None: nothing, or not always the same."""
+        return shared_value(dataset.shared_system_prompt for dataset in self._datasets)
+
+    @property
     def layout(self) -> dict[str, list[int]]:
         """Rows of each dataset, and how many of them a step takes: with the seed, what decides every batch."""
         return {"rows": [dataset.num_rows for dataset in self._datasets], "rows_per_step": self._shares}
@@ -150,4 +161,5 @@ class InterleavedDatasetBuilder(SupervisedDatasetBuilder):
         made = [source() for source in self.sources]
         tests = [test for _, test in made if test is not None]
         training = InterleavedSupervisedDataset([train for train, _ in made], self.batch_size, self.weights)
+        training.shared_system_prompt = shared_value(train.shared_system_prompt for train, _ in made)
         return training, ConcatenatedSupervisedDataset(tests) if tests else None

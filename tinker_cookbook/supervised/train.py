@@ -13,6 +13,7 @@ from tinker_cookbook.data.rows import located
 from tinker_cookbook.display import example_text
 from tinker_cookbook.eval.evaluators import TrainingClientEvaluator, forward_logprobs
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.runs.config import CheckedData
 from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
@@ -64,6 +65,7 @@ def check_config(config: Config) -> EpochData:
 
 def _read(config: Config) -> EpochData:
     backends.check_backend(config.backend, config.model_name, config.base_url)
+    warn_if_low(config.learning_rate, config.model_name, below=0.1)
     return EpochData(config, partial(_check_lengths, model_info.get_context_length(config.model_name)))
 
 

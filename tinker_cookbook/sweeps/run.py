@@ -23,6 +23,7 @@ from typing import Any, Literal
 from tinker_cookbook import backends, config_tree
 from tinker_cookbook.cli_utils import RESUME_HINT
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
@@ -89,6 +90,7 @@ async def run_sweep(
     _check_ways(recipe, runs, processes, concurrent)
     folder = open_folder(sweep_dir, "sweep_dir")
     with one_writer(folder, "sweep_dir"):
+        note_log_path(folder)
         finished = {run.name for run in runs if _was_finished(folder, run)}
         return await _run_all(recipe, runs, finished, folder, processes, concurrent, on_result)
 

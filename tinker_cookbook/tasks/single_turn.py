@@ -114,7 +114,8 @@ class TaskDatasetBuilder(TaskItemsConfig, RLDatasetBuilder):
         task = get_task(self.task, self.reward_fn)
         if type(task).messages is not Task.messages:
             return None  # it asks in a way of its own
-        return get_text_content(task.messages(TaskItem("", "", ""), self.added_request)[0])
+        first = task.messages(TaskItem("", "", ""), self.added_request)[0]
+        return get_text_content(first) if first["role"] == "system" else None
 
     def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         """As `load`, with enough items for a batch of different questions."""

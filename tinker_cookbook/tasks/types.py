@@ -54,9 +54,10 @@ class Task(ABC):
         self.reward = reward or RewardSpec.parse(self.default_reward)
 
     def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:
-        """The prompt of one item; `extra_request` is appended to the system prompt."""
-        system = f"{self.system_prompt} {extra_request}" if extra_request else self.system_prompt
-        return [{"role": "system", "content": system}, {"role": "user", "content": item.question}]
+        """The prompt of one item; `extra_request` is appended to the system prompt. An empty one is left out."""
+        asked: Message = {"role": "user", "content": item.question}
+        system = " ".join(part for part in (self.system_prompt, extra_request) if part)
+        return [{"role": "system", "content": system}, asked] if system else [asked]
 
     @abstractmethod
     def score(self, item: TaskItem, text: str) -> Score | Awaitable[Score]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import Message, Renderer, UnparsedToolCall
@@ -136,7 +136,7 @@ def _answer_unparsed(call: UnparsedToolCall) -> ToolResult:
 
 def build_agent_tool_env(
     renderer: Renderer,
-    tools: Sequence[Tool],
+    tools: Sequence[Tool | Callable[..., Any]],
     initial_messages: list[Message],
     reward_fn: RewardFn,
     *,
@@ -155,6 +155,7 @@ def build_agent_tool_env(
     """A ToolUseEnv for a policy over tokens.
 
     Args:
+        tools: tools, or typed functions with a docstring, plain or async.
         initial_messages: the conversation to begin with, tools declared; see `tool_conversation`.
         reward_fn: grades the whole conversation, once.
         rollout_config: limits, what to do with replies that cannot be parsed, and how tools are run, where nothing else here

@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Protocol, Self, get_args, get_origin, get_type_hints, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -89,6 +89,7 @@ def error_tool_result(
     return result
 
 
+@runtime_checkable
 class Tool(Protocol):
     """Anything with a name, a declaration and a call."""
 
@@ -107,7 +108,7 @@ class Tool(Protocol):
 
 
 class FunctionTool:
-    """A tool of a function or method, plain or async, that returns a text or a ToolResult.
+    """A tool of a function or method, plain or async, that returns a text, a number or a ToolResult.
 
     Its docstring describes it, its annotations are the schema. `Annotated[int, "what it means"]` describes a parameter.
     Arguments are checked strictly: "3" is no int, an int may stand for a float, and unknown arguments are refused.
@@ -145,11 +146,11 @@ class FunctionTool:
         result = self.function(**{name: getattr(checked, name) for name in self._parameters.model_fields})
         if inspect.isawaitable(result):
             result = await result
-        if isinstance(result, str):
-            return simple_tool_result(result)
+        if isinstance(result, str | int | float):
+            return simple_tool_result(str(result))
         if not isinstance(result, ToolResult):
             raise TypeError(
-                f"tool {self.name!r} returned {type(result).__name__}; a tool returns a string or a ToolResult"
+                f"tool {self.name!r} returned {type(result).__name__}; a tool returns a string, a number or a ToolResult"
             )
         return result
 
@@ -159,17 +160,18 @@ tool = FunctionTool
 
 
 class ToolRegistry:
-    """The tools of an environment, by name.
+    """The tools of an environment, by name. A plain function becomes a FunctionTool.
 
     Raises:
-        ConfigurationError: two tools of one name, or none at all.
+        ConfigurationError: two tools of one name, none at all, or a function that cannot be a tool.
     """
 
-    def __init__(self, tools: Sequence[Tool]):
+    def __init__(self, tools: Sequence[Tool | Callable[..., Any]]):
         if not tools:
             raise ConfigurationError("tools is empty: give at least one tool")
         self._tools: dict[str, Tool] = {}
-        for tool in tools:
+        for given in tools:
+            tool = given if isinstance(given, Tool) else FunctionTool(given)
             if tool.name in self._tools:
                 raise ConfigurationError(f"tools has two tools named {tool.name!r}; rename one of them")
             self._tools[tool.name] = tool

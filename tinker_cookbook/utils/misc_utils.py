@@ -82,6 +82,13 @@ def concat_lists(list_of_lists: Iterable[Sequence[T]]) -> list[T]:
     return [item for items in list_of_lists for item in items]
 
 
+def shared_value(values: Iterable[T]) -> T | None:
+    """The value that all of them are; None where they differ, or there is none."""
+    values = iter(values)
+    first = next(values, None)
+    return first if all(value == first for value in values) else None
+
+
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose first row is its header."""
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]

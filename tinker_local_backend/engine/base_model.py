@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,6 @@ from tinker_local_backend.engine.lora import (
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
 _REFUSED_CONFIG = {
-    "logit_scale": "scaled logits",
-    "logits_scaling": "scaled logits",
     "num_local_experts": "mixture-of-experts layers",
     "num_experts": "mixture-of-experts layers",
     "n_routed_experts": "mixture-of-experts layers",
@@ -119,10 +117,14 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """logits = soft_cap(hidden @ weight.T + bias + scale * (hidden @ a.T) @ b.T); a (rank, H) and b (V, rank) are float32."""
+    """logits = soft_cap(multiplier * (hidden @ weight.T + bias + scale * (hidden @ a.T) @ b.T)).
+
+    a (rank, H) and b (V, rank) are float32.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+    multiplier: float = 1.0
     softcap: float | None = None
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
@@ -352,6 +354,8 @@ class BaseModel:
                     logits.index_add_(0, rows, inner @ head.b.float().t(), alpha=head.scale)
         if base.bias is not None:
             logits += base.bias
+        if base.multiplier != 1.0:
+            logits *= base.multiplier
         return logits if base.softcap is None else torch.tanh(logits / base.softcap) * base.softcap
 
     def head_weights(self, adapter: Adapter | None) -> HeadWeights:
@@ -360,9 +364,14 @@ class BaseModel:
         assert isinstance(weight, torch.Tensor)
         name = self._head_names[0] if self._head_names else ""
         cap = getattr(self.config, "final_logit_softcapping", None)
+        # Cohere multiplies its logits, Granite divides them.
+        multiplier = (getattr(self.config, "logit_scale", None) or 1.0) / (
+            getattr(self.config, "logits_scaling", None) or 1.0
+        )
+        own = HeadWeights(weight, bias, multiplier, cap)
         if adapter is None or name not in adapter.a:
-            return HeadWeights(weight, bias, softcap=cap)
-        return HeadWeights(weight, bias, cap, adapter.a[name].detach(), adapter.b[name].detach(), adapter.spec.scale)
+            return own
+        return replace(own, a=adapter.a[name].detach(), b=adapter.b[name].detach(), scale=adapter.spec.scale)
 
     def head_matrices(self, adapter: Adapter) -> list[torch.Tensor]:
         """A and B of the head, as `adapter.parameters()` has them; empty when it has none."""

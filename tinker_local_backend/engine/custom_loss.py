@@ -26,6 +26,7 @@ from tinker_local_backend.engine.micro_batch import (
     split_positions,
     widen,
 )
+from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import Scorer
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
@@ -35,8 +36,10 @@ CustomLossFn = Callable[[list[tinker.Datum], list[torch.Tensor]], tuple[torch.Te
 
 def forward_backward_custom(
     model: BaseModel, state: trainer.TrainState, data: Sequence[tinker.Datum], loss_fn: CustomLossFn
-) -> tinker.ForwardBackwardOutput:
-    """Metrics: those of the function, loss:sum (its value) and surrogate_loss:sum (that of the linear stand-in).
+) -> Parts[tinker.ForwardBackwardOutput]:
+    """In parts, one for each micro-batch.
+
+    Metrics: those of the function, loss:sum (its value) and surrogate_loss:sum (that of the linear stand-in).
 
     Raises:
         RequestError: a datum is not as it must be, or the function's result is no scalar that depends on every logprob array.
@@ -57,7 +60,7 @@ def forward_backward_custom(
             if not out_of_memory(error):
                 raise
         budget.release()
-    return _two_passes(model, state, datums, plain, loss_fn)
+    return (yield from _two_passes(model, state, datums, plain, loss_fn))
 
 
 def _one_pass(
@@ -103,12 +106,13 @@ def _two_passes(
     datums: list[tinker.Datum],
     plain: list[tinker.Datum],
     loss_fn: CustomLossFn,
-) -> tinker.ForwardBackwardOutput:
-    scored = trainer.forward_backward(model, state, plain, "cross_entropy", None, backward=False)
+) -> Parts[tinker.ForwardBackwardOutput]:
+    scored = yield from trainer.forward_backward(model, state, plain, "cross_entropy", None, backward=False)
     arrays = [outputs["logprobs"].to_numpy() for outputs in scored.loss_fn_outputs]
     loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)
     weighted = [_linear(datum, i, -slope) for i, (datum, slope) in enumerate(zip(datums, slopes, strict=True))]
-    output = trainer.forward_backward(model, state, weighted, "cross_entropy", None, backward=True)
+    yield
+    output = yield from trainer.forward_backward(model, state, weighted, "cross_entropy", None, backward=True)
     output.metrics["surrogate_loss:sum"] = output.metrics.pop("loss:sum")
     output.metrics.update(metrics)
     output.metrics["loss:sum"] = loss

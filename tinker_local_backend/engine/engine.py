@@ -1,7 +1,9 @@
 """The engine: one worker thread that owns the models, the KV cache and the adapters, and runs what clients submit.
 
-Operations of one training client run in the order of submission; several clients take turns; sampling goes on between
-them, one token at a time. Everything that touches torch happens on the worker, so nothing needs a lock.
+Operations of one training client run in the order of submission. Clients take turns: after each part of an operation
+(parts.py) it is the turn of whoever has waited longest since his own, so a long forward_backward holds up nobody for longer
+than one of its micro-batches. Sampling goes on between the parts, one token at a time. Everything that touches torch happens
+on the worker, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.operation_waits import Wait, Waits
+from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.requests import SamplingRequest
-from tinker_local_backend.engine.tickets import SamplingResult, Ticket
+from tinker_local_backend.engine.tickets import OnProgress, SamplingResult, Ticket
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, settle
 
@@ -31,21 +35,28 @@ T = TypeVar("T")
 
 DEFAULT_KV_BYTES_CPU = 2 << 30
 KV_SHARE_OF_FREE_CUDA_MEMORY = 0.5
-SAMPLER_STEPS_PER_OPERATION = 8
-"""Tokens that running sequences go forward between two training operations while more of those wait."""
+SAMPLER_STEPS_PER_PART = 8
+"""Tokens that running sequences go forward between two parts of operations while more of those wait."""
 
 LATE_GATES_SECONDS = 1.0
 """How often an idle worker looks for requests that a blocked event loop holds."""
 
 CLOSE_SECONDS = 30.0
-"""How long `close` waits for the operation that is running."""
+"""How long `close` waits for the part of an operation that is running."""
 
 
 class _Work(NamedTuple):
-    """Something submitted: its future, and what the worker does with it next."""
+    """Something submitted: its future, and how the worker takes it in."""
 
     future: Future[Any]
-    proceed: Callable[[], None]
+    take_in: Callable[[], None]
+
+
+class _Operation(NamedTuple):
+    """An operation in the line of its client. Running through all its parts settles the future, by way of the outbox."""
+
+    future: Future[Any]
+    parts: Parts[None]
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
@@ -75,8 +86,11 @@ class Engine:
         self._gates: dict[int, LoopGate[_Work]] = {}
         self._condition = threading.Condition()
         self._inbox: deque[_Work] = deque()
-        self._queues: dict[Hashable, deque[_Work]] = {}
+        self._queues: dict[Hashable, deque[_Operation]] = {}
+        """by client, the one whose turn it is first"""
         self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
+        self._waits = Waits()
+        self._watched: list[tuple[Ticket, OnProgress]] = []
         self._closing = False
         self._process = os.getpid()
         self._death: BaseException | None = None
@@ -85,29 +99,43 @@ class Engine:
 
     # Called by clients, on any thread
 
-    def submit(self, client: Hashable, operation: Callable[[], T]) -> EngineFuture[T]:
-        """Run `operation` on the worker after all earlier ones of the same client."""
+    def submit(self, client: Hashable, operation: Callable[[], T], kind: str = "other") -> EngineFuture[T]:
+        """Run `operation` on the worker after all earlier ones of the same client. `kind` is its name in `waits`."""
+        return self.submit_parts(client, partial(in_one, operation), kind)
+
+    def submit_parts(self, client: Hashable, operation: Callable[[], Parts[T]], kind: str = "other") -> EngineFuture[T]:
+        """As `submit`. Between the parts samplers go on, and other clients have their turns; the client's later ones wait."""
         future: Future[T] = Future()
         gate = self._gate()
+        number = self._waits.enter(kind)
 
-        def run() -> None:
+        def run() -> Parts[None]:
             if not future.set_running_or_notify_cancel():
+                self._waits.leave(number)
                 return
+            self._waits.begin(number)
             try:
-                outcome = partial(future.set_result, operation())
+                outcome = partial(future.set_result, (yield from operation()))
+            except GeneratorExit:  # the engine was closed between two parts
+                outcome = partial(future.set_exception, self._closed_error())
             except BaseException as error:
                 outcome = partial(future.set_exception, error)
             self._outbox.append((gate, outcome))
 
-        self._enter(gate, _Work(future, lambda: self._queues.setdefault(client, deque()).append(_Work(future, run))))
+        line = self._queues
+        self._enter(gate, _Work(future, lambda: line.setdefault(client, deque()).append(_Operation(future, run()))))
         return EngineFuture(future, partial(self._waiting, gate))
 
     def make_client(self, make: Callable[[], T]) -> ClientFuture[T]:
         """Make a client on the worker, after those that were asked for earlier."""
-        return ClientFuture(self.submit("clients", make))
+        return ClientFuture(self.submit("clients", make, "create_client"))
 
     def sample(
-        self, model_name: str, request: SamplingRequest, convert: Callable[[SamplingResult], T]
+        self,
+        model_name: str,
+        request: SamplingRequest,
+        convert: Callable[[SamplingResult], T],
+        on_progress: OnProgress | None = None,
     ) -> EngineFuture[T]:
         """Run a checked sampling request and convert its result. Cancelling the future frees its rows."""
         future: Future[T] = Future()
@@ -120,8 +148,18 @@ class Engine:
                 self._outbox.append((gate, partial(settle, future, partial(convert, outcome))))
 
         ticket = Ticket(request, complete, future.cancelled)
-        self._enter(gate, _Work(future, lambda: self._generators[model_name].add(ticket)))
+
+        def take_in() -> None:
+            self._generators[model_name].add(ticket)
+            if on_progress is not None:
+                self._watched.append((ticket, on_progress))
+
+        self._enter(gate, _Work(future, take_in))
         return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
+
+    def waits(self) -> dict[str, Wait]:
+        """How long requests of each kind have waited until they were begun. On any thread, at any time."""
+        return self._waits.now()
 
     def close(self) -> None:
         """Stop the worker. What has not run fails with EngineClosedError."""
@@ -273,22 +311,29 @@ class Engine:
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
         for work in arrived:
-            work.proceed()
+            work.take_in()
 
     def _turn(self) -> None:
-        """One operation of the client whose turn it is, and some steps of each model's sampler."""
+        """A part of an operation of the client whose turn it is, and some steps of each model's sampler."""
         if self._queues:
-            client = next(iter(self._queues))
-            queue = self._queues.pop(client)
-            operation = queue.popleft()
+            client, queue = next(iter(self._queues.items()))
+            ended = next(queue[0].parts, True)
+            if ended:
+                queue.popleft()
+            del self._queues[client]
             if queue:
                 self._queues[client] = queue  # to the back of the line
-            operation.proceed()
         # A count, not a time: what is in a batch must not depend on the clock.
-        for _ in range(SAMPLER_STEPS_PER_OPERATION if self._queues else 1):
+        for _ in range(SAMPLER_STEPS_PER_PART if self._queues else 1):
             for generator in self._generators.values():
                 if generator.busy:
                     generator.step()
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        for ticket, tell in self._watched:
+            tell(ticket.sequences)
+        self._watched = [(ticket, tell) for ticket, tell in self._watched if not ticket.dropped]
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []
@@ -309,8 +354,12 @@ class Engine:
         return len(self._gates) > 1 or bool(self._inbox)
 
     def _fail_rest(self, rest: list[_Work], error: BaseException) -> None:
-        for work in [*rest, *(operation for queue in self._queues.values() for operation in queue)]:
+        for work in rest:
             _fail(work.future, error)
+        for operation in [operation for queue in self._queues.values() for operation in queue]:
+            operation.parts.close()  # one that has begun fails by itself
+            if not operation.future.running():
+                _fail(operation.future, error)
         for generator in self._generators.values():
             generator.fail_all(error)
         self._queues.clear()

@@ -55,12 +55,12 @@ def each_micro_batch(
     model: BaseModel,
     examples: Sequence[Example],
     run: Callable[[MicroBatch, bool], tuple[torch.Tensor, torch.Tensor]],
-) -> Iterator[tuple[MicroBatch, tuple[torch.Tensor, torch.Tensor]]]:
+) -> Iterator[tuple[MicroBatch, tuple[torch.Tensor, torch.Tensor], bool]]:
     """Divide examples into micro-batches that fit the memory and `run(batch, recompute)` each.
 
-    There are at least `least_micro_batches` of them, if there are as many examples. Whoever runs out of memory is tried again
-    in halves, and a single example with its layers recomputed in the backward pass; `run` must leave nothing behind when it
-    raises.
+    Yields each with its result and whether more are to come. There are at least `least_micro_batches` of them, if there are as
+    many examples. Whoever runs out of memory is tried again in halves, and a single example with its layers recomputed in the
+    backward pass; `run` must leave nothing behind when it raises.
     """
     budget = ActivationBudget(model)
     waiting = divide(examples, range(len(examples)), budget.tokens, least_micro_batches())
@@ -79,7 +79,7 @@ def each_micro_batch(
                 raise
             result = None
         if result is not None:
-            yield batch, result
+            yield batch, result, bool(waiting)
             continue
         budget.release()
         if len(indices) > 1:

@@ -112,6 +112,8 @@ class Scorer:
             logits.addmm_(inner, head.b.t(), alpha=head.scale)
         if head.bias is not None:
             logits += head.bias
+        if head.multiplier != 1.0:
+            logits.mul_(head.multiplier)
         cap_slope = None
         if head.softcap is not None:
             logits.div_(head.softcap).tanh_()
@@ -143,6 +145,8 @@ class Scorer:
             by_logits.div_(self._temperature)
         if cap_slope is not None:
             by_logits.mul_(cap_slope)
+        if head.multiplier != 1.0:
+            by_logits.mul_(head.multiplier)
         by_hidden = by_logits.to(hidden.dtype) @ head.weight
         if head.a is not None and head.b is not None:
             by_inner = (by_logits @ head.b).mul_(head.scale)

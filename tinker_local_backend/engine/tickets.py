@@ -50,6 +50,10 @@ class SamplingResult:
     cached_tokens: int = 0
 
 
+OnProgress = Callable[[Sequence[SampledSequence]], None]
+"""Told on the worker, after every step, what there is of each sample. One that has to begin again draws the same tokens."""
+
+
 @dataclass(eq=False)
 class Ticket:
     """A request on its way. `complete` is told the result or the error; `cancelled` is asked before every step."""

@@ -8,7 +8,7 @@ micro-batches gives the same loss and gradient up to rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,12 @@ import torch
 
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.datums import LossConfig, check_datum, loss_function
+from tinker_local_backend.engine.datums import Example, LossConfig, check_datum, loss_function
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch, split_positions
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params
+from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
@@ -91,8 +92,8 @@ def forward_backward(
     loss_fn: str,
     loss_fn_config: LossConfig,
     backward: bool,
-) -> tinker.ForwardBackwardOutput:
-    """Loss, per-token logprobs and (with `backward`) gradients of a list of datums.
+) -> Parts[tinker.ForwardBackwardOutput]:
+    """Loss, per-token logprobs and (with `backward`) gradients of a list of datums, in parts: one for each micro-batch.
 
     Returns:
         loss_fn_outputs[i]["logprobs"]: float32 of the shape of data[i]'s target_tokens; metrics with "loss:sum".
@@ -129,14 +130,7 @@ def forward_backward(
                 backpropagate(model, hidden, gradient, state.adapter, into)
         return logprobs, elementwise
 
-    def breaks(index: int) -> bool:
-        """Whether the gradient of this datum alone is not finite."""
-        own = state.zeros()
-        for _ in each_micro_batch(model, [examples[index]], partial(run, into=own)):
-            pass
-        return not _are_finite(own)
-
-    for batch, (logprobs, elementwise) in each_micro_batch(model, examples, run):
+    for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
         batch_loss = float(elementwise.double().sum())
         loss_sum += batch_loss
         if not math.isfinite(batch_loss):
@@ -149,12 +143,14 @@ def forward_backward(
                 ratios.add(logprobs, batch.inputs, config)
         for i, array in zip(batch.indices, split_positions(logprobs, batch, examples), strict=True):
             outputs[i] = {"logprobs": tinker.TensorData.from_numpy(array)}
+        if more:
+            yield
 
     if not math.isfinite(loss_sum):
         raise _not_finite("loss", sorted(broken))
     if backward:
-        if not _are_finite(gradients):  # rare, and worth a pass for each datum
-            raise _not_finite("gradient", [i for i in range(len(examples)) if breaks(i)])
+        if not _are_finite(gradients):
+            raise _not_finite("gradient", (yield from _broken(model, state, examples, run)))
         state.accumulate(gradients)
     metrics = {
         "loss:sum": loss_sum,
@@ -164,6 +160,24 @@ def forward_backward(
         **ratios.metrics(config),
     }
     return tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics=metrics)
+
+
+def _broken(
+    model: BaseModel,
+    state: TrainState,
+    examples: Sequence[Example],
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Parts[list[int]]:
+    """Which datums alone have a gradient that is not finite: rare, and worth a pass `run(batch, recompute, into)` of each."""
+    broken = []
+    for i, example in enumerate(examples):
+        yield
+        own = state.zeros()
+        for _ in each_micro_batch(model, [example], partial(run, into=own)):
+            pass
+        if not _are_finite(own):
+            broken.append(i)
+    return broken
 
 
 def batch_hidden(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> torch.Tensor:

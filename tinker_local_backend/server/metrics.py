@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.sessions import Request
 
+QUANTILES = (0.5, 0.99)
+LATEST = 4096
+"""operations of a kind over which quantiles are taken"""
+
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Latest:
+    """Quantiles of the latest durations, by kind of operation; as a collector of Prometheus'."""
+
+    def __init__(self, name: str, description: str):
+        self._name, self._description = name, description
+        self._seconds: dict[str, deque[float]] = {}
+
+    def observe(self, kind: str, seconds: float) -> None:
+        self._seconds.setdefault(kind, deque(maxlen=LATEST)).append(seconds)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Nearest ranks: a quantile is one of the durations."""
+        family = GaugeMetricFamily(self._name, self._description, labels=["kind", "quantile"])
+        for kind, latest in self._seconds.items():
+            ordered = sorted(latest)
+            for quantile in QUANTILES:
+                family.add_metric([kind, f"{quantile:g}"], ordered[min(len(ordered) - 1, int(quantile * len(ordered)))])
+        yield family
 
 
 class Metrics:
@@ -30,6 +56,10 @@ class Metrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+        self._latest = Latest(
+            "tinker_latest_seconds", "from the arrival of a request to its result, of the latest ones"
+        )
+        self._registry.register(self._latest)  # pyright: ignore[reportArgumentType]
 
     def watch(self, live: Callable[[], Mapping[str, float]]) -> None:
         """Show these numbers as they are at the time of asking."""
@@ -43,7 +73,9 @@ class Metrics:
     def ended(self, request: Request, reply: Frame) -> None:
         outcome = reply.fields.get("category", "error") if "error" in reply.fields else "ok"
         self._operations.labels(request.kind, outcome).inc()
-        self._seconds.labels(request.kind).observe(time.monotonic() - request.created)
+        seconds = time.monotonic() - request.created
+        self._seconds.labels(request.kind).observe(seconds)
+        self._latest.observe(request.kind, seconds)
         if "tokens" in reply.fields:
             self._tokens.labels(request.kind).inc(reply.fields["tokens"])
 

@@ -28,15 +28,18 @@ def digest_bytes(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _service(request: Request) -> Service:
+# Coroutines, because FastAPI runs plain functions on threads.
+
+
+async def _service(request: Request) -> Service:
     return request.app.state.service
 
 
-def _tenant(request: Request) -> Tenant:
+async def _tenant(request: Request) -> Tenant:
     return request.state.tenant
 
 
-def _idempotency_key(request: Request) -> str | None:
+async def _idempotency_key(request: Request) -> str | None:
     return request.headers.get("x-idempotency-key")
 
 

@@ -83,8 +83,9 @@ async def _serve(config: ServerConfig, access: Access) -> None:
 def _bind(config: ServerConfig) -> socket.socket:
     """Before the models are loaded: a port that is taken is told in the first second."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        # With its protocol named, asyncio turns Nagle's algorithm off; with it on, each answer in two pieces takes 40 ms.
+        sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Identifier = Annotated[str, Field(max_length=512)]
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
@@ -129,6 +129,17 @@ class SamplingParams(Lenient):
     temperature: float = 1.0
     top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] = -1
     top_p: float = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_would_change_the_samples(cls, fields: Any) -> Any:
+        """A field of another server's, such as min_p: without it the tokens would not be those that were asked for."""
+        for name in fields.keys() - cls.model_fields.keys() if isinstance(fields, dict) else ():
+            if fields[name] not in (None, 0):
+                raise ValueError(
+                    f"{name}={fields[name]!r:.100} is not offered; leave it out (known: {', '.join(cls.model_fields)})"
+                )
+        return fields
 
 
 class TargetTokens(Lenient):

@@ -6,12 +6,14 @@ import json
 import shutil
 import tarfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tinker_local_backend.errors import CheckpointError
+from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage import files
+from tinker_local_backend.storage.index import CheckpointEntry, CheckpointIndex, Stamp, entry_of
 from tinker_local_backend.storage.info import (
     EXPIRY_FILE,
     INFO_FILE,
@@ -26,7 +28,6 @@ from tinker_local_backend.storage.info import (
 )
 from tinker_local_backend.storage.paths import (
     KINDS,
-    CheckpointKind,
     CheckpointPath,
     check_run_id,
     names_in,
@@ -34,18 +35,6 @@ from tinker_local_backend.storage.paths import (
 )
 
 PUBLIC_FILE = "public.json"
-
-
-@dataclass(frozen=True)
-class CheckpointEntry:
-    """A line of a listing."""
-
-    path: CheckpointPath
-    info: CheckpointInfo
-    expires_at: float | None
-    """as it stands now; `info` has what it was saved with"""
-    public: bool
-    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -59,25 +48,52 @@ class RunListing:
 
 def list_run(home: Path, run_id: str) -> RunListing:
     """The checkpoints that a run has now; expired ones are deleted on the way. Empty for an unknown run."""
-    remove_expired(home, run_id)
-    entries, damaged = [], []
-    for path in _paths(home, run_id):
-        folder = path.folder(home)
-        try:
-            info = info_in(folder, path)
-            size = sum(file.stat().st_size for file in folder.iterdir() if not file.is_symlink())
-        except (CheckpointError, OSError):
-            if folder.exists():  # else somebody deleted it while we looked
-                damaged.append(path)
-            continue
-        entries.append(CheckpointEntry(path, info, expires_at_in(folder), _is_public(folder), size))
-    return RunListing(sorted(entries, key=lambda entry: (entry.info.created, str(entry.path))), damaged)
+    return list_runs(home, [run_id])[run_id]
+
+
+def list_runs(home: Path, run_ids: Sequence[str]) -> dict[str, RunListing]:
+    """As list_run, of several runs. Files are opened only in folders that have changed since they were last listed."""
+    if not run_ids:
+        return {}
+    index = CheckpointIndex(home)
+    known = index.rows(run_ids)
+    read: dict[CheckpointPath, tuple[Stamp, CheckpointEntry]] = {}
+    listings = {}
+    for run_id in run_ids:
+        entries, damaged = [], []
+        for path, folder in _folders(home, run_id):
+            try:
+                stamp = Stamp.of(folder)
+                entry = entry_of(path, known.get(path), stamp)
+                is_known = entry is not None
+                entry = entry or _entry(path, folder)
+            except (CheckpointError, OSError):
+                if folder.exists():  # else somebody deleted it while we looked
+                    damaged.append(path)
+                continue
+            if _has_passed(entry.expires_at) and _remove_expired(home, path, folder):
+                continue
+            entries.append(entry)
+            known.pop(path, None)
+            if not is_known and stamp.settled:
+                read[path] = stamp, entry
+        listings[run_id] = RunListing(sorted(entries, key=lambda e: (e.info.created, str(e.path))), damaged)
+    index.update(read, list(known))
+    return listings
+
+
+def _entry(path: CheckpointPath, folder: Path) -> CheckpointEntry:
+    """What the files in a checkpoint's folder say. Raises CheckpointError or OSError where they cannot be read."""
+    info = info_in(folder, path)
+    size = sum(file.stat().st_size for file in folder.iterdir() if not file.is_symlink())
+    return CheckpointEntry(path, info, expires_at_in(folder), _is_public(folder), size)
 
 
 def remove(home: Path, path: CheckpointPath) -> None:
     """Delete a checkpoint, also a damaged one, and its archive. Raises CheckpointError when there is none."""
     folder = path.folder(home)
-    files.recover(folder)
+    if not folder.is_dir():
+        files.recover_any(folder)
     if not folder.is_dir():
         raise missing(folder, path)
     with files.writing(f"the deletion of checkpoint {path}"):
@@ -85,34 +101,51 @@ def remove(home: Path, path: CheckpointPath) -> None:
     path.archive(home).unlink(missing_ok=True)
 
 
-def remove_expired(home: Path, run_id: str) -> None:
-    """Delete a run's expired checkpoints. A damaged one is left for whoever asks for it."""
-    for path in _paths(home, run_id):
-        folder = path.folder(home)
-        # Deleting is a courtesy of whoever comes by; one that cannot be deleted stays refused as expired.
-        with suppress(OSError):
-            if is_expired(folder) and files.discard(folder, is_expired):
-                path.archive(home).unlink(missing_ok=True)
-    for _, folder in _kind_folders(home, run_id):
-        files.remove_stale(folder)
+def remove_due(home: Path, run_id: str) -> None:
+    """Delete a run's expired checkpoints, as far as it is known which they are, without looking at the others."""
+    index = CheckpointIndex(home)
+    gone = []
+    for path in index.due(run_id):
+        with suppress(RequestError):  # a symbolic link leads elsewhere
+            folder = path.folder(home)
+            if _remove_expired(home, path, folder) or not folder.exists():
+                gone.append(path)
+            else:  # its files know better
+                index.expect(path, expires_at_in(folder))
+    index.update({}, gone)
 
 
-def _paths(home: Path, run_id: str) -> list[CheckpointPath]:
-    return [
-        CheckpointPath(run_id, kind, name) for kind, folder in _kind_folders(home, run_id) for name in names_in(folder)
-    ]
+def _has_passed(expires_at: float | None) -> bool:
+    return expires_at is not None and expires_at <= time.time()
 
 
-def _kind_folders(home: Path, run_id: str) -> list[tuple[CheckpointKind, Path]]:
-    """Those that exist. One that is reached through a symbolic link is not ours to list or clean."""
+def _remove_expired(home: Path, path: CheckpointPath, folder: Path) -> bool:
+    """Delete a checkpoint if it has expired. Returns whether it did."""
+    # Deleting is a courtesy of whoever comes by; one that cannot be deleted stays refused as expired.
+    with suppress(OSError):
+        if is_expired(folder) and files.discard(folder, is_expired):
+            path.archive(home).unlink(missing_ok=True)
+            return True
+    return False
+
+
+def _folders(home: Path, run_id: str) -> Iterator[tuple[CheckpointPath, Path]]:
+    """A run's checkpoints and their folders. What killed processes left unfinished is cleared away first."""
     run = runs_folder(home) / check_run_id(run_id)
+    # What is reached through a symbolic link is not ours to list or clean.
     real = [] if run.is_symlink() else names_in(run)
-    return [(kind, run / kind) for kind in KINDS if kind in real]
+    for kind in KINDS:
+        if kind in real:
+            files.remove_stale(run / kind)
+            for name in names_in(run / kind):
+                yield CheckpointPath(run_id, kind, name), run / kind / name
 
 
 def set_ttl(home: Path, path: CheckpointPath, ttl_seconds: float | None) -> None:
     """Let a checkpoint expire `ttl_seconds` from now; None: never."""
-    _change(home, path, EXPIRY_FILE, {"expires_at": expiry(ttl_seconds, time.time())})
+    expires_at = expiry(ttl_seconds, time.time())
+    _change(home, path, EXPIRY_FILE, {"expires_at": expires_at})
+    CheckpointIndex(home).expect(path, expires_at)
 
 
 def set_public(home: Path, path: CheckpointPath, public: bool) -> None:
@@ -146,6 +179,8 @@ def copy(home: Path, source: CheckpointPath, run_id: str, ttl_seconds: float | N
                 shutil.copyfile(file, staging / file.name)
         files.write_json(staging / INFO_FILE, copied.to_json())
         _check_unchanged(home, source, info)
+    if copied.expires_at is not None:
+        CheckpointIndex(home).expect(target, copied.expires_at)
     return target
 
 

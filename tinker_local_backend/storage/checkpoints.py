@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
-from tinker_local_backend.storage.catalog import remove_expired
+from tinker_local_backend.storage.catalog import remove_due
 from tinker_local_backend.storage.files import recover, staging_folder, write_json, writing
+from tinker_local_backend.storage.index import CheckpointIndex
 from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, expiry, info_in
 from tinker_local_backend.storage.paths import CheckpointPath
 
@@ -54,7 +55,7 @@ def save(
         optimizer_steps=None if optimizer is None else optimizer.steps,
     )
     target = path.folder(home)
-    remove_expired(home, path.run_id)
+    remove_due(home, path.run_id)
     recover(target)
     if os.path.lexists(target) and not overwrite:
         raise RequestError(f"checkpoint {path} exists; choose another name or pass overwrite=True")
@@ -67,6 +68,8 @@ def save(
             save_file(optimizer.state_tensors(list(named)), staging / OPTIMIZER_FILE)
         sums = {name: _sha256(staging / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE) if (staging / name).exists()}
         write_json(staging / INFO_FILE, replace(info, sha256=sums).to_json())
+    if info.expires_at is not None:
+        CheckpointIndex(home).expect(path, info.expires_at)
 
 
 def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:

@@ -65,35 +65,62 @@ def staging_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def _retirement(target: Path) -> Path:
+    """The folder that holds what `target` was, between the two renames of an overwrite."""
+    return target.parent / f".{target.name}.old"
+
+
 def _put_in_place(staging: Path, target: Path) -> None:
+    retirement = _retirement(target)
     retired = None
-    if target.exists():
-        retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent)) / "x"
-        os.replace(target, retired)
+    while retired is None and target.exists():
+        retirement.mkdir(exist_ok=True)
+        place = retirement / uuid.uuid4().hex
+        with suppress(FileNotFoundError):  # another overwrite of the same name took it, or cleared away behind itself
+            os.replace(target, place)
+            retired = place
     try:
         os.replace(staging, target)
     except BaseException:
         if retired is not None:
-            os.replace(retired, target)
+            os.replace(retired, target)  # where even this fails, `recover` does it later
+            _remove_empty(retirement)
         raise
-    finally:
-        if retired is not None:
-            shutil.rmtree(retired.parent, ignore_errors=True)
+    if retired is not None:
+        shutil.rmtree(retired, ignore_errors=True)
+        _remove_empty(retirement)
     sync(target.parent)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it is not empty: another overwrite uses it
+        folder.rmdir()
 
 
 def recover(target: Path) -> None:
     """Undo an overwrite of `target` that a killed process left between its two renames."""
+    retirement = _retirement(target)
+    if retirement.is_dir():
+        for old in retirement.iterdir():
+            _bring_back(old, target)
+
+
+def recover_any(target: Path) -> None:
+    """As `recover`, also of an overwrite by an earlier version, for which all names beside `target` must be looked at."""
+    recover(target)
     prefix = f".{target.name}.old."
     for old in target.parent.glob(".*.old.*/x"):
-        if not old.parent.name.startswith(prefix) or "." in old.parent.name.removeprefix(prefix):
-            continue
-        with suppress(OSError):  # another process finished or recovered it first
-            while not target.exists() and time.time() < old.parent.stat().st_mtime + SWAP_SECONDS:
-                time.sleep(SWAP_SECONDS / 20)
-            if not target.exists():
-                os.replace(old, target)
-                old.parent.rmdir()
+        if old.parent.name.startswith(prefix) and "." not in old.parent.name.removeprefix(prefix):
+            _bring_back(old, target)
+
+
+def _bring_back(old: Path, target: Path) -> None:
+    with suppress(OSError):  # another process finished or recovered it first
+        while not target.exists() and time.time() < old.parent.stat().st_mtime + SWAP_SECONDS:
+            time.sleep(SWAP_SECONDS / 20)
+        if not target.exists():
+            os.replace(old, target)
+            _remove_empty(old.parent)
 
 
 def discard(folder: Path, condition: Callable[[Path], bool] = lambda _: True) -> bool:
@@ -114,11 +141,11 @@ def discard(folder: Path, condition: Callable[[Path], bool] = lambda _: True) ->
 
 def remove_stale(parent: Path) -> None:
     """Delete what killed processes left unfinished in `parent`, but never the only copy of something."""
-    for folder in parent.glob(".*"):
+    for folder in [parent / name for name in os.listdir(parent) if name.startswith(".")]:
         with suppress(OSError):
-            name, _, unfinished = folder.name[1:].rpartition(".old.")
-            if unfinished:
-                recover(parent / name)
+            name, _, retired = folder.name[1:].rpartition(".old")
+            if name and (not retired or retired.startswith(".")):
+                recover_any(parent / name)
             if time.time() > folder.stat().st_mtime + STALE_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 

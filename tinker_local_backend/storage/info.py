@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import CheckpointError, RequestError
-from tinker_local_backend.storage.files import recover
+from tinker_local_backend.storage.files import recover_any
 from tinker_local_backend.storage.paths import CheckpointPath
 
 INFO_FILE, EXPIRY_FILE = "checkpoint.json", "expires_at.json"
@@ -74,7 +74,7 @@ def read_info(home: Path, path: CheckpointPath) -> CheckpointInfo:
     """Raises CheckpointError when the checkpoint is absent, expired or damaged."""
     folder = path.folder(home)
     if not folder.exists():
-        recover(folder)
+        recover_any(folder)
     info = info_in(folder, path)
     if is_expired(folder):
         raise CheckpointError(

@@ -1,0 +1,234 @@
+"""What the engine makes of each decoder-only architecture: trains, samples only, or refuses it. Writes docs/models.md.
+
+    python -m benchmarks.architectures
+    python -m benchmarks.architectures only=granite,gemma2 page=
+
+Each is a random model of a few thousand parameters. Sampled logprobs are compared with those of plain transformers in float64 on
+the same tokens, one sequence at a time; the trainer's logprobs and the gradients of every adapter matrix with those of PEFT, to
+which the adapter that the engine saved is given.
+"""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+import numpy as np
+import tinker
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.architecture_configs import ARCHITECTURES, VOCABULARY, make_config
+from benchmarks.config import EXAMPLE_MODEL, run_benchmark
+from benchmarks.errors import BenchmarkError
+from benchmarks.gpu.models import fill_adapter
+from benchmarks.workload import random_tokens
+from tinker_cookbook.utils.files import write_text
+from tinker_cookbook.utils.misc_utils import markdown_table
+from tinker_local_backend import ModelLoadError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.storage.paths import CheckpointPath
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+MARK = "<!-- what follows is written by python -m benchmarks.architectures -->"
+RANK = 4
+LARGEST_DIFFERENCE = 1e-3
+"""Of a logprob, or of a gradient as a share of its matrix's largest entry, that is still rounding."""
+
+TRAINS, SAMPLES, REFUSED, WRONG = "trains", "samples only", "refused", "WRONG"
+
+
+@chz.chz(typecheck=True)
+class ArchitecturesConfig:
+    """Keys of `python -m benchmarks.architectures`."""
+
+    only: list[str] | None = chz.field(default=None, doc="model types, separated by commas; default: all")
+    page: str = chz.field(default=str(PAGE), doc="Markdown file whose table is written anew; empty: only print")
+
+
+@dataclass
+class Finding:
+    """What was found about one architecture. Differences are the largest ones, None where there is nothing to compare."""
+
+    model_type: str
+    verdict: str = REFUSED
+    reason: str = ""
+    sampled: float | None = None
+    trained: float | None = None
+    gradient: float | None = None
+
+    def row(self) -> list[str]:
+        differences = (self.sampled, self.trained, self.gradient)
+        return [
+            f"`{self.model_type}`",
+            self.verdict,
+            *("" if d is None else f"{d:.0e}" for d in differences),
+            self.reason,
+        ]
+
+
+def write_model(model_type: str, folder: Path) -> Any:
+    """A random model with the shipped tokenizer in a folder. Returns it in float64, as transformers computes it.
+
+    Norms and biases are random too: as they are initialised, a forgotten one would change nothing.
+    """
+    generator = torch.Generator().manual_seed(7)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * (0.5 if "embed" in name or "wte" in name else 0.2))
+            elif "bias" in name or "norm" in name or "ln_" in name:
+                parameter += 0.3 * noise
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(EXAMPLE_MODEL) / name, folder)
+    return load_plain(folder)
+
+
+def load_plain(folder: Path) -> Any:
+    """transformers' own model in float64."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+
+
+def check(model_type: str, folder: Path) -> Finding:
+    """Everything about one architecture; `folder` is its own."""
+    plain = write_model(model_type, folder / "model")
+    finding = Finding(model_type)
+    with ServiceClient(home=folder / "home") as service:
+        try:
+            sampler = service.create_sampling_client(base_model=str(folder / "model")).result()
+        except ModelLoadError as refusal:
+            finding.reason = _reason(refusal)
+            return finding
+        finding.verdict = SAMPLES
+        finding.sampled = _sampled_difference(sampler, plain)
+        try:
+            client = service.create_lora_training_client(str(folder / "model"), rank=RANK, seed=0).result()
+        except ModelLoadError as refusal:
+            finding.reason = _reason(refusal)
+        else:
+            finding.verdict = TRAINS
+            finding.trained, finding.gradient = _training_differences(client, folder)
+    found = [d for d in (finding.sampled, finding.trained, finding.gradient) if d is not None]
+    if not max(found) <= LARGEST_DIFFERENCE:
+        finding.verdict = WRONG
+    return finding
+
+
+def _reason(refusal: ModelLoadError) -> str:
+    """What follows the model's name and type, without the advice."""
+    return str(refusal).partition(") ")[2].partition("; use a dense")[0]
+
+
+def _ids(count: int, seed: int) -> list[int]:
+    return random_tokens(VOCABULARY - 40, count, seed)  # without the special ones at the end
+
+
+def _plain_logprobs(plain: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """(N - 1,): of each token but the first."""
+    ids = torch.tensor([list(tokens)])
+    return plain(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+@torch.no_grad()
+def _sampled_difference(sampler: SamplingClient, plain: Any) -> float:
+    """Of prompts longer and shorter than a window, and completions over which it slides."""
+    differences = []
+    for length, samples in ((21, 2), (3, 3), (40, 1)):
+        tokens = _ids(length, seed=length)
+        params = tinker.SamplingParams(max_tokens=24, seed=0, stop=[])
+        response = sampler.sample(
+            tinker.ModelInput.from_ints(tokens), samples, params, include_prompt_logprobs=True
+        ).result()
+        assert response.prompt_logprobs is not None
+        for sequence in response.sequences:
+            expected = _plain_logprobs(plain, [*tokens, *sequence.tokens])
+            found = torch.tensor([*response.prompt_logprobs[1:], *sequence.logprobs], dtype=torch.float64)  # pyright: ignore
+            differences.append(float((found - expected).abs().max()))
+    return max(differences)
+
+
+def _datums() -> list[tinker.Datum]:
+    """Of several lengths, two of them with a common beginning that is longer than a window."""
+    shared = _ids(20, seed=1)
+    sequences = [_ids(2, 2), _ids(24, 3), [*shared, *_ids(9, 4)], [*shared, *_ids(15, 5)]]
+    data = []
+    for i, tokens in enumerate(sequences):
+        weights = np.random.default_rng(i).normal(size=len(tokens) - 1).astype(np.float32)
+        inputs = {
+            "target_tokens": tinker.TensorData.from_numpy(np.array(tokens[1:])),
+            "weights": tinker.TensorData.from_numpy(weights),
+        }
+        data.append(tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+    return data
+
+
+def _training_differences(client: TrainingClient, folder: Path) -> tuple[float, float]:
+    """Of the trainer's logprobs, and of gradients as shares of their matrix's largest entry."""
+    state, data = client._run.state, _datums()
+    fill_adapter(state.adapter, seed=3, size=0.05)
+    output = client.forward_backward(data, "cross_entropy").result()
+    saved = CheckpointPath.parse(client.save_weights_for_sampler("for-peft").result().path)
+    peft: Any = PeftModel.from_pretrained(
+        load_plain(folder / "model"), str(saved.folder(folder / "home")), is_trainable=True
+    )
+    peft.double().eval()
+    logprobs = []
+    for datum, outputs in zip(data, output.loss_fn_outputs, strict=True):
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+        tokens = [*datum.model_input.to_ints(), int(targets[-1])]
+        expected = _plain_logprobs(peft, tokens)
+        weights = torch.from_numpy(datum.loss_fn_inputs["weights"].to_numpy())
+        (-(weights * expected).sum()).backward()
+        logprobs.append(float((torch.from_numpy(outputs["logprobs"].to_numpy()) - expected).abs().max()))
+    theirs = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        for name, parameter in peft.named_parameters()
+        if parameter.requires_grad
+    }
+    assert state.gradients is not None
+    shares = []
+    for (name, _), ours in zip(state.adapter.named_parameters(), state.gradients, strict=True):
+        wanted = theirs.pop(name)
+        shares.append(float((ours.double() - wanted).abs().max() / wanted.abs().max()))
+    if theirs:
+        raise BenchmarkError(f"PEFT trains what the engine does not: {sorted(theirs)}")
+    return max(logprobs), max(shares)
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """The page's table and its count."""
+    head = ["model type", "engine", "sampled logprobs", "trained logprobs", "gradients", "why not"]
+    counts = [f"{sum(f.verdict == v for f in findings)} {v}" for v in (TRAINS, SAMPLES, REFUSED, WRONG)]
+    return f"Of {len(findings)} architectures: {', '.join(counts)}.\n\n{markdown_table([head, *(f.row() for f in findings)])}\n"
+
+
+def main(config: ArchitecturesConfig) -> None:
+    unknown = set(config.only or ()) - ARCHITECTURES.keys()
+    if unknown:
+        raise BenchmarkError(f"only: {', '.join(sorted(unknown))} not among {', '.join(ARCHITECTURES)}")
+    transformers_logging.disable_progress_bar()
+    findings = []
+    for model_type in config.only or ARCHITECTURES:
+        with tempfile.TemporaryDirectory(prefix="tinker-architecture-") as folder:
+            findings.append(check(model_type, Path(folder)))
+        print(" | ".join(findings[-1].row()), flush=True)
+    if config.page and config.only is None:
+        page = Path(config.page)
+        text = page.read_text(encoding="utf-8")
+        write_text(page, text[: text.index(MARK)] + f"{MARK}\n\n{table(findings)}")
+    if any(finding.verdict == WRONG for finding in findings):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_benchmark(main)

@@ -1,0 +1,101 @@
+"""Reinforcement learning on any environment: a shipped one by name, or your own class or function in a file.
+
+    python -m recipes.env_rl
+    python -m recipes.env_rl env=twenty_questions env_args.num_things=3
+    python -m recipes.env_rl env=my_envs.py:Guess env_args.highest=20 model_name=Qwen/Qwen3-4B-Instruct-2507
+    python -m recipes.env_rl env=my_envs.py:Guess play=True
+
+docs/environments.md shows what such a class or function looks like. A shipped environment takes the keys of its own recipe as
+env_args; there is no supervised stage before it here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import chz
+
+from recipes import guess_number, tool_use, twenty_questions
+from recipes.common import prompt_room, settle
+from recipes.rl_common import RLConfig, train_and_show, train_config
+from recipes.warm_up import WarmUpConfig
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.environments import DatasetSettings, Environment, get_env, known_envs, register_env
+from tinker_cookbook.environments.base import fill_with_args
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.play_w_env import play_episode
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+RECIPE = "env_rl"
+
+
+@dataclass(frozen=True)
+class RecipeEnvironment(Environment):
+    """The episodes of a recipe, with these of its keys."""
+
+    recipe: ModuleType
+    keys: dict[str, Any]
+
+    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
+        shared = {*chz.chz_fields(WarmUpConfig), *chz.chz_fields(DatasetSettings)}
+        own = [key for key in chz.chz_fields(self.recipe.CLIConfig) if key not in shared]
+        if unknown := [key for key in self.keys if key not in own]:
+            takes = ", ".join(f"env_args.{key}" for key in own)
+            raise ConfigurationError(f"env_args.{unknown[0]}: is unknown to {self.recipe.RECIPE}; it takes {takes}")
+        cli = settle(fill_with_args(self.recipe.CLIConfig, settings, self.keys, max_steps=settings.num_batches))
+        return chz.replace(self.recipe.make_dataset_builder(cli), max_prompt_tokens=settings.max_prompt_tokens)
+
+
+def _of_recipe(recipe: ModuleType, **keys: Any) -> Environment:
+    return RecipeEnvironment(recipe, keys)
+
+
+for _recipe in (guess_number, twenty_questions, tool_use):
+    register_env(_recipe.RECIPE, partial(_of_recipe, _recipe))
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(RLConfig):
+    """Keys of `python -m recipes.env_rl`."""
+
+    env: str | Callable[..., Any] | Environment = chz.field(
+        default=guess_number.RECIPE,
+        doc=f"{', '.join(known_envs())}; or your own: package.module:object, path/file.py:object",
+    )
+    env_args: dict[str, Any] = chz.field(
+        default_factory=dict, doc="arguments of the environment, as env_args.name=value"
+    )
+    max_steps: int = chz.field(default=12, doc="number of batches", validator=chz.validators.gt(0))
+    groups_per_batch: int = chz.field(default=8, doc="episodes or questions per step", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=8, doc="attempts at each", validator=chz.validators.gt(1))
+    num_test: int = chz.field(default=32, doc="episodes or questions of an evaluation", validator=chz.validators.gt(0))
+    play: bool = chz.field(default=False, doc="play an episode yourself in the terminal; no model is loaded")
+
+
+def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
+    """The environment of settled keys, checked. Raises ConfigurationError for one that is not as `get_env` says."""
+    settings = cli.fill(DatasetSettings, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
+    return get_env(cli.env, cli.env_args).build(settings)
+
+
+def build_config(cli: CLIConfig) -> train.Config:
+    """The run's full config from settled keys."""
+    name = cli.env.rpartition(":")[2] if isinstance(cli.env, str) else "own"
+    size = f"{cli.groups_per_batch}x{cli.group_size}"
+    return train_config(cli, RECIPE, make_dataset_builder(cli), [name, size])
+
+
+async def main(cli: CLIConfig) -> None:
+    cli = settle(cli)
+    if cli.play:
+        await play_episode(make_dataset_builder(cli), get_tokenizer(cli.model_name))
+    else:
+        await train_and_show(build_config(cli), ["reward/total", "turns_per_episode"])
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

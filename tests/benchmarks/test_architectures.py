@@ -1,0 +1,53 @@
+"""The table of architectures says what is so, and would say what is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import architectures
+from benchmarks.architecture_configs import ARCHITECTURES
+from benchmarks.architectures import MARK, PAGE, REFUSED, SAMPLES, TRAINS, WRONG, check, table
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
+
+QUICK = {"granite": TRAINS, "cohere2": TRAINS, "gemma2": TRAINS, "smollm3": TRAINS, "phi3": SAMPLES, "mixtral": REFUSED}
+"""Scaled logits, shared norms with windows, soft caps, layers without positions."""
+
+
+def verdicts_on_the_page() -> dict[str, str]:
+    text = PAGE.read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| `(\w+)` \| ([\w ]+) \|", text[text.index(MARK) :], re.MULTILINE))
+
+
+@pytest.mark.parametrize("model_type", QUICK)
+def test_what_the_page_says_of_these_is_so(model_type: str, tmp_path: Path) -> None:
+    finding = check(model_type, tmp_path)
+    assert finding.verdict == QUICK[model_type] == verdicts_on_the_page()[model_type]
+    compared = [finding.sampled, finding.trained, finding.gradient]
+    assert [d is not None for d in compared] == [
+        finding.verdict in (TRAINS, SAMPLES),
+        finding.verdict == TRAINS,
+        finding.verdict == TRAINS,
+    ]
+    assert bool(finding.reason) == (finding.verdict != TRAINS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in ARCHITECTURES if name not in QUICK])
+def test_what_the_page_says_of_the_others_is_so(model_type: str, tmp_path: Path) -> None:
+    assert check(model_type, tmp_path).verdict == verdicts_on_the_page()[model_type]
+
+
+def test_the_page_lists_them_all() -> None:
+    page = verdicts_on_the_page()
+    assert list(page) == list(ARCHITECTURES)
+    assert set(page.values()) == {TRAINS, SAMPLES, REFUSED}
+
+
+def test_a_wrong_result_is_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = architectures._plain_logprobs
+    monkeypatch.setattr(architectures, "_plain_logprobs", lambda model, tokens: plain(model, tokens) + 0.002)
+    finding = check("llama", tmp_path)
+    assert finding.verdict == WRONG and finding.sampled == pytest.approx(0.002, rel=0.1)
+    assert "1 WRONG" in table([finding])

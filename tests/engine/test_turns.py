@@ -1,0 +1,253 @@
+"""A long training operation gives way between its micro-batches: to the samplers, and to other clients' operations."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+
+from tests.engine.helpers import (
+    STEP,
+    assert_repeats,
+    assert_samples_agree,
+    cross_entropy_datum,
+    drop_gradients,
+    gradients,
+    make_training_client,
+    params,
+    pass_tokens,
+    prompt,
+    random_tokens,
+    weights,
+)
+from tests.engine.test_async import SECONDS
+from tinker_local_backend import EngineClosedError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine import trainer
+from tinker_local_backend.engine.engine import SAMPLER_STEPS_PER_PART
+from tinker_local_backend.engine.generation import Generator
+
+PASSES = 10
+DATA = [cross_entropy_datum(12, i) for i in range(PASSES)]
+"""With `small_passes`, each a micro-batch of its own."""
+
+
+@pytest.fixture
+def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_tokens(monkeypatch, 16)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the worker does, in order: a "pass" of training, a "step" of a sampler, an "optim" step."""
+    happened: list[str] = []
+
+    def note(owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            happened.append(what)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(trainer, "batch_hidden", "pass")
+    note(trainer, "optim_step", "optim")
+    note(Generator, "step", "step")
+    return happened
+
+
+@contextmanager
+def held(service: ServiceClient) -> Iterator[None]:
+    """What is submitted within reaches the worker in one piece."""
+    begun, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        release.wait(SECONDS)
+
+    service._engine.submit("hold", hold)
+    assert begun.wait(SECONDS)
+    try:
+        yield
+    finally:
+        release.set()
+
+
+def ask(sampler: SamplingClient, seed: int, length: int) -> tinker.APIFuture[tinker.types.SampleResponse]:
+    return sampler.sample(prompt(random_tokens(9, seed)), 2, params(length, seed=seed, stop=[]))
+
+
+def outputs(output: tinker.ForwardBackwardOutput) -> list[Any]:
+    return [output.metrics, *(tensors["logprobs"].to_numpy() for tensors in output.loss_fn_outputs)]
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["forward_backward", "forward"])
+def test_samplers_go_on_between_micro_batches_and_nothing_else_changes(
+    service: ServiceClient,
+    training: TrainingClient,
+    sampler: SamplingClient,
+    small_passes: None,
+    events: list[str],
+    backward: bool,
+) -> None:
+    call = training.forward_backward if backward else training.forward
+    expected = outputs(call(DATA, "cross_entropy").result())
+    expected_gradients = gradients(training) if backward else {}
+    drop_gradients(training)
+    alone = [ask(sampler, seed, 40).result().sequences for seed in range(3)]
+    events.clear()
+    with held(service):
+        trained = call(DATA, "cross_entropy")
+        sampling = [ask(sampler, seed, 40) for seed in range(3)]
+    found = outputs(trained.result(SECONDS))
+    samples = [future.result(SECONDS).sequences for future in sampling]
+    during = "".join(event[0] for event in events)
+    first, last = during.index("p"), during.rindex("p")
+    assert during.count("p") == PASSES
+    steps = [len(part) for part in during[first + 1 : last].split("p")]
+    # Forty tokens, the first of them by the prefill: some at each border, until there is nothing left to sample.
+    assert steps == [SAMPLER_STEPS_PER_PART] * 5 + [0] * (PASSES - 6)
+    assert_repeats(found, expected)
+    if backward:
+        assert_repeats(gradients(training), expected_gradients)
+        drop_gradients(training)
+    for ours, theirs in zip(samples, alone, strict=True):
+        assert_samples_agree(ours, theirs)
+
+
+def test_a_snapshot_that_is_sampled_while_its_client_trains_stays_as_it_was(
+    service: ServiceClient, training: TrainingClient, small_passes: None
+) -> None:
+    """The client's own later operations stay behind; what was submitted before them sees the weights of its time."""
+    sampler = training.save_weights_and_get_sampling_client().result()
+    before, alone = weights(training), ask(sampler, 1, 60).result().sequences
+    with held(service):
+        passes = [training.forward_backward(DATA, "cross_entropy") for _ in range(2)]
+        step = training.optim_step(STEP)
+        sampling = ask(sampler, 1, 60)
+    assert_samples_agree(sampling.result(SECONDS).sequences, alone)
+    assert all(future.result(SECONDS) for future in passes) and step.result(SECONDS).metrics
+    changed = [name for name, matrix in weights(training).items() if not np.array_equal(matrix, before[name])]
+    assert changed
+
+
+def test_another_clients_short_operations_pass_a_long_one(
+    service: ServiceClient, tied_model: str, small_passes: None, events: list[str]
+) -> None:
+    """Each keeps its order and its gradients, as if it were alone."""
+
+    def two() -> tuple[TrainingClient, TrainingClient]:
+        return make_training_client(service, tied_model, seed=1), make_training_client(service, tied_model, 2, seed=2)
+
+    def short(client: TrainingClient) -> list[tinker.APIFuture[Any]]:
+        return [client.forward_backward(DATA[:1], "cross_entropy"), client.optim_step(STEP)]
+
+    expected, expected_other = two()
+    expected_loss = expected.forward_backward(DATA, "cross_entropy").result().metrics
+    for future in short(expected_other):
+        future.result()
+    client, other = two()
+    events.clear()
+    with held(service):
+        long = client.forward_backward(DATA, "cross_entropy")
+        passing = short(other)
+    for future in passing:
+        future.result(SECONDS)
+    assert_repeats(long.result(SECONDS).metrics, expected_loss)
+    assert events.index("optim") == 3, "a pass of each, another of the long one, and the step"
+    assert_repeats(gradients(client), gradients(expected))
+    assert_repeats(weights(other), weights(expected_other))
+    drop_gradients(client)
+
+
+def test_a_custom_loss_gives_way_too(
+    service: ServiceClient, training: TrainingClient, sampler: SamplingClient, small_passes: None, events: list[str]
+) -> None:
+    with held(service):
+        trained = training.forward_backward_custom(DATA, lambda _, logprobs: (torch.cat(logprobs).sum(), {}))
+        sampling = ask(sampler, 1, 100)
+    sampling.result(SECONDS)
+    trained.result(SECONDS)
+    drop_gradients(training)
+    during = "".join(event[0] for event in events)
+    assert during.count("p") == 2 * PASSES
+    assert during.count("ps") >= 12, during
+
+
+def test_lockstep_repeats_to_the_bit_while_samplers_go_on(tied_model: str, tmp_path: Path, small_passes: None) -> None:
+    """A loop that samples in the middle of a training operation, depending on what it gets, twice."""
+
+    def once(home: Path) -> list[Any]:
+        with ServiceClient(home=home, deterministic=True) as service:
+            client = make_training_client(service, tied_model)
+            sampler = client.save_weights_and_get_sampling_client().result()
+            got: list[Any] = []
+
+            async def converse(seed: int) -> None:
+                tokens = random_tokens(5, seed)
+                for turn in range(20):
+                    reply = (await sampler.sample(prompt(tokens), 1, params(3 + seed, seed=turn, stop=[]))).sequences[0]
+                    got.append((seed, turn, reply.tokens, np.array(reply.logprobs)))
+                    tokens = [*tokens, *reply.tokens]
+
+            async def main() -> None:
+                async with asyncio.TaskGroup() as group:
+                    for seed in range(5):
+                        group.create_task(converse(seed))
+                    got.append(outputs(await client.forward_backward(DATA, "cross_entropy")))
+
+            asyncio.run(main())
+            return [*got, gradients(client)]
+
+    first = once(tmp_path / "first")
+    kinds = [len(part) if isinstance(part, tuple) else "trained" for part in first[:-1]]
+    assert 0 < kinds.index("trained") < len(kinds) - 1, "nothing was sampled meanwhile"
+    assert_repeats(once(tmp_path / "second"), first)
+
+
+def test_closing_between_two_parts_ends_the_operation(tied_model: str, tmp_path: Path, small_passes: None) -> None:
+    closing = threading.Event()
+    with ServiceClient(home=tmp_path) as service:
+        client = service.create_lora_training_client(tied_model, rank=2, seed=0).result()
+        state = client._run.state
+        batch_hidden, passes = trainer.batch_hidden, []
+
+        def first_waits(*args: Any) -> Any:
+            passes.append(None)
+            closing.set()
+            while not service._engine._closing:
+                closing.wait(0.001)
+            return batch_hidden(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "batch_hidden", first_waits)
+            future, behind = client.forward_backward(DATA, "cross_entropy"), client.optim_step(STEP)
+            closing.wait(SECONDS)
+            service.close()
+        for late in (future, behind):
+            with pytest.raises(EngineClosedError, match="closed before this request ran"):
+                late.result(SECONDS)
+        assert len(passes) == 1 and state.gradients is None
+
+
+def test_the_longest_wait_is_known_by_kind(service: ServiceClient, training: TrainingClient) -> None:
+    engine = service._engine
+    before = engine.waits()
+    with held(service):
+        futures = [training.forward_backward(DATA[:1], "cross_entropy"), training.optim_step(STEP)]
+        waiting = engine.waits()
+        assert waiting["forward_backward"].waiting == waiting["optim_step"].waiting == 1
+        assert waiting["optim_step"].longest_seconds <= engine.waits()["optim_step"].longest_seconds
+    for future in futures:
+        future.result(SECONDS)
+    after = engine.waits()
+    for kind in ("forward_backward", "optim_step"):
+        assert after[kind].waiting == 0
+        assert after[kind].begun == (before[kind].begun if kind in before else 0) + 1
+        assert after[kind].longest_seconds > 0

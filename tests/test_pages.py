@@ -1,0 +1,146 @@
+"""The pages run: every block that a reader would paste, and the keys of those that need weights or data from elsewhere."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT, Block, Reader, blocks, commands, own_modules
+from tinker_cookbook import config_tree
+from tinker_cookbook.sweeps.points import gather_keys
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = (
+    "rendering", "completers", "supervised", "environments", "preferences", "distillation", "evaluation", "hyperparameters",
+    "weights", "sweeps", "own_parts",
+)  # fmt: skip
+QUICK = {"rendering", "hyperparameters", "engine"}
+"""Pages that take seconds: they are read with the other tests, all others with `make test-slow`."""
+RUN = [page for page in PAGES[1:] if any(block.language in ("bash", "python") for block in blocks(page))]
+
+
+def all_blocks() -> list[Block]:
+    return [block for page in PAGES for block in blocks(page)]
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    """In a folder of its own, whose modules nobody else finds."""
+    reader = Reader(tmp_path)
+    for key in ("HOME", "TINKER_LOCAL_HOME", "TINKER_COOKBOOK_RUNS_DIR"):
+        monkeypatch.setenv(key, reader.environment[key])
+    monkeypatch.delenv("TINKER_BACKEND", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with own_modules(tmp_path):
+        yield reader
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page.stem in QUICK else pytest.mark.slow, id=page.stem) for page in RUN],
+)
+def test_a_page_runs_as_it_is_pasted(page: Path, reader: Reader) -> None:
+    reader.read(page)
+
+
+def test_the_guides_are_short_and_run() -> None:
+    pages = {page.stem: page for page in RUN}
+    assert set(GUIDES) <= pages.keys()
+    assert [name for name in GUIDES if len(pages[name].read_text().splitlines()) >= 80] == []
+    languages = {block.language for name in GUIDES for block in blocks(pages[name])}
+    assert languages == {"bash", "python", "text", "sh"}
+
+
+def test_a_key_that_a_page_names_is_one(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(reader.folder)
+    for block in all_blocks():
+        if block.file is not None:
+            reader.paste(block)
+    found = [
+        (block.place, words) for block in all_blocks() if block.language in ("bash", "sh") for words in commands(block)
+    ]
+    recipes = [(place, words) for place, words in found if words[2].startswith("recipes.")]
+    assert len(recipes) > 10
+    for place, (_, _, name, *arguments) in recipes:
+        config_cls = importlib.import_module(name).CLIConfig
+        try:
+            config_tree.parse(
+                config_cls, gather_keys(arguments, "grid", "set") if name == "recipes.sweep" else arguments
+            )
+        except Exception as error:
+            pytest.fail(f"{place}: {name} {arguments}: {error}")
+
+
+def test_a_name_that_a_page_imports_is_there() -> None:
+    own = {block.file.removesuffix(".py") for block in all_blocks() if block.file is not None}
+    for block in all_blocks():
+        for node in ast.walk(ast.parse(block.text) if block.language == "python" else ast.Module([], [])):
+            if isinstance(node, ast.ImportFrom) and node.module not in own:
+                module = importlib.import_module(str(node.module))
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == [], block.place
+
+
+class TestReading:
+    """What would be wrong with a page is seen."""
+
+    def page(self, folder: Path, text: str) -> Path:
+        page = folder / "page.md"
+        page.write_text(text.replace("'''", "```"))
+        return page
+
+    @pytest.mark.parametrize(
+        ("text", "seen"),
+        [
+            ("'''bash\nfalse; echo 1\n'''\n", "exit code 1"),
+            ("'''bash\nfalse | cat\n'''\n", "exit code 1"),
+            ("'''python\nprint('a 1')\n'''\n'''text\nb 2\n'''\n", "what was printed is\na 1"),
+            ("'''bash\ntrue\n'''\n\n'''text\nerror: no such thing\n'''\n", "exit code 0"),
+            ("'''shell\ntrue\n'''\n", "is none of"),
+        ],
+    )
+    def test_what_fails_or_differs(self, reader: Reader, text: str, seen: str) -> None:
+        with pytest.raises(AssertionError, match=seen):
+            reader.read(self.page(reader.folder, text))
+
+    def test_blocks_share_files_and_names(self, reader: Reader) -> None:
+        text = """Put this, which is
+short, into `mine.py`, anywhere:
+
+'''python
+N = 7
+'''
+
+'''python
+from mine import N
+'''
+
+'''bash
+python -c 'import mine; print("N", mine.N)' && ls; echo "error: bad" >&2; exit 3
+'''
+
+'''text
+N 8
+...
+error: bad
+'''
+
+'''python
+print(N, "and more")
+'''
+
+'''text
+0 and ...
+'''
+"""
+        reader.read(self.page(reader.folder, text))
+
+    def test_commands_are_found(self, reader: Reader) -> None:
+        lines = [
+            "echo 'a b' | python -m recipes.chat seed=0 | head",
+            "OMP_NUM_THREADS=1 python -m recipes.x a='b c' \\",
+            "   d=e   # why",
+        ]
+        (block,) = blocks(self.page(reader.folder, "'''sh\n" + "\n".join(lines) + "\n'''\n"))
+        assert [words[2:] for words in commands(block)] == [["recipes.chat", "seed=0"], ["recipes.x", "a=b c", "d=e"]]

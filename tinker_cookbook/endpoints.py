@@ -1,0 +1,330 @@
+"""Any OpenAI-compatible endpoint as a MessageCompleter: a judge, a grader or a teacher that answers in text.
+
+The endpoint may be a hosted service, a vLLM server, or this project's own server (docs/server.md). Requests are repeated after
+errors that pass, bounded in number and in time, counted in tokens and money, and on request kept on disk by their content.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import random
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import chz
+import httpx
+
+from tinker_cookbook.completers import MessageCompleter
+from tinker_cookbook.exceptions import ConfigurationError, EndpointError
+from tinker_cookbook.renderers import Message, ToolCall, get_text_content
+from tinker_cookbook.renderers.content import ensure_list
+from tinker_cookbook.utils.files import read_json_object, write_json
+from tinker_cookbook.utils.seeds import derive_seed
+
+logger = logging.getLogger(__name__)
+
+ROUTE = "/chat/completions"
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""HTTP statuses after which the same request may succeed."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+"""Between attempts: twice as long each time, with up to a half added at random; or what the endpoint asks for, within bounds."""
+
+
+@chz.chz(typecheck=True)
+class EndpointConfig:
+    """A model behind an OpenAI-compatible endpoint. The methods take the name that the user knows this config by."""
+
+    base_url: str | None = chz.field(
+        default=None, doc="address of the endpoint up to and with its version, such as http://127.0.0.1:8000/v1"
+    )
+    model: str | None = chz.field(
+        default=None, doc="what the endpoint calls the model; on our own server also the tinker:// path of a checkpoint"
+    )
+    api_key_variable: str | None = chz.field(
+        default="OPENAI_API_KEY", doc="environment variable that holds the key; None: the endpoint asks for none"
+    )
+    max_concurrency: int = chz.field(
+        default=16, doc="requests at a time, of this process", validator=chz.validators.gt(0)
+    )
+    timeout_seconds: float = chz.field(default=120.0, doc="of one attempt", validator=chz.validators.gt(0))
+    max_retries: int = chz.field(
+        default=5, doc="attempts after the first one, where the error may pass", validator=chz.validators.ge(0)
+    )
+    send_seed: bool = chz.field(
+        default=True, doc="send a seed with each request; False for endpoints that refuse the field"
+    )
+    max_tokens_field: str = chz.field(
+        default="max_tokens", doc="how the longest reply is called; max_completion_tokens for some models"
+    )
+    cache_dir: str | None = chz.field(
+        default=None, doc="folder in which replies are kept: the same request is not sent again; None: none are"
+    )
+    prompt_price: float = chz.field(
+        default=0.0, doc="of a million prompt tokens, for the metric `cost`", validator=chz.validators.ge(0)
+    )
+    completion_price: float = chz.field(
+        default=0.0, doc="of a million completion tokens, for the metric `cost`", validator=chz.validators.ge(0)
+    )
+
+    @property
+    def is_named(self) -> bool:
+        """Whether any endpoint is meant."""
+        return self.base_url is not None or self.model is not None
+
+    def check(self, name: str) -> None:
+        """Everything that can be wrong without asking the endpoint. Raises ConfigurationError."""
+        if self.base_url is None or not self.base_url.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                f"{name}.base_url={self.base_url!r} is no address of an endpoint; give one such as http://127.0.0.1:8000/v1"
+            )
+        if not self.model:
+            raise ConfigurationError(f"{name}.model is missing; name the model as the endpoint calls it")
+        self._key(name)
+
+    def check_used(self, name: str, used: bool, by: str) -> None:
+        """As `check` where an endpoint is asked. Raises ConfigurationError where one is named and nobody asks it.
+
+        Args:
+            by: what has to be set for it to be asked.
+        """
+        if used:
+            self.check(name)
+        elif self.is_named:
+            raise ConfigurationError(f"{name} names an endpoint that nobody asks: set {by}, or drop {name}")
+
+    def open(self, name: str, max_tokens: int, temperature: float, seed: int | None = None) -> EndpointCompleter:
+        """A completer of this endpoint. Nothing is asked yet. Raises as `check`."""
+        self.check(name)
+        return EndpointCompleter(self, name, max_tokens, temperature, seed)
+
+    def _key(self, name: str) -> str | None:
+        if self.api_key_variable is None:
+            return None
+        key = os.environ.get(self.api_key_variable)
+        if not key:
+            raise ConfigurationError(
+                f"{name}.api_key_variable={self.api_key_variable}: this environment variable is not set; export it, name "
+                f"another, or set {name}.api_key_variable=None for an endpoint that asks for no key"
+            )
+        return key
+
+
+@dataclass
+class Usage:
+    """What calls have taken so far. Tokens are those that the endpoint reports; kept replies take none."""
+
+    calls: int = 0
+    cached: int = 0
+    resent: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+
+    def add(self, other: Usage) -> None:
+        for entry in dataclasses.fields(self):
+            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
+
+
+class _Connections:
+    """A client and a limit per event loop, made when they are first needed; neither travels to another process."""
+
+    def __init__(self, config: EndpointConfig):
+        self._config = config
+        self._of_loop: weakref.WeakKeyDictionary[Any, tuple[httpx.AsyncClient, asyncio.Semaphore]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Connections, (self._config,)
+
+    def here(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        """Those of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._of_loop:
+            most = self._config.max_concurrency
+            client = httpx.AsyncClient(
+                timeout=self._config.timeout_seconds, limits=httpx.Limits(max_connections=most), follow_redirects=True
+            )
+            self._of_loop[loop] = client, asyncio.Semaphore(most)
+        return self._of_loop[loop]
+
+
+@dataclass(eq=False)
+class EndpointCompleter(MessageCompleter):
+    """A policy over chat messages that an endpoint answers. Pickles: the key is read where it is used.
+
+    Args:
+        name: what the user calls the endpoint, for errors.
+        max_tokens: longest reply.
+        seed: sent with each request, derived from what the completer was forked with; None: none is sent. Call i of a
+            completer has its own, so that asking again is another request.
+        tools: declarations in OpenAI's form, offered with each request.
+
+    Raises:
+        EndpointError: on a call, when the endpoint refuses it, or `max_retries` attempts more have failed.
+    """
+
+    config: EndpointConfig
+    name: str
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    spent: Usage = field(default_factory=Usage)
+    """by the calls of this completer, not of its forks"""
+    _connections: _Connections | None = None
+    _calls: int = 0
+
+    def __post_init__(self) -> None:
+        self._connections = self._connections or _Connections(self.config)
+
+    def fork(self, *key: int | str) -> Self:
+        """A completer with a seed of its own that counts from zero; connections and their limit are shared."""
+        seed = None if self.seed is None else derive_seed(self.seed, *key)
+        return dataclasses.replace(self, seed=seed, spent=Usage(), _calls=0)
+
+    def usage(self) -> dict[str, float]:
+        """`spent` as metrics; `cost` only with prices."""
+        metrics = {key: float(value) for key, value in dataclasses.asdict(self.spent).items()}
+        if not (self.config.prompt_price or self.config.completion_price):
+            del metrics["cost"]
+        return metrics
+
+    async def __call__(self, messages: list[Message]) -> Message:
+        body: dict[str, Any] = {
+            "model": self.config.model,
+            "messages": [as_openai(message, f"{self.name}: messages[{i}]") for i, message in enumerate(messages)],
+            self.config.max_tokens_field: self.max_tokens,
+            "temperature": self.temperature,
+        }
+        if self.tools is not None:
+            body["tools"] = self.tools
+        seed = None if self.seed is None else derive_seed(self.seed, self._calls)
+        self._calls += 1
+        if seed is not None and self.config.send_seed:
+            body["seed"] = seed
+        kept = self._kept(body, seed)
+        if kept is not None and kept.exists():
+            self.spent.add(Usage(calls=1, cached=1))
+            stored = read_json_object(kept, "delete it, and the request is sent again")
+            return _message(stored["reply"], self.name)
+        reply = await self._ask(body)
+        message = _message(reply, self.name)
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept, {"request": body, "reply": reply})
+        return message
+
+    def _kept(self, body: dict[str, Any], seed: int | None) -> Path | None:
+        """Where the reply of this request is kept. Who asks with another seed asks something else, sent or not."""
+        if self.config.cache_dir is None:
+            return None
+        identity = json.dumps([self.config.base_url, body, seed], sort_keys=True)
+        digest = hashlib.sha256(identity.encode()).hexdigest()
+        return Path(self.config.cache_dir).expanduser() / digest[:2] / f"{digest}.json"
+
+    async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self._connections is not None
+        client, limit = self._connections.here()
+        attempt = 0
+        while True:
+            async with limit:
+                reply, problem, pause = await self._attempt(client, body)
+            if reply is not None:
+                self.spent.add(self._spent_on(reply, attempt))
+                return reply
+            if pause is None or attempt == self.config.max_retries:
+                tried = f" ({attempt + 1} attempts)" if attempt else ""
+                raise EndpointError(
+                    f"{self.name}: {self.config.base_url} (model {self.config.model!r}) {problem}{tried}"
+                )
+            wait = max(pause, FIRST_PAUSE_SECONDS * 2**attempt * (1 + random.random() / 2))
+            logger.warning("%s: %s %s; trying again", self.name, self.config.base_url, problem)
+            await asyncio.sleep(min(wait, LONGEST_PAUSE_SECONDS))
+            attempt += 1
+
+    async def _attempt(
+        self, client: httpx.AsyncClient, body: dict[str, Any]
+    ) -> tuple[dict[str, Any] | None, str, float | None]:
+        """The reply, or what went wrong and the shortest pause before the next attempt (None: it would go wrong again)."""
+        key = self.config._key(self.name)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        try:
+            async with asyncio.timeout(self.config.timeout_seconds):
+                response = await client.post(str(self.config.base_url).rstrip("/") + ROUTE, json=body, headers=headers)
+        except (TimeoutError, httpx.TimeoutException):
+            return None, f"did not answer within timeout_seconds={self.config.timeout_seconds:g}", 0.0
+        except httpx.HTTPError as error:
+            return None, f"cannot be reached ({type(error).__name__}: {error})", 0.0
+        if response.status_code in PASSING:
+            return None, _refusal(response), _seconds(response.headers.get("retry-after"))
+        if response.status_code != 200:
+            return None, _refusal(response), None
+        try:
+            reply = response.json()
+        except ValueError:
+            return None, f"answers something else than JSON: {response.text[:200]!r}", None
+        return reply, "", 0.0
+
+    def _spent_on(self, reply: dict[str, Any], retries: int) -> Usage:
+        usage = reply.get("usage") or {}
+        asked, said = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        cost = (asked * self.config.prompt_price + said * self.config.completion_price) / 1e6
+        return Usage(1, 0, retries, asked, said, cost)
+
+
+def _refusal(response: httpx.Response) -> str:
+    try:
+        said = response.json()["error"]
+        said = said["message"] if isinstance(said, dict) else said
+    except (ValueError, KeyError, TypeError):
+        said = response.text
+    return f"answers HTTP {response.status_code}: {str(said)[:500]}"
+
+
+def _seconds(said: str | None) -> float:
+    """Of a Retry-After header; a date, or nonsense, counts as none."""
+    try:
+        return max(0.0, float(said or 0.0))
+    except ValueError:
+        return 0.0
+
+
+def as_openai(message: Message, where: str = "message") -> dict[str, Any]:
+    """A message in the form of OpenAI's chat API: text and tool calls; thinking stays behind.
+
+    Raises ConfigurationError for images and audio.
+    """
+    media = sorted({part["type"] for part in ensure_list(message["content"])} - {"text", "thinking"})
+    if media:
+        raise ConfigurationError(f"{where} holds {', '.join(media)}; an endpoint is sent text only")
+    converted: dict[str, Any] = {"role": message["role"], "content": get_text_content(message)}
+    if calls := message.get("tool_calls"):
+        converted["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
+    return converted | {key: value for key in ("tool_call_id", "name") if (value := message.get(key))}
+
+
+def _message(reply: dict[str, Any], name: str) -> Message:
+    """The first choice of a reply."""
+    try:
+        said = reply["choices"][0]["message"]
+        message: Message = {"role": "assistant", "content": said.get("content") or ""}
+        calls = [
+            ToolCall(
+                id=call.get("id"),
+                function=ToolCall.FunctionBody(name=call["function"]["name"], arguments=call["function"]["arguments"]),
+            )
+            for call in said.get("tool_calls") or []
+        ]
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise EndpointError(f"{name}: the endpoint's reply has no message in choices[0]: {str(reply)[:300]}") from error
+    if calls:
+        message["tool_calls"] = calls
+    return message

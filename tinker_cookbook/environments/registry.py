@@ -1,0 +1,124 @@
+"""Environments by name: what stands behind `env=`, checked before a model loads."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import chz
+from chz.util import MISSING_TYPE
+
+from tinker_cookbook.config_tree import default_of
+from tinker_cookbook.environments.base import DatasetSettings, Environment, fill_with_args
+from tinker_cookbook.environments.multi_turn import check_arguments, multi_turn_env
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.rl.message_env import MessageEnv
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder
+
+EnvPart: TypeAlias = Environment | type | Callable[..., Any]
+"""An Environment, a class of episodes, an RLDatasetBuilder class, or a function that makes one of these."""
+
+
+def _problem(found: Any) -> str | None:
+    if isinstance(found, Environment):
+        return None
+    if isinstance(found, RLDatasetBuilder | MessageEnv | Env):
+        return f"is an object of {type(found).__name__}; give the class, whose arguments are env_args"
+    if not isinstance(found, type):
+        return None if callable(found) else f"is no class or function but {type(found).__name__}"
+    if issubclass(found, Env | EnvGroupBuilder | RLDataset):
+        return f"is a class over token ids or groups ({found.__name__}); give the RLDatasetBuilder that makes them"
+    if issubclass(found, RLDatasetBuilder):
+        return None
+    if issubclass(found, MessageEnv):
+        missing = sorted(getattr(found, "__abstractmethods__", ()))
+        return f"{found.__name__} lacks {', '.join(missing)}" if missing else None
+    if not hasattr(found, "step"):
+        return f"is a class without a method step: {found.__name__}"
+    problem = parameter_problem(found.step, ("self", "message"))
+    return problem and f"{found.__name__}.step {problem}"
+
+
+ENV_KIND = Kind(
+    key="env",
+    wanted="a class with `opening` (the first message) and `def step(self, message) -> new messages | reward`, a subclass of "
+    "RLDatasetBuilder, what single_turn_env() and tool_env() of tinker_cookbook.environments give, or a function that "
+    "returns one of these",
+    example="""
+class Guess:
+    def __init__(self, rng, highest: int = 9):
+        self.opening, self.number = f"Guess a number from 1 to {highest}.", rng.randint(1, highest)
+    def step(self, message):
+        return 1.0 if message["content"] == str(self.number) else "No. Guess again."
+""",
+    problem=_problem,
+)
+_ENVS: Registry[EnvPart] = Registry(ENV_KIND, {})
+
+
+def register_env(name: str, env: EnvPart) -> None:
+    """Make an environment known under a name. Raises ConfigurationError for a name that is taken, or something else."""
+    _ENVS.register(name, env)
+
+
+def unregister_env(name: str) -> None:
+    """Forget a name, so that it can be registered anew."""
+    _ENVS.unregister(name)
+
+
+def known_envs() -> list[str]:
+    """The names that get_env takes, in the order of their registration."""
+    return _ENVS.names()
+
+
+def get_env(env: str | EnvPart, env_args: Mapping[str, Any] | None = None) -> Environment:
+    """The environment that a text or an object stands for.
+
+    Args:
+        env: a registered name, `package.module:object`, `path/file.py:object`, or the object: an Environment, a class as
+            `multi_turn_env` takes it, a subclass of RLDatasetBuilder (fields that it has in common with DatasetSettings are
+            filled from there), or a function that returns one of these.
+        env_args: keyword arguments of the class or function.
+
+    Raises:
+        ConfigurationError: none of these, with what is wanted and an example; arguments that do not fit.
+    """
+    found, said, given = _ENVS.resolve(env), env if isinstance(env, str) else describe(env), dict(env_args or {})
+    if not isinstance(found, type) and not isinstance(found, Environment):
+        try:
+            check_arguments(found, given)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"env={said}: {error}. {ENV_KIND.help()}") from None
+        found, said, given = ENV_KIND.check(found(**given), f"{said}()"), f"{said}()", {}
+        if not isinstance(found, type | Environment):
+            raise ConfigurationError(f"env={said} gave a {type(found).__name__}. {ENV_KIND.help()}")
+    if isinstance(found, Environment):
+        if given:
+            raise ConfigurationError(f"env_args.{next(iter(given))}: {said} is ready as it is and takes no env_args")
+        return found
+    if issubclass(found, RLDatasetBuilder):
+        return _OwnBuilder(found, given)
+    return multi_turn_env(found, **given)
+
+
+@dataclass(frozen=True)
+class _OwnBuilder(Environment):
+    """A dataset builder of one's own, whose fields come from the settings of the same names and from env_args."""
+
+    builder: type[RLDatasetBuilder]
+    env_args: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        name, fields, shared = self.builder.__name__, chz.chz_fields(self.builder), chz.chz_fields(DatasetSettings)
+        own = [key for key in fields if key not in shared]
+        takes = ", ".join(f"env_args.{key}" for key in own) or "no env_args"
+        for key in self.env_args:
+            if key not in own:
+                why = "is a key of its own: give it without env_args" if key in shared else "is unknown"
+                raise ConfigurationError(f"env_args.{key}: {why}; {name} takes {takes}")
+        required = [key for key in own if isinstance(default_of(fields[key]), MISSING_TYPE)]
+        if lacking := [f"env_args.{key}" for key in required if key not in self.env_args]:
+            raise ConfigurationError(f"env_args: {name} needs {', '.join(lacking)}")
+
+    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
+        return fill_with_args(self.builder, settings, self.env_args)

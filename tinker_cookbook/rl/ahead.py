@@ -1,0 +1,278 @@
+"""Groups that are sampled ahead of the step that trains: when they start, which of them a step takes, what a checkpoint keeps.
+
+A group belongs to a batch of the dataset and has a place in it; its seeds depend on these alone. Batch b may start when step
+b - K is next, K being `max_steps_off_policy`. So at most K + 1 batches are open, and a group's policy is at most K updates
+older than the one that trains on it.
+
+Deterministic: step i takes batch i. Groups start in order, as many at a time as a batch has. Before a checkpoint the groups
+under way come to their end, and no other starts; then the sampler is taken anew. So the resumed run, which finds the finished
+groups in the checkpoint, goes on from where the undisturbed one does.
+
+Otherwise all open groups run at once, and a step takes those that finished first, but as many of the older ones that the
+steps after it can take the others in time. Where these are not finished, the step waits for them, or drops them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.config import AsyncConfig
+from tinker_cookbook.rl.kept_groups import FOLDER, GroupKey, Kept, read_kept, write_kept
+from tinker_cookbook.rl.loop import AHEAD_KEY, Loop, WrappedTrajectoryGroup
+from tinker_cookbook.rl.types import EnvGroupBuilder
+from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
+from tinker_cookbook.runs.manager import ROLLING_KEY
+
+logger = logging.getLogger(__name__)
+
+_FILE, _MOST, _LEFT, _BATCHES = "file", "max_steps_off_policy", "left", "batches"
+
+
+@dataclass
+class _Open:
+    """A group that no finished step has taken."""
+
+    builder: EnvGroupBuilder
+    version: int | None = None
+    """updates that its policy has seen, once it has started"""
+    sampled: WrappedTrajectoryGroup | None = None
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step trains on."""
+
+    sampled: list[WrappedTrajectoryGroup]
+    stale: int = 0
+    """groups that were dropped for their age"""
+
+
+class SamplingAhead:
+    """The open groups of a run. `close` it before its tasks' group ends."""
+
+    def __init__(self, loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup):
+        self._loop, self._config, self._tasks = loop, config, tasks
+        self._most_ahead = config.max_steps_off_policy
+        self._open: dict[GroupKey, _Open] = {}
+        self._waiting: deque[GroupKey] = deque()
+        self._finished: list[GroupKey] = []
+        """in the order in which they finished"""
+        self._sizes: dict[int, int] = {}
+        self._taken: tuple[int, list[GroupKey]] = (-1, [])
+        """the step that took groups last, and which"""
+        self._running = 0
+        self._paused = self._closed = False
+        self._changed = asyncio.Event()
+        self._most_running = len(loop.batches.get_batch(loop.start)) if self._settles else inf
+        self._most_started = inf
+        """open groups that may have started: as many as K + 1 batches have"""
+        kept = (loop.session.record.get(AHEAD_KEY) if loop.session.record is not None else None) or {}
+        self._next_batch = loop.start
+        self._kept: dict[GroupKey, Kept] = {}
+        if (
+            _FILE in kept and kept[_MOST] <= self._most_ahead
+        ):  # else some are too old for the run as it is configured now
+            self._kept = read_kept(loop.session.run.log_path / kept[_FILE])
+        if _LEFT in kept:
+            self._next_batch = kept[_BATCHES]
+            self._reopen([(batch, place) for batch, place in kept[_LEFT]])
+        loop.ahead = self
+
+    @property
+    def _settles(self) -> bool:
+        return self._config.deterministic and self._most_ahead > 0
+
+    async def take(self, step: int) -> Taken:
+        """The groups of a step, once they are there. Starts what may be under way besides."""
+        self._paused = False
+        self._forget_trained()
+        while self._next_batch <= min(step + self._most_ahead, self._loop.end - 1):
+            batch, self._next_batch = self._next_batch, self._next_batch + 1
+            builders = self._loop.batches.get_batch(batch)
+            self._sizes[batch] = len(builders)
+            for place, builder in enumerate(builders):
+                self._add((batch, place), builder)
+        self._most_started = sum(self._sizes.get(batch, 0) for batch in range(step, step + self._most_ahead + 1))
+        self._start()
+        while (chosen := self._choose(step)) is None:
+            await self._until_changed()
+        keys, late = chosen
+        for key in late:
+            if (task := self._open[key].task) is not None:
+                task.cancel()
+        self._taken = step, [*keys, *late]
+        sampled = [group for key in keys if (group := self._open[key].sampled) is not None]
+        return Taken(sampled, len(late))
+
+    def _choose(self, step: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
+        """The groups that a step takes, and those that it drops; None: they are not there yet."""
+        need = self._sizes[step]
+        if self._config.deterministic:
+            keys = [(step, place) for place in range(need)]
+            return None if any(self._open[key].sampled is None for key in keys) else (keys, [])
+        return self._first_finished(step, need)
+
+    def _first_finished(self, step: int, need: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
+        """For each last step that groups may be taken in: what the steps between have no room for is taken now.
+
+        That is never more than this step takes: when a group started, the open ones were no more than the steps up to its last
+        one take.
+        """
+        can_drop = self._config.too_old == "drop"
+        if len(self._finished) < (1 if can_drop else need):
+            return None
+        chosen: dict[GroupKey, None] = {}
+        late: dict[GroupKey, None] = {}
+        for last in range(step, step + self._most_ahead + 1):
+            due = dict.fromkeys(key for key, group in self._open.items() if self._last_step(group) <= last)
+            room = sum(self._sizes.get(batch, 0) for batch in range(step + 1, last + 1))
+            missing = len(due) - room - sum(key in due for key in (*chosen, *late))
+            ready = [key for key in self._finished if key in due and key not in chosen]
+            chosen |= dict.fromkeys(ready[: max(0, missing)])
+            if (missing := missing - len(ready)) > 0:
+                if not can_drop:
+                    return None
+                unfinished = [key for key in due if self._open[key].sampled is None and key not in late]
+                late |= dict.fromkeys(unfinished[:missing])
+        others = [key for key in self._finished if key not in chosen]
+        chosen |= dict.fromkeys(others[: need - len(chosen) - len(late)])
+        if not chosen or len(chosen) + len(late) < need:
+            return None
+        # Places before batches: the first of each batch are those that have transcripts and records.
+        return sorted(chosen, key=lambda key: (key[1], key[0])), sorted(late)
+
+    def _last_step(self, group: _Open) -> float:
+        """That may take the group."""
+        return inf if group.version is None else group.version + self._most_ahead
+
+    def _add(self, key: GroupKey, builder: EnvGroupBuilder) -> None:
+        group = self._open[key] = _Open(builder)
+        kept = self._kept.pop(key, None)
+        if kept is None:
+            self._waiting.append(key)
+            return
+        found, group.version, seconds = kept
+        group.sampled = WrappedTrajectoryGroup(found, builder, group.version, seconds)
+        self._finished.append(key)
+
+    def _reopen(self, left: Sequence[GroupKey]) -> None:
+        """The groups that the steps before a checkpoint had left, in a run whose steps take what finished first."""
+        for batch in range(self._loop.start, self._next_batch):
+            self._sizes[batch] = len(self._loop.batches.get_batch(batch))
+        for batch in sorted({batch for batch, _ in left}):
+            builders = self._loop.batches.get_batch(batch)
+            for place in sorted(place for at, place in left if at == batch):
+                self._add((batch, place), builders[place])
+
+    def _start(self) -> None:
+        while self._waiting and not self._paused and not self._closed:
+            if self._running >= self._most_running or len(self._open) - len(self._waiting) >= self._most_started:
+                return
+            key = self._waiting.popleft()
+            self._running += 1
+            task = self._open[key].task = self._tasks.create_task(self._sample(key))
+            task.add_done_callback(self._ended)
+
+    async def _sample(self, key: GroupKey) -> None:
+        group = self._open[key]
+        group.version = self._loop.sampling_client_step
+        group.sampled = await self._loop.sample_group(*key, group.builder)
+        self._finished.append(key)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running -= 1
+        if not task.cancelled():
+            self._closed |= task.exception() is not None  # its peers are being cancelled
+            self._start()
+        self._changed.set()
+
+    async def _until_changed(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _forget_trained(self) -> None:
+        step, keys = self._taken
+        if step < self._loop.steps_done:
+            for key in keys:
+                self._open.pop(key, None)
+            self._finished = [key for key in self._finished if key in self._open]
+
+    async def settle(self) -> None:
+        """Before a checkpoint: let groups under way come to their end, where the resumed run has to do the same."""
+        if not self._settles:
+            return
+        self._paused = True
+        while self._running:
+            await self._until_changed()
+        loop = self._loop  # a resumed run has a new sampler, which remembers no prefix
+        loop.sampling_client = await loop.session.training_client.save_weights_and_get_sampling_client()
+
+    def keep(self, name: str) -> None:
+        """Put into the loop's state what the checkpoint of this name keeps of the open groups."""
+        self._forget_trained()
+        loop = self._loop
+        state, log_path = loop.session.checkpoints.loop_state, loop.session.run.log_path
+        state.pop(AHEAD_KEY, None)
+        about: dict[str, Any] = {}
+        kept: dict[GroupKey, Kept] = {}
+        for key, group in self._open.items():
+            if (done := group.sampled) is not None:
+                kept[key] = done.trajectory_group, done.sampling_client_step, done.seconds
+        if kept:
+            about |= {_FILE: write_kept(log_path, name, kept), _MOST: self._most_ahead}
+        if self._open and not self._config.deterministic:
+            about |= {_LEFT: [list(key) for key in self._open], _BATCHES: self._next_batch}
+        if about:
+            state[AHEAD_KEY] = about
+        self._remove_files(about.get(_FILE))
+
+    def keep_stopped(self, name: str) -> None:
+        """`keep` before an error ends the run. What keeps it from that is logged, so that the error itself is seen."""
+        try:
+            self.keep(name)
+        except Exception:
+            logger.exception("what was sampled ahead is not kept, and is sampled again")
+
+    def _remove_files(self, newest: str | None) -> None:
+        """Those of rolling checkpoints that a newer one has replaced."""
+        log_path = self._loop.session.run.log_path
+        files = {str(path.relative_to(log_path)) for path in (log_path / FOLDER).glob("*.json.gz")}
+        if len(files) <= 2:
+            return
+        records = load_checkpoints_file(log_path)
+        needed = {newest, *map(_file, records[-1:])} | {
+            _file(record) for record in records if not record.get(ROLLING_KEY)
+        }
+        for file in files - needed:
+            (log_path / file).unlink()
+
+    def finish(self) -> None:
+        """The final checkpoint is there: no other one will be gone on from."""
+        shutil.rmtree(self._loop.session.run.log_path / FOLDER, ignore_errors=True)
+
+    def close(self) -> None:
+        """Start nothing any more."""
+        self._closed = True
+
+
+def _file(record: CheckpointRecord) -> str | None:
+    return record.get(AHEAD_KEY, {}).get(_FILE)
+
+
+def check_order(record: CheckpointRecord | None, config: AsyncConfig | None) -> None:
+    """Raise ConfigurationError when a run whose steps took what finished first is to go on by batches."""
+    if record is not None and _LEFT in record.get(AHEAD_KEY, {}) and (config is None or config.deterministic):
+        raise ConfigurationError(
+            f"checkpoint {record.name} is of a run with async_config.deterministic=False, whose steps have taken groups of "
+            "several batches: go on with async_config.deterministic=False (any max_steps_off_policy), or start over in another "
+            "log_path"
+        )

@@ -1,0 +1,92 @@
+"""Groups that were sampled and not yet trained on, kept beside a checkpoint: `groups_ahead/<checkpoint>.json.gz`.
+
+A run that samples ahead has such groups at every checkpoint. The resumed run trains on them as they are: token ids, logprobs
+and rewards to the last bit, whatever the environments would do in a second rollout.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.rl.rollouts import FailedGroup
+from tinker_cookbook.rl.types import Record, RolloutError, Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.utils.files import to_jsonable, write_bytes
+from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.logtree import Node
+
+FOLDER = "groups_ahead"
+
+GroupKey: TypeAlias = tuple[int, int]
+"""The batch that a group belongs to and its place in it."""
+
+Kept: TypeAlias = tuple["TrajectoryGroup | FailedGroup", int, float]
+"""A group, the updates that its policy had seen, and the seconds it took."""
+
+
+def write_kept(log_path: Path, name: str, kept: Mapping[GroupKey, Kept]) -> str:
+    """Write the groups for the checkpoint of this name, whole or not at all. Returns the file's path below `log_path`."""
+    rows = [
+        {"key": key, "version": version, "seconds": seconds, "failed": isinstance(group, FailedGroup), "group": group}
+        for key, (group, version, seconds) in kept.items()
+    ]
+    file = Path(FOLDER) / f"{name}.json.gz"
+    (log_path / FOLDER).mkdir(exist_ok=True)
+    content = json.dumps(to_jsonable(rows), separators=(",", ":"), allow_nan=False).encode()
+    write_bytes(log_path / file, gzip.compress(content, compresslevel=1, mtime=0))
+    return str(file)
+
+
+def read_kept(path: Path) -> dict[GroupKey, Kept]:
+    """The groups of a file, by their keys.
+
+    Raises:
+        DataFormatError: the file is missing or damaged; the message says how to go on without it.
+    """
+    try:
+        rows = json.loads(gzip.decompress(path.read_bytes()))
+        return {
+            (row["key"][0], row["key"][1]): (_group(row["group"], row["failed"]), row["version"], row["seconds"])
+            for row in rows
+        }
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise DataFormatError(
+            f"{path}: cannot be read as the groups that were sampled ahead of a checkpoint ({type(error).__name__}: {error}). "
+            "To sample them again, with the weights of the checkpoint, remove its `file` from the last line of "
+            "checkpoints.jsonl that names it"
+        ) from error
+
+
+def _group(row: dict[str, Any], failed: bool) -> TrajectoryGroup | FailedGroup:
+    if failed:
+        return FailedGroup([RolloutError(**error) for error in row["errors"]], row["tags"])
+    parts = {
+        "trajectories_G": [_trajectory(member) for member in row.pop("trajectories_G")],
+        "rollout_errors": [RolloutError(**error) for error in row.pop("rollout_errors")],
+        "records": [Record(**record) for record in row.pop("records")],
+        "notes": [_node(node) for node in row.pop("notes")],
+    }
+    return TrajectoryGroup(**parts, **row)
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    transitions = [_transition(turn) for turn in row["transitions"]]
+    return Trajectory(transitions, tinker.ModelInput.model_validate(row["final_ob"]), row["stop_reason"])
+
+
+def _transition(row: dict[str, Any]) -> Transition:
+    parts = {
+        "ob": tinker.ModelInput.model_validate(row.pop("ob")),
+        "ac": TokensWithLogprobs(**row.pop("ac")),
+        "notes": [_node(node) for node in row.pop("notes")],
+    }
+    return Transition(**parts, **row)
+
+
+def _node(row: dict[str, Any]) -> Node:
+    return Node(**{**row, "children": [_node(child) for child in row["children"]]})
