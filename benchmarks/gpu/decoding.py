@@ -140,7 +140,7 @@ def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
 
 def fits(visit: Visit, model: BaseModel, cell: Cell, steps: int) -> bool:
     """Whether the cache of this batch fits into what is free."""
-    return cell.batch * (cell.context - steps // 2 + steps + 2) <= _cache_tokens(visit, model)
+    return cell.batch * (cell.context - steps // 2 + steps + 2 + PAGE_TOKENS) <= _cache_tokens(visit, model)
 
 
 def _timed_step(visit: Visit, generator: Generator) -> float:
