@@ -123,6 +123,26 @@ def train_step(training: TrainingClient, data: list[tinker.Datum]) -> None:
     training.optim_step(tinker.AdamParams(learning_rate=LEARNING_RATE)).result()
 
 
+def policy_step(training: TrainingClient, data: list[tinker.Datum], own: bool) -> None:
+    """As `train_step` with importance_sampling, by the engine or as a function of one's own."""
+    if own:
+        training.forward_backward_custom(data, importance_sampling)
+    else:
+        training.forward_backward(data, "importance_sampling")
+    training.optim_step(tinker.AdamParams(learning_rate=LEARNING_RATE)).result()
+
+
+def importance_sampling(
+    data: list[tinker.Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """What the engine calls by this name: -sum of ratio * advantage over the tokens of all datums."""
+    total = torch.zeros(())
+    for datum, own in zip(data, logprobs, strict=True):
+        sampled, advantages = (datum.loss_fn_inputs[key].to_torch().to(own) for key in ("logprobs", "advantages"))
+        total = total.to(own.device) - ((own - sampled).exp() * advantages).sum()
+    return total, {}
+
+
 def policy_data(
     workload: Workload, sequences_P_G: Sequence[Sequence[tinker.SampledSequence]]
 ) -> tuple[list[tinker.Datum], int]:

@@ -1,5 +1,7 @@
 """Training speed: forward, backward and one AdamW step on 64 ragged sequences, loss on the completions.
 
+Besides, what a loss of one's own costs over the engine's: importance_sampling as a Python function.
+
 python -m benchmarks.training shape=small
 """
 
@@ -11,7 +13,14 @@ from benchmarks import rates
 from benchmarks.config import ComparisonConfig, environment, run_benchmark
 from benchmarks.harness import Contender, Measurement, measure
 from benchmarks.models import SHAPES, ensure_model
-from benchmarks.ours import LocalEngine, completion_datum, train_step
+from benchmarks.ours import (
+    LocalEngine,
+    completion_datum,
+    policy_data,
+    policy_step,
+    sample_workload,
+    train_step,
+)
 from benchmarks.peers import plain_torch, trl
 from benchmarks.peers.registry import Peer, build, needs, select
 from benchmarks.peers.setup import Setup
@@ -22,6 +31,7 @@ PEERS = {
     "trl": Peer(trl.build_sft, needs("trl", "peft")),
     "torch-peft": Peer(plain_torch.build, needs("peft")),
 }
+BUILT_IN_LOSS, OWN_LOSS = "the engine's loss", "a function"
 SHARED, DISTINCT = "ours, 8 prompts", "ours, 64 prompts"
 
 
@@ -47,6 +57,9 @@ def run(config: Config) -> Report:
         title = f"Training step on {workload.rows} sequences: tokens of prompts and completions per second"
         report.add_comparison(title, [*results, *missing], per_token=True)
         report.tables.append(_utilization(config, workload, results))
+        losses = measure([_policy_loss(engine, workload, own) for own in (False, True)], config)
+        title = "The same step with importance_sampling: tokens of prompts and completions per second"
+        report.add_comparison(title, losses, per_token=True)
     return report
 
 
@@ -60,6 +73,18 @@ def _ours(engine: LocalEngine, name: str, workload: Workload, shared_prompts: bo
         return tokens
 
     return Contender(name, run_once, is_ours=True)
+
+
+def _policy_loss(engine: LocalEngine, workload: Workload, own: bool) -> Contender:
+    """A step on samples of the engine, whose loss is the engine's or a function of one's own."""
+    data, _ = policy_data(workload, sample_workload(engine.adapter_sampler(), workload, round_number=0))
+    tokens = sum(datum.model_input.length for datum in data)
+
+    def run_once(round_number: int) -> int:
+        policy_step(engine.training, data, own)
+        return tokens
+
+    return Contender(OWN_LOSS if own else BUILT_IN_LOSS, run_once, is_ours=True)
 
 
 def _utilization(config: Config, workload: Workload, results: list[Measurement]) -> Table:

@@ -12,7 +12,7 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
-from tinker_cookbook import backends, hyperparam_utils, model_info
+from tinker_cookbook import backends, hyperparam_utils, model_info, model_shapes
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.registry import UNVERIFIED
@@ -51,7 +51,9 @@ def renderer_names(model_name: str) -> list[str]:
 
 def facts(model_name: str, lora_rank: int, may_download: bool = False) -> dict[str, str]:
     """What is known of a model, as text; "?" for what is not, or would have to be downloaded."""
-    found = {"renderer": "?", "parameters": "?", "adapter": "?", "learning rate": "?"}
+    context = model_info.get_context_length(model_name) if may_download else model_shapes.context_length_of(model_name)
+    found = {"renderer": "?", "parameters": "?", "context": "?" if context is None else f"{context:,}"}
+    found |= {"adapter": "?", "learning rate": "?"}
     known = {
         "renderer": lambda: renderer_names(model_name)[0],
         "parameters": lambda: _short(hyperparam_utils.get_full_finetune_param_count(model_name)),
@@ -91,12 +93,12 @@ def _short(count: int) -> str:
 
 def show(names: list[str], lora_rank: int) -> None:
     """One table, a row for each model."""
-    columns = ["renderer", "parameters", "adapter", "learning rate", "local engine", "hosted"]
+    columns = ["renderer", "parameters", "context", "adapter", "learning rate", "local engine", "hosted"]
     table = Table("model", *(f"adapter, rank {lora_rank}" if name == "adapter" else name for name in columns), box=None)
     for name in names:
         known = facts(name, lora_rank)
         table.add_row(name, *(known[column] for column in columns))
-    Console(width=None if Console().is_terminal else 180).print(table)
+    Console(width=None if Console().is_terminal else 190).print(table)
 
 
 async def main(cli: CLIConfig) -> None:
@@ -105,8 +107,6 @@ async def main(cli: CLIConfig) -> None:
         print(f"  renderers      {', '.join(renderer_names(cli.model_name))}")
         for key, value in facts(cli.model_name, cli.lora_rank, may_download=True).items():
             print(f"  {key.ljust(14)} {value}")
-        context = model_info.get_context_length(cli.model_name)
-        print(f"  context        {'?' if context is None else f'{context} tokens'}")
         return
     names = [name for name in known_models() if cli.like.lower() in name.lower()]
     if not names:
@@ -115,7 +115,7 @@ async def main(cli: CLIConfig) -> None:
         )
     show(names, cli.lora_rank)
     print("\n*: renderer not compared with recorded output of another implementation.")
-    print("Adapters on every linear; learning rate: the service's rule for LoRA, where it has one for the family.")
+    print("Context in tokens. Adapters on every linear; learning rate: the service's rule for LoRA, if it has one.")
 
 
 if __name__ == "__main__":

@@ -217,3 +217,22 @@ def test_the_context_of_a_folder_is_read_and_that_of_a_hub_name_asked_once(
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
     assert [model_info.get_context_length("owner/asked-once") for _ in range(3)] == [None] * 3
     assert asked == ["owner/asked-once"]
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("Qwen/Qwen3-8B", 40960),
+        ("Qwen/Qwen3-8B-Base", 32768),
+        ("Qwen/Qwen3-30B-A3B", 40960),
+        ("Qwen/Qwen3-4B-Instruct-2507", 262144),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", 262144),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct:peft:x", 131072),
+        ("openai/gpt-oss-20b", 131072),
+    ],
+)
+def test_contexts_of_known_models_are_not_asked_of_the_hub(
+    name: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_info, "_context_length_of_hub_name", None)
+    assert model_info.get_context_length(name) == length

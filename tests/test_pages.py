@@ -12,7 +12,10 @@ from tinker_cookbook import config_tree
 from tinker_cookbook.sweeps.points import gather_keys
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GUIDES = ("rendering", "completers", "supervised", "environments", "hyperparameters", "sweeps", "own_parts")
+GUIDES = (
+    "rendering", "completers", "supervised", "reinforcement_learning", "environments", "preferences", "distillation",
+    "evaluation", "hyperparameters", "weights", "sweeps", "own_parts",
+)  # fmt: skip
 QUICK = {"rendering", "hyperparameters", "engine"}
 """Pages that take seconds: they are read with the other tests, all others with `make test-slow`."""
 RUN = [page for page in PAGES[1:] if any(block.language in ("bash", "python") for block in blocks(page))]

@@ -11,6 +11,7 @@ from tests.renderers.synthetic import HYBRID_TEMPLATE, INSTRUCT_TEMPLATE, make_t
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_info import get_recommended_renderer_name
 from tinker_cookbook.tokenizer_utils import (
+    _from_hugging_face,
     get_registered_tokenizer_names,
     get_tokenizer,
     is_tokenizer_registered,
@@ -47,6 +48,28 @@ def test_register_use_unregister() -> None:
     assert not is_tokenizer_registered("tests/a")
     with pytest.raises(ConfigurationError, match="name is empty"):
         register_tokenizer("", make_tokenizer)
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_gated_models_are_read_from_a_copy_that_is_open(has_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def load(name: str) -> object:
+        asked.append(name)
+        if name.startswith("thinkingmachineslabinc/") and not has_copy:
+            raise OSError("not in the cache")
+        return name
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    copy = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+    for name in ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.3-70B-Instruct:peft:x"):
+        asked.clear()
+        _from_hugging_face.cache_clear()
+        own = name.partition(":")[0]
+        assert get_tokenizer(name) == (copy if has_copy else own)
+        assert asked == ([copy] if has_copy else [copy, own])
+    assert get_tokenizer("meta-llama/Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
+    _from_hugging_face.cache_clear()
 
 
 @pytest.fixture

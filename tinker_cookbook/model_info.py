@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tinker_cookbook import model_shapes
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import is_reference
@@ -87,6 +88,7 @@ _FAMILIES = (
     _family(rf"Qwen/Qwen(?P<v>3)-{_S}-Base", _BASE),
     _family(rf"Qwen/Qwen(?P<v>3)-{_S}(-FP8)?", _QWEN3_HYBRID),
     _family(rf"Qwen/Qwen(?P<v>3)-VL-{_S}-Instruct(-FP8)?", ("qwen3_vl_instruct",), vl=True),
+    _family(rf"Qwen/Qwen(?P<v>3)-VL-{_S}-Thinking(-FP8)?", ("qwen3_vl",), vl=True),
     _family(rf"Qwen/Qwen(?P<v>3\.5)-{_S}-Base", _BASE, vl=True),
     _family(rf"Qwen/Qwen(?P<v>3\.[56])-{_S}(-FP8)?", _QWEN3_5, vl=True),
     _family(rf"Qwen/Qwen(?P<v>3\.8)-{_S}(-FP8)?", _QWEN3_8, vl=True),
@@ -303,9 +305,14 @@ def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None)
 
 
 def get_context_length(model_name: str) -> int | None:
-    """Positions that the model was made for, by its config; None when that cannot be had (a name only a server knows)."""
+    """Positions that the model was made for, by its config; None when that cannot be had (a name only a server knows).
+
+    Nothing is asked of the hub for a model that `model_shapes` knows.
+    """
     folder = Path(shipped_model(model_name)).expanduser()
-    return _read_context_length(str(folder)) if folder.is_dir() else _context_length_of_hub_name(model_name)
+    if folder.is_dir():
+        return _read_context_length(str(folder))
+    return model_shapes.context_length_of(base_model_of(model_name)) or _context_length_of_hub_name(model_name)
 
 
 def _read_context_length(source: str) -> int | None:

@@ -15,6 +15,12 @@ def shapes_of(hub_name: str) -> dict[str, Any] | None:
     return _SHAPES.get(_VARIANT.sub("", hub_name.replace("/Meta-Llama", "/Llama")))
 
 
+def context_length_of(hub_name: str) -> int | None:
+    """Positions that a released model was made for (max_position_embeddings); None for one that the table does not have."""
+    name = hub_name.replace("/Meta-Llama", "/Llama").removesuffix("-FP8")
+    return next((length for pattern, length in _CONTEXTS.items() if re.fullmatch(pattern, name)), None)
+
+
 def known_names() -> list[str]:
     """The names of the table, without the endings of tuned variants."""
     return list(_SHAPES)
@@ -176,3 +182,19 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": _nemotron_h(4096, 40, 40, 8, 32, 128, (512, 2688, 5376, 1024)),
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": _nemotron_h(8192, 48, 48, 12, 64, 256, (512, 5120, 10240, 2048)),
 }
+
+_CONTEXTS = {
+    r"meta-llama/Llama-3\.[123]-.*": 131072,
+    r"Qwen/Qwen3-.*-2507": 262144,
+    r"Qwen/Qwen3-VL-.*": 262144,
+    r"Qwen/Qwen3-.*-Base": 32768,
+    r"Qwen/Qwen3-[\d.]+B(-A\d+B)?": 40960,
+    r"Qwen/Qwen3\.5-.*": 262144,
+    r"Qwen/Qwen2\.5-(Coder-)?[\d.]+B-Instruct": 32768,
+    r"deepseek-ai/DeepSeek-V3\.1(-Base)?": 163840,
+    r"openai/gpt-oss-(20|120)b": 131072,
+    r"moonshotai/Kimi-K2(-Thinking|\.5)": 262144,
+    r"nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 262144,
+    r"google/gemma-2-.*": 8192,
+}
+"""Patterns of names, the first that fits counts."""

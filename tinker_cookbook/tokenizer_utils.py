@@ -1,5 +1,6 @@
 """Where tokenizers come from: the user's own registry first, then Hugging Face, each loaded once per process."""
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,18 +17,24 @@ else:
     # transformers takes seconds to import; only get_tokenizer needs it.
     Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
+logger = logging.getLogger(__name__)
+
 TokenizerFactory: TypeAlias = Callable[[], Tokenizer]
 
 _WHAT_A_NAME_MAY_BE = (
     "a model_name is a folder with config.json and tokenizer files (absolute, ./relative or ~), "
     "a Hugging Face hub id such as Qwen/Qwen3-8B, or a name given to register_tokenizer"
 )
+_GATED, _UNGATED = "meta-llama/Llama-3", "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+"""The tokenizer of the models whose names begin so, which may be downloaded by nobody who has not been let in, and a copy
+that anybody may download."""
 _registry: dict[str, TokenizerFactory] = {}
 _made: dict[str, Tokenizer] = {}
 
 
 def get_tokenizer(model_name: str) -> Tokenizer:
-    """The tokenizer of a model; the same object on every call with the same name.
+    """The tokenizer of a model; the same object on every call with the same name. For the gated models of Llama 3 it is the
+    copy that needs no permission, and their own only where that cannot be had.
 
     Raises ConfigurationError when the name is a path that does not exist, or when Hugging Face cannot load it.
     """
@@ -76,6 +83,11 @@ def get_registered_tokenizer_names() -> list[str]:
 def _from_hugging_face(name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
+    if name.startswith(_GATED):
+        try:
+            return AutoTokenizer.from_pretrained(_UNGATED)
+        except (OSError, ValueError) as error:
+            logger.info("%s cannot be loaded (%s); trying that of %s itself", _UNGATED, _first_line(error), name)
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

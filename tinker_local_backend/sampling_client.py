@@ -23,7 +23,7 @@ from tinker_local_backend.engine.requests import (
     prompt_tokens,
     sampling_request,
 )
-from tinker_local_backend.engine.tickets import SampledSequence, SamplingResult
+from tinker_local_backend.engine.tickets import OnProgress, SampledSequence, SamplingResult
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.storage.checkpoints import load_adapter
@@ -57,6 +57,8 @@ class SamplingClient:
         target_prompt_logprobs: tinker.TensorData | None = None,
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
+        *,
+        on_progress: OnProgress | None = None,
     ) -> EngineFuture[tinker.types.SampleResponse]:
         """Complete a prompt `num_samples` times.
 
@@ -75,6 +77,8 @@ class SamplingClient:
             target_prompt_logprobs: int64 (N - 1, K), ids to score at prompt positions 1 .. N - 1; -1 asks for nothing.
             prompt_alt_tokens_k: tokens to draw at every prompt position after the first, at the request's temperature.
             prompt_logprobs_last_n: limits prompt logprobs and their top k to the last n positions.
+            on_progress: (not in the SDK) called on the engine's thread after every step with what there is of each sample; it
+                must return at once and change nothing.
 
         Raises:
             RequestError: a field is out of range; the message names it.
@@ -100,7 +104,9 @@ class SamplingClient:
             topk_sample_logprobs,
         )
         targets = None if target_prompt_logprobs is None else frozen_tensor(target_prompt_logprobs)
-        return self._engine.sample(self._model.name, request, lambda result: self._response(result, request, targets))
+        return self._engine.sample(
+            self._model.name, request, lambda result: self._response(result, request, targets), on_progress
+        )
 
     sample_async = awaited(sample)
 

@@ -11,7 +11,7 @@ import chz
 from recipes.common import SL_LEARNING_RATE, TINY_CHAT, CommonConfig
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
-from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint, newest_of_run
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
@@ -26,7 +26,9 @@ class TeacherKeys(CommonConfig):
 
     teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; default: the student's")
     teacher_checkpoint: str | None = chz.field(
-        default=None, doc="sampler weights of the teacher (tinker://<run>/sampler_weights/<name>)"
+        default=None,
+        doc="sampler weights of the teacher: tinker://<run>/sampler_weights/<name>, or a run's folder, for its newest checkpoint",
+        munger=lambda self, path: newest_of_run(path, "sampler_path"),
     )
     teacher_epochs: int = chz.field(
         default=6, doc="passes over the data that make the teacher, where none is named", validator=chz.validators.gt(0)

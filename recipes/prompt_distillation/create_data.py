@@ -34,6 +34,7 @@ from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers
 from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
@@ -114,7 +115,9 @@ class LabelKeys(CommonConfig):
     )
     teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; default: the student's")
     teacher_checkpoint: str | None = chz.field(
-        default=None, doc="sampler weights of the teacher (tinker://<run>/sampler_weights/<name>)"
+        default=None,
+        doc="sampler weights of the teacher: tinker://<run>/sampler_weights/<name>, or a run's folder, for its newest checkpoint",
+        munger=lambda self, path: newest_of_run(path, "sampler_path"),
     )
     teacher_endpoint: EndpointConfig = chz.field(
         default_factory=EndpointConfig,

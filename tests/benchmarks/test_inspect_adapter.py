@@ -1,6 +1,7 @@
 """What must hold of inspect tasks on our policies: replies, tool calls, logprobs and counts arrive as they were sampled."""
 
 import asyncio
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.weights_config import Policy, WeightsConfig
 
+run_inspect_evals = importlib.import_module("tinker_cookbook.eval.run_inspect_evals")
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 TOKENIZER = get_tokenizer(TINY)
 RENDERER = get_renderer("qwen3_instruct", TOKENIZER, model_name=TINY)
@@ -33,6 +35,14 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
         inspect_adapter.task_of_items("qa/arithmetic")
     with pytest.raises(SystemExit):
         run_recipe(eval_inspect.CLIConfig, eval_inspect.main, argv=[])
+
+
+def test_what_is_evaluated_must_be_named() -> None:
+    config = run_inspect_evals.Config(tasks="qa/test")
+    with pytest.raises(ConfigurationError, match=r"model_name: no weights are named|inspect-ai is not installed"):
+        asyncio.run(run_inspect_evals.main(config))
+    with pytest.raises(ConfigurationError, match="model_name=None: name the base model"):
+        inspect_adapter.InspectEvaluatorBuilder(tasks="qa/test")()
 
 
 def policy_that_says(*replies: str, context: int | None = 1000) -> tuple[Policy, FakeServiceClient]:
@@ -186,6 +196,22 @@ class TestTinyModel:
         argv = ["limit=4", f"log_dir={tmp_path / 'logs'}"]
         run_recipe(eval_inspect.CLIConfig, eval_inspect.main, argv=argv)
         assert "qa_arithmetic/task_reward/mean" in capsys.readouterr().out
+
+    def test_several_tasks_on_a_checkpoint_with_its_own_renderer(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        async def checkpoint() -> str:
+            metadata = {"renderer_name": "role_colon"}
+            service = backends.create_service_client("local")
+            trainer = await service.create_lora_training_client(TINY, 4, seed=0, user_metadata=metadata)
+            return (await trainer.save_weights_for_sampler("a")).path
+
+        path = asyncio.run(checkpoint())
+        keys = [f"model_path={path}", "tasks=qa/arithmetic,qa/test", "limit=2", f"log_dir={tmp_path / 'logs'}"]
+        run_recipe(run_inspect_evals.Config, run_inspect_evals.main, argv=[*keys, "max_tokens=8"])
+        printed = capsys.readouterr().out
+        assert "inspect/qa_arithmetic/task_reward/mean: " in printed and "inspect/qa_test/task_reward/mean: " in printed
+        assert len(list((tmp_path / "logs").iterdir())) == 2
 
     def test_unknown_items(self) -> None:
         with pytest.raises(ConfigurationError, match="unknown"):

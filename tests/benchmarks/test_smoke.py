@@ -9,8 +9,9 @@ from benchmarks.config import environment
 from benchmarks.errors import BenchmarkError
 from benchmarks.memory_child import Job, Peak
 from benchmarks.models import SHAPES, ensure_model
-from benchmarks.ours import LocalEngine
+from benchmarks.ours import LocalEngine, importance_sampling, policy_data, sample_workload
 from benchmarks.report import NOT_MEASURED, Report
+from benchmarks.workload import make_workload
 
 
 def statuses(report: Report, title_start: str) -> dict[str, str]:
@@ -52,6 +53,20 @@ def test_training(quick_comparison: dict) -> None:
     assert set(found.values()) == {"measured"} and len(found) == 5
     assert len({row[1] for row in report.tables[0].rows}) == 1  # all had as many tokens
     assert len(report.tables[1].rows) == 5
+    assert statuses(report, "The same step") == {"the engine's loss": "measured", "a function": "measured"}
+
+
+def test_the_two_losses_that_are_compared_are_the_same(quick_comparison: dict, models_dir: str) -> None:
+    with environment(sampling.Config(**quick_comparison)):
+        model = ensure_model("tiny", SHAPES["tiny"], models_dir)
+        workload = make_workload(SHAPES["tiny"].vocab, 4)
+        with LocalEngine(model, rank=4) as engine:
+            data, _ = policy_data(workload, sample_workload(engine.adapter_sampler(), workload, 0))
+            engine.make_adapter_nonzero(workload)  # so that no ratio is 1
+            built_in = engine.training.forward(data, "importance_sampling").result()
+            logprobs = [output["logprobs"].to_torch() for output in built_in.loss_fn_outputs]
+    assert abs(built_in.metrics["loss:sum"]) > 1e-4
+    assert float(importance_sampling(data, logprobs)[0]) == pytest.approx(built_in.metrics["loss:sum"], rel=1e-3)
 
 
 def test_rl_step(quick_comparison: dict) -> None:

@@ -29,13 +29,22 @@ def test_every_hosted_model_is_known_with_a_renderer_that_exists() -> None:
     [
         (
             "Qwen/Qwen3-8B",
-            {"renderer": "qwen3", "parameters": "8.19B", "local engine": "trains and samples", "hosted": "yes"},
+            {
+                "renderer": "qwen3",
+                "parameters": "8.19B",
+                "context": "40,960",
+                "local engine": "trains and samples",
+                "hosted": "yes",
+            },
         ),
         (
             "openai/gpt-oss-20b",
             {"renderer": "gpt_oss_no_sysprompt", "parameters": "20.9B", "learning rate": "?", "hosted": "yes"},
         ),
-        ("google/gemma-2-9b-it", {"renderer": "gemma*", "parameters": "?", "local engine": "?", "hosted": "-"}),
+        (
+            "google/gemma-2-9b-it",
+            {"renderer": "gemma*", "parameters": "?", "context": "8,192", "local engine": "?", "hosted": "-"},
+        ),
     ],
 )
 def test_facts(name: str, expected: dict[str, str]) -> None:
@@ -50,9 +59,11 @@ def test_what_the_local_engine_refuses_comes_with_the_reason() -> None:
 
 def test_the_table_and_one_model(capsys: pytest.CaptureFixture[str]) -> None:
     table = show(capsys, like="GPT-oss")
-    assert "openai/gpt-oss-20b" in table and "openai/gpt-oss-120b" in table and "Qwen" not in table
+    assert (
+        "131,072" in table and "openai/gpt-oss-20b" in table and "openai/gpt-oss-120b" in table and "Qwen" not in table
+    )
     one = show(capsys, model_name="tiny_chat", lora_rank=8)
-    assert "qwen3_instruct" in one and "2.26M" in one and "150k" in one and "1024 tokens" in one
+    assert "qwen3_instruct" in one and "2.26M" in one and "150k" in one and "1,024" in one
 
 
 def test_nothing_like_it() -> None:

@@ -98,7 +98,7 @@ def test_a_wrong_one_is_named_before_a_model_loads(
 
 def test_from_python(folder: Path) -> None:
     small = ", ".join(key for key in SMALL if "max_steps" not in key)
-    script = FROM_PYTHON.replace("max_steps=5", f"max_steps=1, {small}, log_path={str(folder / 'run')!r}")
+    script = FROM_PYTHON.replace("max_steps=2", f"max_steps=1, {small}, log_path={str(folder / 'run')!r}")
     assert script != FROM_PYTHON
     (folder / "mine.py").write_text(script)
     done = child(folder, "mine.py")

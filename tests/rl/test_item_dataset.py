@@ -44,7 +44,9 @@ def test_any_order_of_access_gives_the_batches_of_sequential_access(
 
 
 def test_builders_learn_their_batch_and_place() -> None:
-    built: Any = make_dataset(5, 2, 5).get_batch(2)
+    dataset = make_dataset(5, 2, 5)
+    assert dataset.batch_size == len(dataset.get_batch(0)) == 2
+    built: Any = dataset.get_batch(2)
     assert [b.key for b in built] == [(2, 0)]
 
 

@@ -149,26 +149,91 @@ def test_completions_of_texts_and_tokens_with_echo_and_logprobs(web: httpx.Clien
     assert several[0]["text"] != several[1]["text"]
 
 
+def streamed(web: httpx.Client, route: str, **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream, each as it came."""
+    with web.stream("POST", route, json={"model": TINY_CHAT, **body, "stream": True}) as response:
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def choices_of(pieces: list[dict[str, Any]], is_chat: bool) -> dict[int, dict[str, Any]]:
+    """What the chunks of each choice add up to."""
+    found: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        for choice in piece["choices"]:
+            so_far = found.setdefault(
+                choice["index"], {"text": "", "ids": [], "logprobs": [], "offsets": [], "calls": [], "reasons": []}
+            )
+            so_far["text"] += (choice["delta"].get("content") or "") if is_chat else choice["text"]
+            so_far["ids"] += choice.get("token_ids", [])
+            so_far["reasons"].append(choice["finish_reason"])
+            so_far["calls"] += choice.get("delta", {}).get("tool_calls", [])
+            if choice["logprobs"] is not None:
+                scores = choice["logprobs"]
+                so_far["logprobs"] += scores["content"] if is_chat else scores["token_logprobs"]
+                so_far["offsets"] += [] if is_chat else scores["text_offset"]
+    return found
+
+
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_adds_up_to_the_reply(web: httpx.Client, route: str) -> None:
-    body = {"messages": QUESTION} if "chat" in route else {"prompt": "One two"}
-    settings: dict[str, Any] = {**body, "seed": 3, "max_tokens": 10}
+    is_chat = "chat" in route
+    body = {"messages": QUESTION} if is_chat else {"prompt": ["One two", "Three"]}
+    logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
+    settings = {**body, **logprobs, "seed": 3, "max_tokens": 10, "n": 2, "return_token_ids": True}
     whole = ask(web, route, **settings)
-    streamed = web.post(
-        route, json={"model": TINY_CHAT, **settings, "stream": True, "stream_options": {"include_usage": True}}
+    pieces = streamed(web, route, **settings, stream_options={"include_usage": True})
+    assert pieces[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"] and not pieces[-1]["choices"]
+    found = choices_of(pieces, is_chat)
+    assert len(found) == len(whole["choices"]) == (2 if is_chat else 4)
+    for expected in whole["choices"]:
+        choice = found[expected["index"]]
+        assert choice["text"] == (expected["message"]["content"] if is_chat else expected["text"])
+        assert choice["ids"] == expected["token_ids"]
+        assert choice["reasons"][-1] == expected["finish_reason"] and set(choice["reasons"][:-1]) <= {None}
+        if is_chat:
+            assert [entry["bytes"] for entry in choice["logprobs"]] == [
+                entry["bytes"] for entry in expected["logprobs"]["content"]
+            ]
+            assert {len(entry["top_logprobs"]) for entry in choice["logprobs"]} == {2}
+        else:
+            np.testing.assert_allclose(choice["logprobs"], expected["logprobs"]["token_logprobs"], atol=ATOL)
+            assert choice["offsets"] == expected["logprobs"]["text_offset"]
+
+
+def number(web: httpx.Client, name: str) -> float:
+    """A metric of the server's; 0 when there is none yet."""
+    lines = [line for line in web.get("/metrics").text.splitlines() if line.startswith(name + " ")]
+    return float(lines[0].split()[-1]) if lines else 0.0
+
+
+def test_tokens_come_one_by_one_and_a_client_that_goes_away_stops_them(web: httpx.Client) -> None:
+    body = {"model": TINY_CHAT, "prompt": "One", "max_tokens": 900, "seed": 2, "n": 8, "return_token_ids": True}
+    with web.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        first = json.loads(next(line for line in response.iter_lines() if line).removeprefix("data: "))
+        assert len(first["choices"][0]["token_ids"]) < 50
+        assert number(web, "tinker_live_sampling_requests") == 1, "its end came with its beginning"
+    while number(web, "tinker_live_sampling_requests"):
+        pass  # it ends, or the test's own limit does
+
+
+def test_what_is_refused_is_refused_before_a_stream_begins(web: httpx.Client) -> None:
+    body = {"model": TINY_CHAT, "messages": QUESTION, "stream": True}
+    refused = web.post("/v1/chat/completions", json={**body, "temperature": -1})
+    assert refused.status_code == 400 and "temperature must be" in refused.json()["error"]["message"]
+    echo = web.post("/v1/completions", json={"model": TINY_CHAT, "prompt": "x", "echo": True, "stream": True})
+    assert echo.status_code == 400 and "echo cannot be streamed" in echo.json()["error"]["message"]
+
+
+def test_a_streamed_stop_string_is_never_shown(web: httpx.Client) -> None:
+    plain = ask(web, messages=QUESTION, seed=1, max_tokens=40, temperature=0)["choices"][0]["message"]["content"]
+    middle = plain[len(plain) // 2 :][:2]
+    pieces = streamed(
+        web, "/v1/chat/completions", messages=QUESTION, seed=1, max_tokens=40, temperature=0, stop=[middle]
     )
-    assert streamed.headers["content-type"].startswith("text/event-stream")
-    lines = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    pieces = [json.loads(line) for line in lines[:-1]]
-    text, reasons = "", []
-    for piece in pieces[:-1]:
-        (choice,) = piece["choices"]
-        text += choice["delta"].get("content", "") if "chat" in route else choice["text"]
-        reasons.append(choice["finish_reason"])
-    assert text == (whole["choices"][0]["message"]["content"] if "chat" in route else whole["choices"][0]["text"])
-    assert reasons[-1] == whole["choices"][0]["finish_reason"] and set(reasons[:-1]) <= {None}
-    assert pieces[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+    assert choices_of(pieces, True)[0]["text"] == plain[: plain.find(middle)]
 
 
 def test_content_forges_no_turn(web: httpx.Client) -> None:
@@ -256,18 +321,14 @@ def test_fields_that_ask_for_nothing_are_taken(web: httpx.Client) -> None:
 
 
 def test_a_client_that_goes_away_stops_its_sample(web: httpx.Client) -> None:
-    def number(name: str) -> float:
-        lines = [line for line in web.get("/metrics").text.splitlines() if line.startswith(name + " ")]
-        return float(lines[0].split()[-1]) if lines else 0.0
-
     stopped = 'tinker_operations_total{kind="sample",outcome="user"}'
-    before = number(stopped)
+    before = number(web, stopped)
     body = {"prompt": "One", "model": TINY_CHAT, "max_tokens": 1000, "n": 64}
     with pytest.raises(httpx.ReadTimeout):
         web.post("/v1/completions", json=body, timeout=0.2)
-    while number("tinker_live_sampling_requests"):
+    while number(web, "tinker_live_sampling_requests"):
         pass  # it ends, or the test's own limit does
-    assert number(stopped) == before + 1
+    assert number(web, stopped) == before + 1
 
 
 def test_a_checkpoint_that_is_replaced_is_loaded_anew(web: httpx.Client, two_models: Serving) -> None:

@@ -24,7 +24,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def operations(engine: Engine) -> Operations:
-    return Operations(engine)
+    return Operations(engine, lambda number, frame: None)
 
 
 def run(operations: Operations, body: bytes = b"", **fields: Any) -> Frame:

@@ -88,6 +88,7 @@ class TestTables:
     def test_a_row_may_give_several_datums_and_batch_size_counts_rows(self) -> None:
         dataset = SupervisedDatasetFromHFDataset(table(3), 2, flatmap_fn=lambda row: [one(row)] * (row["n"] + 1))
         assert epoch(dataset) == [[0, 1, 1], [2, 2, 2]]
+        assert (dataset.batch_size, dataset.num_rows) == (2, 3)
 
     def test_errors_name_the_row(self) -> None:
         def fussy(row: dict[str, Any]) -> list[tinker.Datum]:

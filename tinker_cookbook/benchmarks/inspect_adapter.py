@@ -321,11 +321,11 @@ class InspectEvaluator(SamplingClientEvaluator):
     """Runs inspect tasks on a snapshot; metrics come as `<name>/<task>/<scorer>/<metric>`."""
 
     def __init__(self, builder: "InspectEvaluatorBuilder") -> None:
-        self._builder = builder
-        self._renderer_name = builder.renderer_name or model_info.get_recommended_renderer_name(builder.model_name)
-        self._renderer = get_renderer(
-            self._renderer_name, get_tokenizer(builder.model_name), model_name=builder.model_name
-        )
+        if builder.model_name is None:
+            raise ConfigurationError("model_name=None: name the base model of what is evaluated")
+        self._builder, self._model = builder, builder.model_name
+        self._renderer_name = builder.renderer_name or model_info.get_recommended_renderer_name(self._model)
+        self._renderer = get_renderer(self._renderer_name, get_tokenizer(self._model), model_name=self._model)
         named = [builder.tasks] if isinstance(builder.tasks, str) else builder.tasks
         self._tasks = [
             task_of_items(task, builder.split, builder.limit) if task.startswith(OWN_TASKS) else task for task in named
@@ -333,8 +333,8 @@ class InspectEvaluator(SamplingClientEvaluator):
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         builder = self._builder
-        context = model_info.get_context_length(builder.model_name)
-        policy = Policy("snapshot", sampling_client, self._renderer, self._renderer_name, builder.model_name, context)
+        context = model_info.get_context_length(self._model)
+        policy = Policy("snapshot", sampling_client, self._renderer, self._renderer_name, self._model, context)
         settings = {key: getattr(builder, key) for key in ("temperature", "seed", "top_p", "top_k")}
         settings = {key: value for key, value in settings.items() if value is not None}
         model = inspect_model(policy, builder.max_tokens, max_connections=builder.max_connections, **settings)
@@ -356,7 +356,7 @@ class InspectEvaluatorBuilder:
     tasks: str | list[str] = chz.field(
         default="qa/arithmetic", doc=f"{' or '.join(f'{own}<dataset>' for own in OWN_TASKS)}; others are inspect's own"
     )
-    model_name: str = chz.field(doc="base model, whose tokenizer and context to use")
+    model_name: str | None = chz.field(default=None, doc="base model, whose tokenizer and context to use")
     renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; None: the model's own")
     log_dir: str | None = chz.field(default=None, doc="where inspect's logs go; None: below the folder of runs")
     max_tokens: int = chz.field(default=1000, doc="longest reply", validator=chz.validators.gt(0))

@@ -18,6 +18,9 @@ class ItemDataset(RLDataset, Generic[Group]):
 
     A batch may reach from one epoch into the next; the last batch has what is left.
 
+    Attributes:
+        batch_size: groups of a batch.
+
     Args:
         make_group: (item, (batch, its place in the batch)) -> group; the key is for seeds.
         num_groups: groups over the whole run; None: every item once.
@@ -33,21 +36,21 @@ class ItemDataset(RLDataset, Generic[Group]):
         seed: int | None = None,
     ):
         self._epochs: Epochs[Any] = Epochs(ShuffledItems(items), *(() if seed is None else (seed, "epoch")))
-        self._make_group, self._groups_per_batch = make_group, groups_per_batch
+        self._make_group, self.batch_size = make_group, groups_per_batch
         self._num_groups = len(items) if num_groups is None else num_groups
 
     def get_batch(self, index: int) -> list[Group]:
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
-        first = index * self._groups_per_batch
+        first = index * self.batch_size
         draws = [self._epochs.draw(first + i) for i in range(self.count_groups(index))]
         return [self._make_group(item, (index, i)) for i, item in enumerate(draws)]
 
     def count_groups(self, index: int) -> int:
-        return min(self._groups_per_batch, self._num_groups - index * self._groups_per_batch)
+        return min(self.batch_size, self._num_groups - index * self.batch_size)
 
     def __len__(self) -> int:
-        return -(-self._num_groups // self._groups_per_batch)
+        return -(-self._num_groups // self.batch_size)
 
 
 def evaluation_set(items: Sequence[T], make_group: Callable[[T, tuple[int, int]], Group]) -> ItemDataset[Group] | None:

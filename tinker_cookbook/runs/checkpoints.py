@@ -141,6 +141,19 @@ def last_sampler_path(log_path: str | Path) -> str:
     return record.sampler_path
 
 
+def newest_of_run(path: str | None, kind: Literal["state_path", "sampler_path"]) -> str | None:
+    """What a setting names weights by: a checkpoint's path as it is, and of a run's folder the newest checkpoint of this kind.
+
+    Raises ConfigurationError for the folder of a run without any.
+    """
+    if path is None or not (Path(path).expanduser() / CHECKPOINTS_BASE_NAME).is_file():
+        return path
+    record = get_last_checkpoint(path, required_key=kind)
+    if record is None:
+        raise ConfigurationError(f"{path!r}: the run in this folder has no checkpoint with a {kind} yet")
+    return record.state_path if kind == "state_path" else record.sampler_path
+
+
 def append_checkpoint(log_dir: str | Path, record: CheckpointRecord) -> None:
     """Add a checkpoint to the list. Call it when its weights are saved, not before.
 

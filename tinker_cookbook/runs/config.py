@@ -13,6 +13,7 @@ import chz
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.eval.evaluators import EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.ml_log import TrackerConfig
@@ -39,7 +40,11 @@ class RunOptions(TrackerConfig):
     renderer_name: str | None = chz.field(
         default=None, doc="the renderer that made the data, recorded with each checkpoint so that sampling can find it"
     )
-    load_checkpoint_path: str | None = chz.field(default=None, doc="start from these weights (tinker://...)")
+    load_checkpoint_path: str | None = chz.field(
+        default=None,
+        doc="start from these weights: tinker://<run>/weights/<name>, or a run's folder, for its newest checkpoint",
+        munger=lambda self, path: newest_of_run(path, "state_path"),
+    )
     lora_rank: int = chz.field(
         default=32, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
     )

@@ -59,7 +59,7 @@ class RowDataset(SupervisedDataset):
         if batch_size < 1:
             raise ConfigurationError(f"batch_size={batch_size}: must be at least 1")
         self.num_rows = num_rows
-        self._batch_size, self._bad = batch_size, bad or BadRows()
+        self.batch_size, self._bad = batch_size, bad or BadRows()
 
     @property
     def bad_rows(self) -> Sequence[BadRows]:
@@ -72,8 +72,8 @@ class RowDataset(SupervisedDataset):
     def get_batch(self, index: int) -> list[tinker.Datum]:
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
-        end = min((index + 1) * self._batch_size, self.num_rows)
-        return [datum for position in range(index * self._batch_size, end) for datum in self.get_row(position)]
+        end = min((index + 1) * self.batch_size, self.num_rows)
+        return [datum for position in range(index * self.batch_size, end) for datum in self.get_row(position)]
 
     def convert(self, place: str, to_datums: Callable[[Row], list[tinker.Datum]], row: Row) -> list[tinker.Datum]:
         """The datums of the row at `place`; none if it cannot be used and such rows are left out."""
@@ -83,7 +83,7 @@ class RowDataset(SupervisedDataset):
         return datums
 
     def __len__(self) -> int:
-        return -(-self.num_rows // self._batch_size)
+        return -(-self.num_rows // self.batch_size)
 
 
 def rows_to_datums(

@@ -24,10 +24,10 @@ from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.requests import SamplingRequest
-from tinker_local_backend.engine.tickets import SamplingResult, Ticket
-from tinker_local_backend.engine.waits import Wait, Waits
+from tinker_local_backend.engine.tickets import OnProgress, SamplingResult, Ticket
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, settle
 
@@ -90,6 +90,7 @@ class Engine:
         """by client, the one whose turn it is first"""
         self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
         self._waits = Waits()
+        self._watched: list[tuple[Ticket, OnProgress]] = []
         self._closing = False
         self._process = os.getpid()
         self._death: BaseException | None = None
@@ -130,7 +131,11 @@ class Engine:
         return ClientFuture(self.submit("clients", make, "create_client"))
 
     def sample(
-        self, model_name: str, request: SamplingRequest, convert: Callable[[SamplingResult], T]
+        self,
+        model_name: str,
+        request: SamplingRequest,
+        convert: Callable[[SamplingResult], T],
+        on_progress: OnProgress | None = None,
     ) -> EngineFuture[T]:
         """Run a checked sampling request and convert its result. Cancelling the future frees its rows."""
         future: Future[T] = Future()
@@ -143,7 +148,13 @@ class Engine:
                 self._outbox.append((gate, partial(settle, future, partial(convert, outcome))))
 
         ticket = Ticket(request, complete, future.cancelled)
-        self._enter(gate, _Work(future, lambda: self._generators[model_name].add(ticket)))
+
+        def take_in() -> None:
+            self._generators[model_name].add(ticket)
+            if on_progress is not None:
+                self._watched.append((ticket, on_progress))
+
+        self._enter(gate, _Work(future, take_in))
         return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
 
     def waits(self) -> dict[str, Wait]:
@@ -317,6 +328,12 @@ class Engine:
             for generator in self._generators.values():
                 if generator.busy:
                     generator.step()
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        for ticket, tell in self._watched:
+            tell(ticket.sequences)
+        self._watched = [(ticket, tell) for ticket, tell in self._watched if not ticket.dropped]
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,6 +48,10 @@ class SamplingResult:
     sequences: list[SampledSequence]
     prompt: PromptScores = field(default_factory=PromptScores)
     cached_tokens: int = 0
+
+
+OnProgress = Callable[[Sequence[SampledSequence]], None]
+"""Told on the worker, after every step, what there is of each sample. One that has to begin again draws the same tokens."""
 
 
 @dataclass(eq=False)

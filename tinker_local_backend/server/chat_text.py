@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinker_local_backend.errors import RequestError
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+TOOL_CALL_BEGIN = "<tool_call>"
+_TOOL_CALL = re.compile(rf"{TOOL_CALL_BEGIN}\s*(\{{.*?\}})\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)

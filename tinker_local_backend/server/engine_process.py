@@ -36,15 +36,19 @@ logger = logging.getLogger(__name__)
 _USER_ERRORS = (RequestError, ModelLoadError, CheckpointError)
 
 
+_Ended = tuple[Future[Any], Callable[[Any], Frame]]
+"""What has ended, and how its result is encoded."""
+
+
 class EngineProcess:
     """The loop that reads, and the thread that answers: the worker itself never waits for the socket."""
 
     def __init__(self, sock: socket.socket):
         self._socket = sock
         self._engine = Engine()
-        self._operations = Operations(self._engine)
+        self._operations = Operations(self._engine, lambda number, frame: self._outgoing.put((number, frame)))
         self._running: dict[int, Future[Any]] = {}
-        self._ended: queue.SimpleQueue[tuple[int, Future[Any], Callable[[Any], Frame]] | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[tuple[int, Frame | _Ended] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Until the socket closes. The first frame names the models, which are loaded before it is answered."""
@@ -60,7 +64,7 @@ class EngineProcess:
         answering.start()
         while (frame := frames.receive(self._socket)) is not None:
             self._take(frame)
-        self._ended.put(None)
+        self._outgoing.put(None)
 
     def _load(self, name: str) -> dict[str, object]:
         model = self._engine.submit("models", lambda: self._engine.load(name)).result()
@@ -85,24 +89,30 @@ class EngineProcess:
             future, encode = Future(), _never
             future.set_exception(error)
         self._running[number] = future
-        future.add_done_callback(lambda done: self._ended.put((number, done, encode)))
+        future.add_done_callback(lambda done: self._outgoing.put((number, (done, encode))))
 
     def _answer(self) -> None:
-        while (ended := self._ended.get()) is not None:
-            number, future, encode = ended
-            self._running.pop(number, None)
+        while (outgoing := self._outgoing.get()) is not None:
+            number, what = outgoing
+            frame = what if isinstance(what, Frame) else self._result(number, *what)
             try:
-                encoded = encode(future.result())
-                reply = Frame({"id": number, **encoded.fields}, encoded.body)
-            except (Exception, CancelledError) as error:
-                reply = Frame({"id": number, **_failure(error)})
-            try:
-                frames.send(self._socket, reply)
+                frames.send(self._socket, Frame({"id": number, **frame.fields}, frame.body))
             except OSError:  # nobody is there any more; the reading loop ends too
                 return
-            if isinstance(future.exception() if not future.cancelled() else None, EngineClosedError):
+            if not isinstance(what, Frame) and _is_death(what[0]):
                 logger.error("the engine has stopped; ending its process")
                 os._exit(1)
+
+    def _result(self, number: int, future: Future[Any], encode: Callable[[Any], Frame]) -> Frame:
+        self._running.pop(number, None)
+        try:
+            return encode(future.result())
+        except (Exception, CancelledError) as error:
+            return Frame(_failure(error))
+
+
+def _is_death(future: Future[Any]) -> bool:
+    return not future.cancelled() and isinstance(future.exception(), EngineClosedError)
 
 
 def _never(result: object) -> Frame:

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,7 @@ class EngineLink:
         self._writer = writer
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Frame]] = {}
+        self._on_progress: dict[int, Callable[[Frame], None]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.models: list[ServedModel] = []
         self.died = asyncio.Event()
@@ -67,7 +68,9 @@ class EngineLink:
         link._reading = asyncio.create_task(link._read())
         return link
 
-    def call(self, fields: Mapping[str, Any], body: bytes = b"") -> tuple[int, asyncio.Future[Frame]]:
+    def call(
+        self, fields: Mapping[str, Any], body: bytes = b"", on_progress: Callable[[Frame], None] | None = None
+    ) -> tuple[int, asyncio.Future[Frame]]:
         """Submit an operation. Returns its number, for `cancel`, and the future of its reply, which never raises."""
         number = next(self._numbers)
         reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
@@ -75,6 +78,8 @@ class EngineLink:
             reply.set_result(_dead())
             return number, reply
         self._calls[number] = reply
+        if on_progress is not None:
+            self._on_progress[number] = on_progress
         self._write(Frame({"id": number, **fields}, body))
         return number, reply
 
@@ -89,7 +94,13 @@ class EngineLink:
 
     async def _read(self) -> None:
         while (frame := await frames.receive_async(self._reader)) is not None:
-            reply = self._calls.pop(frame.fields["id"], None)
+            number = frame.fields["id"]
+            if "progress" in frame.fields:
+                if number in self._on_progress:
+                    self._on_progress[number](frame)
+                continue
+            self._on_progress.pop(number, None)
+            reply = self._calls.pop(number, None)
             if reply is not None and not reply.done():
                 reply.set_result(frame)
         self.died.set()

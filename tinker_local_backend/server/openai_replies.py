@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,12 @@ from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, OpenAIBody
 
 
-def _head(kind: str, body: OpenAIBody, prefix: str) -> dict[str, Any]:
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": body.model}
+def head(body: ChatBody | CompletionBody) -> dict[str, Any]:
+    """What every reply, and every chunk of a stream, begins with."""
+    is_chat = isinstance(body, ChatBody)
+    kind = "text_completion" if not is_chat else "chat.completion.chunk" if body.stream else "chat.completion"
+    name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": body.model}
 
 
 def _usage(prompts: Sequence[Sequence[int]], responses: Sequence[SampleResponse]) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def chat(
         if body.return_token_ids:
             choice["token_ids"] = sequence.tokens
         choices.append(choice)
-    reply_body = _head("chat.completion", body, "chatcmpl")
+    reply_body = head(body)
     reply_body |= {"choices": choices, "usage": _usage([prompt], [response])}
     if body.return_token_ids:
         reply_body["prompt_token_ids"] = list(prompt)
@@ -119,7 +123,7 @@ def completion(
             if body.return_token_ids:
                 choice |= {"token_ids": sequence.tokens, "prompt_token_ids": list(prompt)}
             choices.append(choice)
-    reply = _head("text_completion", body, "cmpl")
+    reply = head(body)
     return {**reply, "choices": choices, "usage": _usage(prompts, responses)}
 
 
@@ -127,17 +131,37 @@ def _completion_logprobs(
     body: CompletionBody, text: ChatText, prompt: Sequence[int], response: SampleResponse, sequence: SampledSequence
 ) -> dict[str, Any]:
     """The older form: parallel lists, which with `echo` begin with the prompt."""
+    if not body.echo:
+        return sampled_logprobs(body, text, sequence)
     tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
     tops: list[dict[str, float] | None] = _tops(text, sequence.topk_logprobs_np)
     values: list[float | None] = [*logprobs]
-    if body.echo:
-        scores = response.prompt_logprobs_np
-        assert scores is not None
-        tokens = [*prompt, *tokens]
-        values = [None if np.isnan(score) else float(score) for score in scores] + values
-        tops = [None, *_tops(text, response.topk_prompt_logprobs_np)[1:], *tops]
+    scores = response.prompt_logprobs_np
+    assert scores is not None
+    tokens = [*prompt, *tokens]
+    values = [None if np.isnan(score) else float(score) for score in scores] + values
+    tops = [None, *_tops(text, response.topk_prompt_logprobs_np)[1:], *tops]
+    return _parallel(body, text, tokens, values, tops)
+
+
+def sampled_logprobs(
+    body: CompletionBody, text: ChatText, sequence: SampledSequence, offset: int = 0
+) -> dict[str, Any]:
+    """Of sampled tokens alone; `offset` is where their text begins."""
+    tops = _tops(text, sequence.topk_logprobs_np)
+    return _parallel(body, text, sequence.tokens, [*(sequence.logprobs or [])], tops, offset)
+
+
+def _parallel(
+    body: CompletionBody,
+    text: ChatText,
+    tokens: Sequence[int],
+    values: Sequence[float | None],
+    tops: Sequence[dict[str, float] | None],
+    offset: int = 0,
+) -> dict[str, Any]:
     pieces = [text.piece(token) for token in tokens]
-    offsets = [0]
+    offsets = [offset]
     for piece in pieces[:-1]:
         offsets.append(offsets[-1] + len(piece))
     return {
@@ -155,43 +179,3 @@ def _tops(text: ChatText, topk: Any) -> list[dict[str, float] | None]:
         {text.piece(int(token)): float(logprob) for token, logprob in zip(tokens, logprobs, strict=True)}
         for tokens, logprobs in zip(topk.token_ids, topk.logprobs, strict=True)
     ]
-
-
-def chat_pieces(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed chat completion: per choice its role, its words, its calls, its end."""
-    head = {**{key: reply[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
-    for choice in reply["choices"]:
-        message = choice["message"]
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        deltas += [{"content": words} for words in _words(message["content"] or "")]
-        calls = message.get("tool_calls", [])
-        deltas += [{"tool_calls": [{"index": place, **call}]} for place, call in enumerate(calls)]
-        for position, delta in enumerate(deltas):
-            piece = {"index": choice["index"], "delta": delta, "finish_reason": None}
-            if position == 1 or (position == 0 and len(deltas) == 1):
-                piece["logprobs"] = choice["logprobs"]
-            yield {**head, "choices": [piece]}
-        yield {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}]}
-
-
-def completion_pieces(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    head = {key: reply[key] for key in ("id", "created", "model", "object")}
-    for choice in reply["choices"]:
-        parts = _words(choice["text"]) or [""]
-        for position, words in enumerate(parts):
-            last = position == len(parts) - 1
-            piece = {
-                "index": choice["index"],
-                "text": words,
-                "logprobs": choice["logprobs"] if position == 0 else None,
-                "finish_reason": choice["finish_reason"] if last else None,
-            }
-            yield {**head, "choices": [piece]}
-
-
-def _words(text: str) -> list[str]:
-    """A text in pieces that add up to it."""
-    pieces: list[str] = []
-    for part in text.split(" "):
-        pieces.append(part if not pieces else f" {part}")
-    return [piece for piece in pieces if piece]

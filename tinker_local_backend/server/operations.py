@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tinker_local_backend.futures import EngineFuture, completed, settle
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.server import codec
 from tinker_local_backend.server.frames import Frame
+from tinker_local_backend.server.progress import Progress
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.storage.registry import Registry, Run, Session
@@ -30,10 +32,14 @@ class Operations:
     """The adapters and samplers of all sessions over one engine.
 
     Called on a thread without an event loop: the engine then runs what is submitted as it comes, in no lockstep with anybody.
+
+    Args:
+        tell: takes the number of an operation and a frame about what there is of its result; it returns at once.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, tell: Callable[[int, Frame], None]):
         self._engine = engine
+        self._tell = tell
         self._models: dict[str, TrainingClient] = {}
         self._samplers: dict[str, Future[SamplingClient]] = {}
 
@@ -155,6 +161,8 @@ class Operations:
         if opened is None:
             raise RequestError(f"sampling session {fields['sampler_id']!r} is not loaded: its session has ended")
         arguments = codec.sample_arguments(fields["request"])
+        if fields["stream"]:
+            arguments["on_progress"] = Progress(partial(self._tell, fields["id"]))
         if opened.done():
             return opened.result().sample(**arguments), _sampled
         return _sample_when_open(opened, arguments), _sampled

@@ -1,7 +1,7 @@
 """OpenAI-compatible routes, and vLLM's route of tokens in and out: for judges, evaluations and whatever else speaks them.
 
 A model is a base model's name or a `tinker://` path. Logprobs are the engine's own: of softmax(logits / temperature), before
-top-k and top-p; at temperature 0, of temperature 1. A stream is sent when the sample is complete, in pieces.
+top-k and top-p; at temperature 0, of temperature 1. Streams are sent token by token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +23,10 @@ from tinker.types import SampleResponse
 from tinker_local_backend.server import openai_replies
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.chat_text import ChatText
+from tinker_local_backend.server.errors import error_body
+from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, GenerateBody, Message, OpenAIBody
+from tinker_local_backend.server.openai_stream import Choices, Piece, events
 from tinker_local_backend.server.routes_common import ServiceOf, TenantOf
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused, Request
@@ -65,19 +68,33 @@ def router() -> APIRouter:
         if body.top_logprobs and not body.logprobs:
             raise Refused(400, "top_logprobs needs logprobs=true")
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        (response,) = await asked.sample(http, [prompt], limit, topk=body.top_logprobs or 0)
-        reply = openai_replies.chat(body, asked.text, asked.eos_token_ids, prompt, response, bool(tools))
-        return _send(body, reply, openai_replies.chat_pieces)
+        topk = body.top_logprobs or 0
+
+        def whole(responses: list[SampleResponse]) -> dict[str, Any]:
+            return openai_replies.chat(body, asked.text, asked.eos_token_ids, prompt, responses[0], bool(tools))
+
+        if body.stream:
+            choices = Choices(body, asked.text, asked.eos_token_ids, bool(tools))
+            return await asked.stream([prompt], limit, topk, choices, whole)
+        return JSONResponse(whole(await asked.sample(http, [prompt], limit, topk=topk)))
 
     @routes.post("/v1/completions")
     async def completions(body: CompletionBody, http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Response:
         body.check()
         asked = await _Asked.of(service, tenant, body, texts)
         prompts = await asyncio.to_thread(_prompts, asked.text, body)
+        topk = body.logprobs or 0
+
+        def whole(responses: list[SampleResponse]) -> dict[str, Any]:
+            return openai_replies.completion(body, asked.text, asked.eos_token_ids, prompts, responses)
+
+        if body.stream:
+            if body.echo:
+                raise Refused(400, "echo cannot be streamed; leave out one of echo and stream")
+            choices = Choices(body, asked.text, asked.eos_token_ids, with_tools=False)
+            return await asked.stream(prompts, body.max_tokens, topk, choices, whole)
         scored = body.echo and body.logprobs is not None
-        responses = await asked.sample(http, prompts, body.max_tokens, body.logprobs or 0, scored, body.logprobs or 0)
-        reply = openai_replies.completion(body, asked.text, asked.eos_token_ids, prompts, responses)
-        return _send(body, reply, openai_replies.completion_pieces)
+        return JSONResponse(whole(await asked.sample(http, prompts, body.max_tokens, topk, scored, topk)))
 
     @routes.post("/inference/v1/generate")
     async def generate(body: GenerateBody, http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Any:
@@ -169,26 +186,111 @@ class _Asked:
         requests: list[Request] = []
         try:
             for prompt in prompts:
-                room = self._context_length - len(prompt)
-                fields = {
-                    "num_samples": self._body.n,
-                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
-                    "sampling_params": self._body.sampling_params(
-                        room if max_tokens is None else max_tokens, self.eos_token_ids
-                    ),
-                    "prompt_logprobs": scored,
-                    "topk_prompt_logprobs": topk_prompt if scored else 0,
-                    "topk_sample_logprobs": topk,
-                    "prompt_alt_tokens_k": 0,
-                }
-                requests.append(self._service.sample(self._tenant, self._sampler_id, None, fields, b""))
+                requests.append(self._submit(prompt, max_tokens, topk, scored, topk_prompt))
             await self._wait(http, requests)
         except BaseException:
-            for request in requests:
-                self._service.cancel(request)
-                request.fetched = time.monotonic()  # nobody will ask for it: housekeeping forgets it once it has ended
+            self._stop(requests)
             raise
         return [self._response(request) for request in requests]
+
+    async def stream(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int | None,
+        topk: int,
+        choices: Choices,
+        whole: Callable[[list[SampleResponse]], dict[str, Any]],
+    ) -> Response:
+        """Events as tokens come. What the engine refuses before the first token is Refused, as without a stream."""
+        requests: list[Request] = []
+        waiting: list[asyncio.Task[None]] = []
+        arrived: asyncio.Queue[tuple[int, Frame | None]] = asyncio.Queue()
+
+        async def tell_end(request: Request, at: int) -> None:
+            await request.done.wait()  # which is after the last of its progress
+            arrived.put_nowait((at, None))
+
+        try:
+            for place, prompt in enumerate(prompts):
+                first_choice = place * self._body.n
+                request = self._submit(
+                    prompt, max_tokens, topk, on_progress=lambda frame, at=first_choice: arrived.put_nowait((at, frame))
+                )
+                requests.append(request)
+                waiting.append(asyncio.create_task(tell_end(request, first_choice)))
+            first = await arrived.get()
+            if first[1] is None:
+                self._check(requests[first[0] // self._body.n])
+        except BaseException:
+            self._stop(requests)
+            raise
+        pieces = self._pieces(requests, waiting, arrived, first, choices, whole)
+        return StreamingResponse(events(pieces), media_type="text/event-stream")
+
+    async def _pieces(
+        self,
+        requests: list[Request],
+        waiting: list[asyncio.Task[None]],
+        arrived: asyncio.Queue[tuple[int, Frame | None]],
+        first: tuple[int, Frame | None],
+        choices: Choices,
+        whole: Callable[[list[SampleResponse]], dict[str, Any]],
+    ) -> AsyncGenerator[Piece]:
+        """Chunks until every request has ended; a client that goes away stops them."""
+        try:
+            for piece in choices.begin(len(requests) * self._body.n):
+                yield piece
+            running, (at, frame) = len(requests), first
+            while True:
+                if frame is None:
+                    running -= 1
+                for news in frame.fields["progress"] if frame is not None else ():
+                    yield choices.grow(at + news["index"], news)
+                if not running:
+                    break
+                at, frame = await arrived.get()
+            try:
+                reply = whole([self._response(request) for request in requests])
+            except Refused as refusal:  # it is too late for another status
+                yield error_body("/v1/", refusal.status, refusal.detail)
+                return
+            for choice in reply["choices"]:
+                for piece in choices.end(choice["index"], choice):
+                    yield piece
+            if (self._body.stream_options or {}).get("include_usage"):
+                yield choices.usage(reply["usage"])
+        finally:
+            for task in waiting:
+                task.cancel()
+            self._stop([request for request in requests if request.reply is None])
+
+    def _submit(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        topk: int,
+        scored: bool = False,
+        topk_prompt: int = 0,
+        on_progress: Callable[[Frame], None] | None = None,
+    ) -> Request:
+        room = self._context_length - len(prompt)
+        fields = {
+            "num_samples": self._body.n,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+            "sampling_params": self._body.sampling_params(
+                room if max_tokens is None else max_tokens, self.eos_token_ids
+            ),
+            "prompt_logprobs": scored,
+            "topk_prompt_logprobs": topk_prompt if scored else 0,
+            "topk_sample_logprobs": topk,
+            "prompt_alt_tokens_k": 0,
+        }
+        return self._service.sample(self._tenant, self._sampler_id, None, fields, b"", on_progress)
+
+    def _stop(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._service.cancel(request)
+            request.fetched = time.monotonic()  # nobody will ask for it: housekeeping forgets it once it has ended
 
     async def _wait(self, http: HttpRequest, requests: list[Request]) -> None:
         async def gone() -> None:
@@ -206,27 +308,16 @@ class _Asked:
             ended.cancel()
 
     def _response(self, request: Request) -> SampleResponse:
+        self._check(request)
         reply = request.reply
+        assert reply is not None
         self._service.forget(request)
-        if reply is None or "error" in reply.fields:
-            fields = {"error": "the result is gone", "category": "server"} if reply is None else reply.fields
-            raise Refused(400 if fields["category"] == "user" else 500, fields["error"])
         return deserialize_sample_response(reply.body)
 
-
-def _send(body: OpenAIBody, reply: dict[str, Any], pieces: Any) -> Response:
-    """The whole reply, or its pieces as server-sent events."""
-    if not body.stream:
-        return JSONResponse(reply)
-    with_usage = bool((body.stream_options or {}).get("include_usage"))
-
-    async def events() -> AsyncIterator[str]:
-        for piece in pieces(reply):
-            yield f"data: {json.dumps(piece)}\n\n"
-        if with_usage:
-            last = {key: reply[key] for key in ("id", "created", "model")}
-            last |= {"object": next(pieces(reply))["object"], "choices": [], "usage": reply["usage"]}
-            yield f"data: {json.dumps(last)}\n\n"
-        yield "data: [DONE]\n\n"
-
-    return StreamingResponse(events(), media_type="text/event-stream")
+    def _check(self, request: Request) -> None:
+        """Raise Refused for a request that has failed."""
+        reply = request.reply
+        if reply is None or "error" in reply.fields:
+            self._service.forget(request)
+            fields = {"error": "the result is gone", "category": "server"} if reply is None else reply.fields
+            raise Refused(400 if fields["category"] == "user" else 500, fields["error"])

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
@@ -266,9 +266,18 @@ class Service:
         return sampler
 
     def sample(
-        self, tenant: Tenant, sampler_id: str, seq_id: int | None, fields: dict[str, Any], digest: bytes
+        self,
+        tenant: Tenant,
+        sampler_id: str,
+        seq_id: int | None,
+        fields: dict[str, Any],
+        digest: bytes,
+        on_progress: Callable[[Frame], None] | None = None,
     ) -> Request:
-        """A sampling request. Raises Refused (429) while too many of the tenant's are waiting."""
+        """A sampling request. Raises Refused (429) while too many of the tenant's are waiting.
+
+        `on_progress` is told what is new of the samples while they are drawn (progress.py).
+        """
         sampler = self.sampler(tenant, sampler_id)
         known = sampler.known.find(seq_id, digest) if seq_id is not None else None
         if known is not None:
@@ -296,7 +305,8 @@ class Service:
             self._sampling[tenant.name] -= 1
             return reply
 
-        self._dispatch(request, {"op": "sample", "sampler_id": sampler_id, "request": fields}, b"", ended)
+        operation = {"op": "sample", "sampler_id": sampler_id, "request": fields, "stream": on_progress is not None}
+        self._dispatch(request, operation, b"", ended, on_progress)
         return request
 
     # Requests
@@ -316,9 +326,16 @@ class Service:
         session.requests[request.request_id] = self._requests[request.request_id] = request
         return request
 
-    def _dispatch(self, request: Request, fields: Mapping[str, Any], body: bytes, ended: Any) -> None:
+    def _dispatch(
+        self,
+        request: Request,
+        fields: Mapping[str, Any],
+        body: bytes,
+        ended: Any,
+        on_progress: Callable[[Frame], None] | None = None,
+    ) -> None:
         """Give a request to the engine; `ended` sees its reply first."""
-        number, reply = self.link.call(fields, body)
+        number, reply = self.link.call(fields, body, on_progress)
         request.number = number
 
         async def settle() -> None:
