@@ -79,7 +79,7 @@ def first_column(page: str) -> set[str]:
 
 def test_every_renderer_and_preset_is_explained() -> None:
     assert set(_BUILT_IN) == first_column("renderers.md")
-    assert PRESETS.keys() <= first_column("reinforcement_learning.md")
+    assert PRESETS.keys() <= first_column("algorithms.md")
 
 
 def test_every_environment_variable_is_explained() -> None:

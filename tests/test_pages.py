@@ -13,8 +13,8 @@ from tinker_cookbook.sweeps.points import gather_keys
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = (
-    "rendering", "completers", "supervised", "environments", "preferences", "distillation", "evaluation", "hyperparameters",
-    "weights", "sweeps", "own_parts",
+    "rendering", "completers", "supervised", "reinforcement_learning", "environments", "preferences", "distillation",
+    "evaluation", "hyperparameters", "weights", "sweeps", "own_parts",
 )  # fmt: skip
 QUICK = {"rendering", "hyperparameters", "engine"}
 """Pages that take seconds: they are read with the other tests, all others with `make test-slow`."""

@@ -88,6 +88,7 @@ _FAMILIES = (
     _family(rf"Qwen/Qwen(?P<v>3)-{_S}-Base", _BASE),
     _family(rf"Qwen/Qwen(?P<v>3)-{_S}(-FP8)?", _QWEN3_HYBRID),
     _family(rf"Qwen/Qwen(?P<v>3)-VL-{_S}-Instruct(-FP8)?", ("qwen3_vl_instruct",), vl=True),
+    _family(rf"Qwen/Qwen(?P<v>3)-VL-{_S}-Thinking(-FP8)?", ("qwen3_vl",), vl=True),
     _family(rf"Qwen/Qwen(?P<v>3\.5)-{_S}-Base", _BASE, vl=True),
     _family(rf"Qwen/Qwen(?P<v>3\.[56])-{_S}(-FP8)?", _QWEN3_5, vl=True),
     _family(rf"Qwen/Qwen(?P<v>3\.8)-{_S}(-FP8)?", _QWEN3_8, vl=True),

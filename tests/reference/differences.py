@@ -69,7 +69,11 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (_CHATML, ("reply: <think>\nhm<*",), "an open think block is reasoning; there text with a tag in it"),
     (_CHATML, ("reply: *<tool_call>*",), "line breaks around calls are format, and an open call is not text as well"),
     (("qwen3", "qwen3_disable_thinking"), ("example: no user",), "an answer has its block also where nobody asked"),
-    (("qwen3", "qwen3_disable_thinking"), ("*: thinking in a string",), "reasoning in earlier strings goes too"),
+    (
+        ("qwen3", "qwen3_vl", "qwen3_disable_thinking"),
+        ("*: thinking in a string",),
+        "reasoning in earlier strings goes too",
+    ),
     (("qwen3*",), ("*: two calls",), "results in a row share one turn, as in the template"),
     (("qwen3", "qwen3_instruct"), ("example: thinking and call",), "no line break before a call that follows no text"),
     (
@@ -84,8 +88,13 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     ),
     (("qwen3_vl_instruct",), ("extends",), "nothing of the history is rewritten, so prompts extend each other"),
     (
-        ("qwen3_vl_instruct",),
-        ("*: call", "*: result", "*: no arguments", "*: random tools *"),
+        ("qwen3_vl",),
+        ("example: *", "last_assistant_turn: *", "all_assistant_messages: *", "all_tokens: *"),
+        "answers are written as by qwen3, with the block on lines of its own and an empty one without reasoning",
+    ),
+    (
+        ("qwen3_vl*",),
+        ("*: call", "*: result", "*: no arguments", "*: random tools *", "prompt: random reasoned *"),
         "no line break before a call that follows no text",
     ),
     # Tool calls in tags ---------------------------------------------------------------------------------------------

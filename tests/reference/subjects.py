@@ -51,7 +51,7 @@ FAMILIES = {
         thinks=True,
         eos="<|im_end|>",
     ),
-    "qwen3_vl": Family(("qwen3_vl_instruct",), CHATML, "<|im_end|>", "json", thinks=True, eos="<|im_end|>"),
+    "qwen3_vl": Family(("qwen3_vl_instruct", "qwen3_vl"), CHATML, "<|im_end|>", "json", thinks=True, eos="<|im_end|>"),
     "qwen3_5": Family(
         ("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking"),
         *(CHATML, "<|im_end|>", "xml"),

@@ -100,6 +100,7 @@ ENTRIES = {
     "mistral_v3": _of_table("mistral_v3", extends=False),
     "gemma": _of_table("gemma", extends=True),
     "qwen3_vl_instruct": _QWEN,
+    "qwen3_vl": _QWEN._replace(extends=False),
     **dict.fromkeys(("qwen3_5", "qwen3_5_preserve_thinking"), _TAGGED),
     **{f"qwen3_8_{effort}_reasoning": _TAGGED for effort in ("xhigh", "medium", "low")},
     **{f"nemotron3_{kind}thinking": _TAGGED for kind in ("preserve_", "low_", "ultra_preserve_", "ultra_medium_")},

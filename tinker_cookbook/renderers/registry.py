@@ -39,6 +39,7 @@ _BUILT_IN: dict[str, Callable[[Tokenizer], Renderer]] = {
     "qwen3": Qwen3Renderer,
     "qwen3_disable_thinking": Qwen3DisableThinkingRenderer,
     "qwen3_instruct": Qwen3InstructRenderer,
+    "qwen3_vl": Qwen3Renderer,
     "qwen3_vl_instruct": Qwen3InstructRenderer,
     "qwen3_5": Qwen35Renderer,
     "qwen3_5_disable_thinking": Qwen35DisableThinkingRenderer,

@@ -1,0 +1,132 @@
+"""What stands behind `env=`: names, classes, builders, functions; and errors that show what is wanted."""
+
+import asyncio
+from typing import Any
+
+import chz
+import pytest
+
+from examples.custom_env import GuessDatasetBuilder, GuessEnv, GuessGroup
+from recipes import env_rl
+from recipes.guess_number import GuessNumberDatasetBuilder
+from recipes.tool_use import ToolUseDatasetBuilder
+from tests.debate.arena import TINY
+from tinker_cookbook import config_tree
+from tinker_cookbook.environments import get_env, known_envs, register_env, single_turn_env, unregister_env
+from tinker_cookbook.environments.multi_turn import MultiTurnDatasetBuilder
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.message_env import MessageEnv
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.tasks.qa import QATask
+
+SUMS = single_turn_env([{"question": "What is 1 + 1?", "answer": 2}], "exact_match")
+
+
+class Game:
+    opening = "Begin."
+
+    def __init__(self, size: int = 3, label: str | None = None):
+        self.size = size
+
+    def step(self, message):
+        return 1.0
+
+
+@chz.chz(typecheck=True)
+class OwnBuilder(RLDatasetBuilder):
+    group_size: int
+    seed: int = 7
+    words: int
+    share: float = chz.field(default=0.5, validator=chz.validators.gt(0))
+
+
+def choose(kind: str = "class") -> Any:
+    return {"class": Game, "environment": SUMS, "builder": GuessDatasetBuilder, "nothing": None, "function": choose}[
+        kind
+    ]
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known_envs()[:3] == ["guess_number", "twenty_questions", "tool_use"]
+    register_env("my_game", Game)
+    try:
+        assert isinstance(get_env("my_game", {"size": 4}).dataset_builder(TINY), MultiTurnDatasetBuilder)
+        with pytest.raises(ConfigurationError, match="the name 'my_game' is taken"):
+            register_env("my_game", Game)
+    finally:
+        unregister_env("my_game")
+    with pytest.raises(ConfigurationError, match="env='my_game' is unknown; use guess_number"):
+        get_env("my_game")
+
+
+@pytest.mark.parametrize("kind", ["class", "environment", "builder"])
+def test_a_function_gives_any_of_the_others(kind: str) -> None:
+    builder = get_env(choose, {"kind": kind}).dataset_builder(TINY, group_size=3, groups_per_batch=1)
+    expected = {"class": MultiTurnDatasetBuilder, "builder": GuessDatasetBuilder}
+    assert isinstance(builder, expected.get(kind, RLDatasetBuilder))
+    assert builder.group_size == 3  # type: ignore[attr-defined]
+
+
+def test_a_builder_of_ones_own_is_filled_by_the_names_of_its_fields() -> None:
+    builder: Any = get_env(OwnBuilder, {"words": 2}).dataset_builder(TINY, group_size=5, seed=1)
+    assert (builder.group_size, builder.seed, builder.words, builder.share) == (5, 1, 2, 0.5)
+    made: Any = get_env("examples.custom_env:GuessDatasetBuilder", {"groups": 2}).dataset_builder(TINY, group_size=3)
+    training, test = asyncio.run(made())
+    assert len(training.get_batch(0)) == 2 and training.get_batch(0)[0].size == 3 and test is None
+
+
+@pytest.mark.parametrize(
+    ("env", "env_args", "message"),
+    [
+        (OwnBuilder, {}, "env_args: OwnBuilder needs env_args.words"),
+        (OwnBuilder, {"words": 2, "seed": 3}, "env_args.seed: is a key of its own: give it without env_args"),
+        (OwnBuilder, {"words": 2, "x": 3}, "env_args.x: is unknown; OwnBuilder takes env_args.words, env_args.share"),
+        (OwnBuilder, {"words": "two"}, "env_args.words='two': is str, but OwnBuilder takes words: int"),
+        (OwnBuilder, {"words": 2, "share": -1}, "Expected share to be greater than 0"),
+        (Game, {"size": 2.5}, "env_args.size=2.5: is float, but Game takes size: int"),
+        (Game, {"label": 2}, r"but Game takes label: str \| None"),
+        (Game, {"rng": 2}, "unexpected keyword argument 'rng'; it takes env_args.size, env_args.label"),
+        (SUMS, {"a": 1}, "takes no env_args"),
+        (choose, {"kinds": 1}, "unexpected keyword argument 'kinds'; it takes env_args.kind"),
+        (choose, {"kind": "nothing"}, "is no class or function but NoneType"),
+        (choose, {"kind": "function"}, "gave a function"),
+        (GuessDatasetBuilder(), {}, "is an object of GuessDatasetBuilder; give the class"),
+        (GuessEnv, {}, "is a class over token ids or groups"),
+        (GuessGroup, {}, "is a class over token ids or groups"),
+        (QATask, {}, "is a class without a method step: QATask"),
+        (
+            type("Two", (), {"step": lambda self, a, b: 1}),
+            {},
+            r"Two.step takes \(self, a, b\), and will be called with",
+        ),
+        (type("Half", (MessageEnv,), {}), {}, "Half lacks initial_observation, step"),
+        (3, {}, "is no class or function but int"),
+    ],
+)
+def test_a_wrong_one_is_named(env: Any, env_args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        get_env(env, env_args).dataset_builder(TINY)
+
+
+def test_shipped_ones_are_those_of_their_recipes() -> None:
+    builder = get_env("guess_number", {"highest": 6}).dataset_builder(TINY, group_size=3, num_batches=4, num_test=5)
+    assert isinstance(builder, GuessNumberDatasetBuilder)
+    assert (builder.highest, builder.max_turns, builder.group_size, builder.num_batches, builder.num_test) == (
+        6,
+        3,
+        3,
+        4,
+        5,
+    )
+    tools = get_env("tool_use", {"largest": 5}).dataset_builder(TINY, max_prompt_tokens=300)
+    assert isinstance(tools, ToolUseDatasetBuilder) and (tools.largest, tools.max_prompt_tokens) == (5, 300)
+
+
+def test_the_recipe_reads_them_from_the_command_line() -> None:
+    keys = ["env=tests.environments.test_registry:Game", "env_args.size=4", "env_args.label=None", "group_size=3"]
+    cli = config_tree.parse(env_rl.CLIConfig, keys)
+    assert cli.env_args == {"size": 4, "label": None}
+    builder = env_rl.make_dataset_builder(chz.replace(cli, model_name=TINY, renderer_name="role_colon", max_tokens=9))
+    assert isinstance(builder, MultiTurnDatasetBuilder) and builder.env_args == {"size": 4, "label": None}
+    assert (builder.group_size, builder.renderer_name, builder.num_batches) == (3, "role_colon", cli.max_steps)
+    assert builder.max_prompt_tokens == 1024 - 9
