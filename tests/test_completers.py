@@ -113,6 +113,15 @@ class TestTokenCompleter:
         completion = asyncio.run(TinkerTokenCompleter(client, 4)(tinker.ModelInput.from_ints([1]), [7]))
         assert completion == TokensWithLogprobs([5], [-0.5], "stop")
 
+    def test_a_client_is_asked_by_the_names_of_the_sdk(self) -> None:
+        class OwnOrder:
+            async def sample_async(self, sampling_params, prompt, *, num_samples):
+                assert (sampling_params.max_tokens, prompt.to_ints(), num_samples) == (4, [1], 1)
+                return tinker.SampleResponse(sequences=[Sampler([5], [-0.5]).sequence])
+
+        policy = TinkerTokenCompleter(OwnOrder(), 4)  # pyright: ignore[reportArgumentType]
+        assert asyncio.run(policy(tinker.ModelInput.from_ints([1]), [7])).tokens == [5]
+
     def test_a_client_that_cannot_sample_is_named(self) -> None:
         client: Any = object()
         with pytest.raises(ConfigurationError, match="sampling_client object has neither sample nor sample_async"):

@@ -126,7 +126,7 @@ async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tin
     call = getattr(client, "sample", None) or getattr(client, "sample_async", None)
     if call is None:
         raise ConfigurationError(f"sampling_client {type(client).__name__} has neither sample nor sample_async")
-    found: Any = call(prompt, 1, params)
+    found: Any = call(prompt=prompt, num_samples=1, sampling_params=params)
     while not hasattr(found, "sequences"):
         if isinstance(found, concurrent.futures.Future):
             found = asyncio.wrap_future(cast("concurrent.futures.Future[Any]", found))
