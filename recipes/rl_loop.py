@@ -18,8 +18,10 @@ import chz
 from tinker_cookbook import backends, environment, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.renderers import Renderer, get_renderer, get_text_content
 from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -79,7 +81,7 @@ async def train(cli: CLIConfig, renderer: Renderer, ml_logger: Logger) -> None:
     service = backends.create_service_client(cli.backend)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     adam = tinker.AdamParams(learning_rate=cli.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
-    rng = random.Random(cli.seed)
+    rng, progress = random.Random(cli.seed), Progress({})
 
     for step in range(cli.max_steps):
         # The policy that replies is a frozen snapshot; all questions are asked at once.
@@ -95,12 +97,13 @@ async def train(cli: CLIConfig, renderer: Renderer, ml_logger: Logger) -> None:
             )
             asked.append((prompt.to_ints(), a + b, sampler.sample(prompt, cli.group_size, params)))
 
-        data_D, rewards_P = [], []
+        data_D, rewards_P, sampled_tokens = [], [], 0
         for prompt, answer, pending in asked:
             replies_G = (await pending).sequences
             texts_G = [get_text_content(renderer.parse_response(reply.tokens)[0]) for reply in replies_G]
             rewards_G = np.array([float(parse_solution(text) == str(answer)) for text in texts_G])
             rewards_P.append(rewards_G.mean())
+            sampled_tokens += sum(len(reply.tokens) for reply in replies_G)
             for reply, advantage in zip(replies_G, rewards_G - rewards_G.mean(), strict=True):
                 if advantage != 0:
                     data_D.append(make_datum(prompt, reply, float(advantage)))
@@ -110,8 +113,13 @@ async def train(cli: CLIConfig, renderer: Renderer, ml_logger: Logger) -> None:
             updated = client.optim_step(adam)
             await passed
             await updated
-        ml_logger.log_metrics({"reward": float(np.mean(rewards_P)), "num_datums": len(data_D)}, step=step)
+        counted = progress.row(sampled_tokens, count_trained_tokens(data_D))
+        ml_logger.log_metrics({"reward": float(np.mean(rewards_P)), "num_datums": len(data_D), **counted}, step=step)
 
+    if progress.trained_tokens == 0:
+        raise TrainingError(
+            f"nothing was trained: in each of the {cli.max_steps} steps all replies to a question got one reward"
+        )
     saved = await client.save_state("final")
     print(f"Weights: {saved.path}\nFiles: {cli.log_path}")
 

@@ -18,6 +18,7 @@ from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.conversations import read_conversations, shared_system_prompt
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
@@ -68,7 +69,7 @@ async def main(cli: CLIConfig) -> None:
 async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: Logger) -> None:
     service = backends.create_service_client(cli.backend)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
-    total_steps = cli.num_epochs * len(dataset)
+    total_steps, progress = cli.num_epochs * len(dataset), Progress({})
     for step in range(total_steps):
         epoch, batch = divmod(step, len(dataset))
         if batch == 0:
@@ -81,7 +82,8 @@ async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: L
         logprobs = [output["logprobs"] for output in (await passed).loss_fn_outputs]
         await updated
         nll = compute_mean_nll(logprobs, [datum.loss_fn_inputs["weights"] for datum in data])
-        ml_logger.log_metrics({"epoch": epoch, "learning_rate": learning_rate, "train_mean_nll": nll}, step=step)
+        row = {"epoch": epoch, "learning_rate": learning_rate, "train_mean_nll": nll}
+        ml_logger.log_metrics(row | progress.row(trained_tokens=count_trained_tokens(data)), step=step)
     saved = await client.save_state("final")
     print(f"Weights: {saved.path}\nFiles: {cli.log_path}")
 

@@ -126,7 +126,7 @@ async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tin
     call = getattr(client, "sample", None) or getattr(client, "sample_async", None)
     if call is None:
         raise ConfigurationError(f"sampling_client {type(client).__name__} has neither sample nor sample_async")
-    found: Any = call(prompt, 1, params)
+    found: Any = call(prompt=prompt, num_samples=1, sampling_params=params)
     while not hasattr(found, "sequences"):
         if isinstance(found, concurrent.futures.Future):
             found = asyncio.wrap_future(cast("concurrent.futures.Future[Any]", found))
@@ -135,7 +135,12 @@ async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tin
 
 
 class TinkerMessageCompleter(MessageCompleter):
-    """A MessageCompleter over a sampling client and a renderer. The reply keeps tool calls as the renderer parsed them."""
+    """A MessageCompleter over a sampling client and a renderer. The reply keeps tool calls as the renderer parsed them.
+
+    Args:
+        stop_condition: None: the renderer's stop sequences.
+        seed: as of TinkerTokenCompleter.
+    """
 
     def __init__(
         self,
@@ -144,8 +149,9 @@ class TinkerMessageCompleter(MessageCompleter):
         max_tokens: int,
         stop_condition: StopCondition | None = None,
         temperature: float = 1.0,
+        seed: int | None = None,
     ):
-        self._tokens = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
+        self._tokens = TinkerTokenCompleter(sampling_client, max_tokens, temperature, seed=seed)
         self._renderer = renderer
         self._stop = stop_condition if stop_condition is not None else renderer.get_stop_sequences()
 

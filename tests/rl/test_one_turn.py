@@ -88,3 +88,54 @@ def test_a_prompt_that_is_too_long_is_not_asked_and_recorded() -> None:
     assert group.get_total_rewards() == [0.0] and len(group.records) == 1
     (turn,) = group.trajectories_G[0].transitions
     assert turn.ac.tokens == [] and turn.metrics == {"context_overflow": 1.0, "stop/context_overflow": 1}
+
+
+class CountingRenderer:
+    """Counts prompts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def build_generation_prompt(self, messages: list[Message]) -> Any:
+        self.count += 1
+        return RENDERER.build_generation_prompt(messages)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(RENDERER, name)
+
+
+class TestSharedPrompt:
+    def prompts(self, texts: list[str], renderer: Any) -> list[list[int]]:
+        remaining = iter(texts)
+
+        class SaysEnv(LengthEnv):
+            def __init__(self) -> None:
+                super().__init__()
+                self.renderer, self.messages = renderer, [Message(role="user", content=next(remaining))]
+
+            def get_messages(self) -> list[Message]:
+                return self.messages
+
+        async def main() -> list[list[int]]:
+            found = []
+            for env in await OneTurnGroupBuilder(SaysEnv, len(texts)).make_envs():
+                first = await env.initial_observation()
+                assert isinstance(first, tuple)
+                found.append(first[0].to_ints())
+                env.get_messages()[0]["content"] = "changed"
+            return found
+
+        return asyncio.run(main())
+
+    def test_a_group_renders_its_prompt_once(self) -> None:
+        renderer = CountingRenderer()
+        prompts = self.prompts(["Say x."] * 4, renderer)
+        assert renderer.count == 1
+        assert prompts == [RENDERER.build_generation_prompt([{"role": "user", "content": "Say x."}]).to_ints()] * 4
+
+    def test_members_that_show_something_else_have_their_own(self) -> None:
+        renderer = CountingRenderer()
+        texts = ["a", "b", "b", "changed", "a"]
+        prompts = self.prompts(texts, renderer)
+        own = [RENDERER.build_generation_prompt([{"role": "user", "content": text}]).to_ints() for text in texts]
+        assert prompts == own and renderer.count == 4

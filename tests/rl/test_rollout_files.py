@@ -97,6 +97,13 @@ def test_groups_that_were_given_up_and_media_are_told(tmp_path: Path) -> None:
     assert row["verdict"] == "A" and row["info"] == {"verdict": "A", "x": "é"} and row["tags"] == ["qa"]
 
 
+def test_a_step_whose_every_group_was_given_up(tmp_path: Path) -> None:
+    failed = FailedGroup([RolloutError("OSError", "lost")], ["qa"])
+    write_rollouts(tmp_path / FILE_NAME, StepRollouts([failed, failed], [0, 0], run={"step": 0}))
+    about, turns = read_rollouts(tmp_path / FILE_NAME)
+    assert turns == [] and [group["group"] for group in about["failed_groups"]] == [0, 1]
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1 no", None])
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / FILE_NAME

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.config import StreamMinibatchConfig
+from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.rollout_limits import RolloutLimits, TerminationRewardPolicy
 from tinker_cookbook.rl.types import StepResult, Trajectory, Transition
+from tinker_cookbook.runs import session
+from tinker_cookbook.runs.progress import Progress
 
 
 @pytest.fixture
@@ -132,6 +135,21 @@ class TestSteps:
         assert row["optim/kl_sample_train_v1"] == row["optim/kl_sample_train_v2"] == 0.0
         assert row["optim/entropy"] > 0 and row["optim/grad_norm"] == 1.0
         assert {"time/total", "time/sampling", "time/train"} <= row.keys()
+
+    @pytest.mark.parametrize(
+        "pacing",
+        [
+            {},
+            {"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2)},
+            {"async_config": AsyncConfig(max_steps_off_policy=1)},
+        ],
+    )
+    def test_the_clock_of_a_run_begins_before_its_first_step(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pacing: dict[str, Any]
+    ) -> None:
+        monkeypatch.setattr(session, "Progress", partial(Progress, clock=lambda: float(len(service.sampled))))
+        run(make_config(tmp_path, NumberDatasetBuilder(batches=1), **pacing))
+        assert [row["progress/seconds"] for row in rows(tmp_path)] == [12.0]
 
     def test_groups_are_accounted_for(self, service: FakeServiceClient, tmp_path: Path) -> None:
         run(make_config(tmp_path, NumberDatasetBuilder(groups=5, constant_groups=2)))

@@ -1,4 +1,4 @@
-"""Sampling ahead on the shipped tiny model when things go wrong: each ends with its cause named, or goes on as configured."""
+"""Every pacing on the shipped tiny model when things go wrong: each ends with its cause named, or goes on as configured."""
 
 import asyncio
 from pathlib import Path
@@ -22,16 +22,21 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
 
 
-def run(log_path: Path, **keys: Any) -> None:
-    settings: dict[str, Any] = {"eval_every": 0, "max_tokens": 16, "lora_rank": 4, "max_steps": 3, **keys}
-    cli = rl_basic.CLIConfig(
-        groups_per_batch=2,
-        group_size=4,
-        async_config=train.AsyncConfig(max_steps_off_policy=1),
-        log_path=str(log_path),
-        num_test=1,
-        **settings,
-    )
+PACINGS: dict[str, dict[str, Any]] = {
+    "ahead": {"async_config": train.AsyncConfig(max_steps_off_policy=1)},
+    "ahead by time": {"async_config": train.AsyncConfig(max_steps_off_policy=1, deterministic=False)},
+    "stream by time": {"stream_minibatch_config": train.StreamMinibatchConfig(num_minibatches=2, deterministic=False)},
+}
+
+
+@pytest.fixture(params=list(PACINGS.values()), ids=list(PACINGS))
+def pacing(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+def run(log_path: Path, pacing: dict[str, Any], **keys: Any) -> None:
+    settings: dict[str, Any] = {"eval_every": 0, "max_tokens": 16, "lora_rank": 4, "max_steps": 3, **pacing, **keys}
+    cli = rl_basic.CLIConfig(groups_per_batch=2, group_size=4, log_path=str(log_path), num_test=1, **settings)
 
     async def bounded() -> None:
         async with asyncio.timeout(SECONDS):
@@ -64,18 +69,20 @@ class Hang(Trouble):
         await asyncio.Event().wait()
 
 
-def test_an_env_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_env_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pacing: dict[str, Any]) -> None:
     Trouble(monkeypatch)
     with pytest.raises(OSError, match="the sandbox is gone") as raised:
-        run(tmp_path, on_zero_advantages="skip")
+        run(tmp_path, pacing, on_zero_advantages="skip")
     assert "(ArithmeticEnv)" in "; ".join(raised.value.__notes__)
     assert "the sandbox is gone" in (tmp_path / "logs.log").read_text()
 
 
-def test_an_env_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pacing", [PACINGS["ahead by time"]], ids=["ahead by time"])
+def test_an_env_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pacing: dict[str, Any]) -> None:
     Hang(monkeypatch)
     run(
         tmp_path,
+        pacing,
         on_zero_advantages="skip",
         rollout_error_tolerance=RetryOnFailure(max_retries=0, per_rollout_timeout=5.0),
     )
@@ -85,10 +92,14 @@ def test_an_env_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(row["groups/sampled"] == 2 for row in written) and len(written) == 3
 
 
-def test_an_env_that_hangs_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pacing", [PACINGS["stream by time"]], ids=["stream by time"])
+def test_an_env_that_hangs_once_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pacing: dict[str, Any]
+) -> None:
     Hang(monkeypatch)
     run(
         tmp_path,
+        pacing,
         on_zero_advantages="skip",
         rollout_error_tolerance=RetryOnFailure(max_retries=1, per_rollout_timeout=5.0),
     )
@@ -97,20 +108,20 @@ def test_an_env_that_hangs_once_is_tried_again(tmp_path: Path, monkeypatch: pyte
     assert written[-1]["rollout_errors/total"] == 1
 
 
-def test_all_rewards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_rewards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pacing: dict[str, Any]) -> None:
     monkeypatch.setattr(rl_basic.ArithmeticEnv, "check_answer", lambda self, reply: True)
     monkeypatch.setattr(rl_basic.ArithmeticEnv, "check_format", lambda self, reply: True)
     keys: dict[str, Any] = {"max_tokens": 64}
     with pytest.raises(ZeroAdvantageError, match="every advantage of this batch is zero"):
-        run(tmp_path / "stop", **keys)
+        run(tmp_path / "stop", pacing, **keys)
     assert len(rows(tmp_path / "stop")) == 3
     with trains_nothing():
-        run(tmp_path / "skip", on_zero_advantages="skip", **keys)
+        run(tmp_path / "skip", pacing, on_zero_advantages="skip", **keys)
     assert [row["train/skipped_steps"] for row in rows(tmp_path / "skip")] == [1, 1, 1]
 
 
-def test_data_that_runs_out(tmp_path: Path) -> None:
+def test_data_that_runs_out(tmp_path: Path, pacing: dict[str, Any]) -> None:
     """More ahead than there is: the run ends with its data, and is complete."""
-    run(tmp_path, on_zero_advantages="skip", max_steps=2)
+    run(tmp_path, pacing, on_zero_advantages="skip", max_steps=2)
     assert [row["step"] for row in rows(tmp_path)] == [0, 1]
     assert rows(tmp_path, "checkpoints.jsonl")[-1]["final"]

@@ -3,19 +3,28 @@
 import asyncio
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import chz
 import pytest
 
+from tests.fakes import FakeServiceClient
+from tests.rl.loop import NumberEnv, NumberGroup, make_config, trains_nothing
 from tests.sweeps import toy
+from tinker_cookbook import backends
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.rollout_files import read_rollouts
+from tinker_cookbook.rl.rollout_strategy import MinViableGroup
+from tinker_cookbook.rl.types import Action, ActionExtra, StepResult
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.sweeps import Recipe, run_sweep
-from tinker_cookbook.utils.secrets import HIDDEN, redact
+from tinker_cookbook.utils import logtree
+from tinker_cookbook.utils.secrets import HIDDEN, redact, redactor
 
-PLANTED = ("tml-planted-key-0123456789", "hf_planted-token-9876543210", "planted-pass")
-KEY, TOKEN, PASSWORD = PLANTED
+PLANTED = ("tml-planted-key-0123456789", "hf_planted-token-9876543210", "planted-pass", "sk-of-a-field-of-the-config")
+KEY, TOKEN, PASSWORD, FIELD = PLANTED
 ADDRESS = f"https://me:{PASSWORD}@server:8000/v1"
 
 
@@ -24,6 +33,8 @@ class Config:
     base_url: str = ADDRESS
     note: str = f"made with {KEY}"
     address: str = f"https://server/?api_key={PASSWORD}&page=2"
+    judge_api_key: str = FIELD
+    api_key_variable: str = "TINKER_API_KEY"
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +42,17 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("TINKER_BASE_URL", ADDRESS)
-    monkeypatch.setattr(sys, "argv", ["recipe", f"base_url={ADDRESS}", f"name={TOKEN}"])
+    monkeypatch.setattr(sys, "argv", ["recipe", f"base_url={ADDRESS}", f"name={TOKEN}", f"env.judge_api_key={FIELD}"])
 
 
 def files_with_secrets(folder: Path) -> dict[str, list[str]]:
-    texts = {path: path.read_text() for path in folder.rglob("*") if path.is_file()}
+    texts = {path: _text_of(path) for path in folder.rglob("*") if path.is_file()}
     found = {str(path): [secret for secret in PLANTED if secret in text] for path, text in texts.items()}
     return {path: secrets for path, secrets in found.items() if secrets}
+
+
+def _text_of(path: Path) -> str:
+    return str(read_rollouts(path)) if path.suffix == ".parquet" else path.read_text()
 
 
 def test_of_a_run_that_fails(tmp_path: Path) -> None:
@@ -51,7 +66,43 @@ def test_of_a_run_that_fails(tmp_path: Path) -> None:
     assert f"401 from https://{HIDDEN}@server:8000/v1: the key {HIDDEN} is not known" in log
     metadata = (tmp_path / "run_metadata.json").read_text()
     assert '"TINKER_API_KEY": "<set>"' in metadata and f"https://{HIDDEN}@server" in metadata
-    assert "&page=2" in (tmp_path / "config.json").read_text()
+    config = (tmp_path / "config.json").read_text()
+    assert "&page=2" in config and '"api_key_variable": "TINKER_API_KEY"' in config
+
+
+class LeakyEnv(NumberEnv):
+    """Tells the key in what it logs and writes for people; the last of a group in an error."""
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        logtree.log_text(f"asked with {KEY}")
+        if self.prompt.to_ints()[1] == 3:
+            raise ConnectionError(f"401 from {ADDRESS}: the key {KEY} is not known; api_key={FIELD}")
+        return replace(await super().step(action, extra=extra), logs={"header": f"Bearer {KEY}"})
+
+
+class LeakyGroup(NumberGroup):
+    async def make_envs(self) -> list[LeakyEnv]:
+        return [LeakyEnv([self.group, i, self.batch], self.constant) for i in range(self.members)]
+
+
+def test_of_rollouts_whose_environment_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "create_service_client", lambda *_: FakeServiceClient())
+    monkeypatch.setattr("tests.rl.loop.NumberGroup", LeakyGroup)
+    keys = {"backend": "local", "num_groups_to_log": 9, "on_zero_advantages": "skip", "write_records": True}
+    for name, least in (("kept", 3), ("given up", 4)):
+        strategy = MinViableGroup(min_successful=least, max_retries=0)
+        config = make_config(tmp_path / name, rollout_error_tolerance=strategy, max_steps=1, **keys)
+        if least == 3:
+            asyncio.run(train.main(config))
+        else:
+            with trains_nothing():
+                asyncio.run(train.main(config))
+    assert len([*tmp_path.rglob("*.html"), *tmp_path.rglob("*.parquet")]) == 4
+    assert files_with_secrets(tmp_path) == {}
+    _, turns = read_rollouts(tmp_path / "kept" / "iteration_000000" / "rollouts.parquet")
+    assert turns[0]["logs"] == {"header": f"Bearer {HIDDEN}"}
+    page = (tmp_path / "kept" / "iteration_000000" / "train_logtree.json").read_text()
+    assert f"asked with {HIDDEN}" in page and f"the key {HIDDEN} is not known; api_key={HIDDEN}" in page
 
 
 def test_of_a_sweep_which_goes_on_all_the_same(tmp_path: Path) -> None:
@@ -66,6 +117,12 @@ def test_of_a_sweep_which_goes_on_all_the_same(tmp_path: Path) -> None:
 def test_what_only_looks_like_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     monkeypatch.setenv("MAX_TOKENS_PER_DAY", "123456789")
-    text = "true tokens: 123456789, tinker://run/weights/a, max_tokens=3, user@host"
+    text = "true tokens: 123456789, tinker://run/weights/a, max_tokens=3, user@host, api_key=None, eos_token=<|im_end|>"
     assert redact(text) == text
+    game = {"secret": "7", "password": "swordfish"}
+    assert redactor()(game) == game and redact({"max_tokens": 3, "api_key": "", "key": "a"}) == {
+        "max_tokens": 3,
+        "api_key": "",
+        "key": "a",
+    }
     assert redact({"a": [ADDRESS, 3, None]}) == {"a": [f"https://{HIDDEN}@server:8000/v1", 3, None]}

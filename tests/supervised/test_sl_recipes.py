@@ -8,8 +8,9 @@ from typing import Any
 import datasets
 import pytest
 
-from recipes import chat_sl, sl_basic, sl_loop
+from recipes import chat_sl, rl_loop, sl_basic, sl_loop
 from recipes.chat_sl import parse_mixture
+from tests.killing import untimed_row
 from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
@@ -66,12 +67,27 @@ def test_the_plain_loop_learns_and_starts_anew_only(tmp_path: Path, capsys: pyte
     path = capsys.readouterr().out.partition("Weights: tinker://")[2].splitlines()[0]
     assert (tmp_path / "home" / "runs" / path / "adapter_model.safetensors").is_file()
     assert "exists already" in fails(sl_loop, capsys, f"log_path={tmp_path / 'run'}", *argv)
-    assert run(sl_loop, tmp_path / "run", *argv, "behavior_if_log_dir_exists=resume") == rows
+    again = run(sl_loop, tmp_path / "run", *argv, "behavior_if_log_dir_exists=resume")
+    assert [untimed_row(row) for row in again] == [untimed_row(row) for row in rows]
+
+
+def test_the_plain_loops_count_tokens_and_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run(sl_loop, tmp_path / "sl", "num_epochs=1", "lora_rank=2", "batch_size=64")
+    trained, seconds = ([row[f"progress/{name}"] for row in rows] for name in ("trained_tokens", "seconds"))
+    assert 0 < trained[0] < trained[1] and 0 < seconds[0] < seconds[1]
+    small = ("lora_rank=2", "groups_per_batch=4", "group_size=4", "max_steps=2")
+    rows = run(rl_loop, tmp_path / "rl", *small, "max_tokens=12")
+    sampled, trained = ([row[f"progress/{name}"] for row in rows] for name in ("sampled_tokens", "trained_tokens"))
+    assert 0 < sampled[0] < sampled[1] <= 2 * 16 * 12 and 0 < trained[0] <= trained[1] < sampled[1]
+    # Replies of one token are all wrong.
+    assert "nothing was trained" in fails(
+        rl_loop, capsys, f"log_path={tmp_path / 'no'}", *small, "max_tokens=1", code=1
+    )
 
 
 def test_the_plain_loop_fits_on_a_screen() -> None:
     assert sl_loop.__file__ is not None
-    assert len(Path(sl_loop.__file__).read_text().splitlines()) <= 90
+    assert len(Path(sl_loop.__file__).read_text().splitlines()) <= 92
 
 
 @pytest.mark.parametrize("train_on_what", list(TrainOnWhat))

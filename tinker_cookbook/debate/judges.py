@@ -22,6 +22,7 @@ from tinker_cookbook.own_parts import Kind, describe, load_object, parameter_pro
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
 from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
 
@@ -93,7 +94,7 @@ class FunctionJudge(Judge):
 
     async def __call__(self, view: DebateView) -> Verdict:
         """Raises DataValidationError for an answer that is no verdict."""
-        said = await resolved(self.decide(view))
+        said = await call_reward(self.decide, view)
         if isinstance(said, Verdict):
             return said
         if said not in set(Winner):

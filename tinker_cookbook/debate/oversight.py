@@ -42,7 +42,8 @@ from tinker_cookbook.rl.types import (
 from tinker_cookbook.tasks.steps import Step, require_steps
 from tinker_cookbook.tasks.types import Task, TaskItem, parse_solution
 from tinker_cookbook.utils.lazy import tinker
-from tinker_cookbook.utils.misc_utils import gather_all, resolved
+from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
 
 ProtocolName = Literal["debate", "consultancy", "direct", "self_consistency", "truth"]
@@ -137,7 +138,7 @@ class OversightEnv(Env):
             own.speech = turn
             metrics: Metrics = {"debate/tokens_speech": len(action), "debate/stopped_speech": stopped}
             return StepResult(0.0, True, tinker.ModelInput.empty(), renderer.get_stop_sequences(), metrics)
-        score = await resolved(protocol.task.score(self.item, turn.text))
+        score = await call_reward(protocol.task.score, self.item, turn.text)
         own.answer, own.correct = turn, bool(score.correct)
         own.answered.set()
         if protocol.request is not None:

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from tinker_cookbook.debate.judges import DebateView, Verdict
 from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_confidence, parse_solution
-from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.reward_threads import call_reward
 
 NUM_ROUNDS = 3
 
@@ -53,7 +53,7 @@ class Transcript:
         round_ = len(self.turns[seat])
         self.turns[seat].append(turn)
         if round_ == 0:
-            self.scores[seat] = await resolved(self.task.score(self.item, turn.text))
+            self.scores[seat] = await call_reward(self.task.score, self.item, turn.text)
         self._spoken[seat, round_].set()
 
     async def hear(self, seat: Seat, round_: int) -> Turn:

@@ -105,6 +105,7 @@ class Loop:
         sampling_client: SamplingClient,
     ):
         self.config, self.session, self.batches = config, session, batches
+        self.progress = session.progress  # whose clock starts now
         self.rounds, self.penalties = rounds, penalties
         self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
         self.start, self.end = session.start_step(), len(batches)
@@ -350,8 +351,9 @@ class Loop:
             try:
                 await asyncio.shield(task)
             except asyncio.CancelledError:
-                if not task.cancelled():
+                if not task.cancelled() and not self._was_cancelled:
                     self._was_cancelled = True
+                    logger.info("the run is ending; the step under way comes to its end first")
         return task.result()
 
     async def end_step(self, outcome: StepOutcome) -> None:
@@ -361,7 +363,7 @@ class Loop:
             ZeroAdvantageError, TrainingError: the step trained nothing, and ends the run as `on_zero_advantages` says.
         """
         step, session = outcome.step, self.session
-        progress = session.progress.row(outcome.sampled_tokens, outcome.trained_tokens)
+        progress = self.progress.row(outcome.sampled_tokens, outcome.trained_tokens)
         session.run.logger.log_metrics(outcome.metrics | progress, step=step)
         self.steps_done, self.is_between_steps = step + 1, True
         self.sampling_client_step = step + 1
@@ -422,7 +424,7 @@ class Loop:
         if self.session.is_complete(self.start, self.end):
             return
         self.records.wait()
-        if self.session.progress.trained_tokens == 0:
+        if self.progress.trained_tokens == 0:
             raise TrainingError(
                 f"the run has come to its end and trained nothing: none of its {self.end} batches had a token with an "
                 f"advantage; logs.log in {self.session.run.log_path} has the rewards of the first"
@@ -430,7 +432,7 @@ class Loop:
         if due := self.rounds.at_end():
             final = await self._run_evaluators(due, self.end)
             self.session.run.logger.log_metrics(
-                {"progress/batch": self.end, "progress/done_frac": 1.0, **self.session.progress.row(), **final},
+                {"progress/batch": self.end, "progress/done_frac": 1.0, **self.progress.row(), **final},
                 step=self.end,
             )
         self.session.checkpoints.loop_state.pop(AHEAD_KEY, None)

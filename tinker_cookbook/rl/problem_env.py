@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +27,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.utils.lazy import tinker
-from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.reward_threads import call_reward
 
 logger = logging.getLogger(__name__)
 """Scripts with problems of their own log through it."""
@@ -52,6 +53,20 @@ class Reply:
         return get_text_content(self.message)
 
 
+class SharedPrompt:
+    """What the members of a group have rendered once, as long as they show the same conversation."""
+
+    def __init__(self) -> None:
+        self._rendered: tuple[Renderer, list[Message], tinker.ModelInput] | None = None
+
+    def render(self, renderer: Renderer, messages: list[Message]) -> tinker.ModelInput:
+        """The prompt for a reply to these messages."""
+        if self._rendered is None or self._rendered[0] is not renderer or self._rendered[1] != messages:
+            # A copy, since an env may go on to change its messages.
+            self._rendered = renderer, copy.deepcopy(messages), renderer.build_generation_prompt(messages)
+        return self._rendered[2]
+
+
 class OneTurnEnv(Env):
     """Shows a conversation and scores the one reply to it.
 
@@ -59,11 +74,13 @@ class OneTurnEnv(Env):
         max_prompt_tokens: a longer prompt is not asked; it counts with reward 0 and metric context_overflow. None: no limit.
         instance_id: what records call the question.
         reply: what was said, once it was.
+        shared_prompt: by which the members of a group render their prompt once; None: each for itself.
     """
 
     max_prompt_tokens: int | None = None
     instance_id: str | None = None
     reply: Reply | None = None
+    shared_prompt: SharedPrompt | None = None
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
@@ -74,7 +91,7 @@ class OneTurnEnv(Env):
 
     @abstractmethod
     def score_reply(self, reply: Reply) -> tuple[float, Metrics] | Awaitable[tuple[float, Metrics]]:
-        """Reward and metrics. May be `async def`."""
+        """Reward and metrics. May be `async def`; otherwise `rollout.reward_threads` may run it in a thread."""
 
     def get_reference_answer(self) -> str | None:
         """What records and transcripts show beside the reply."""
@@ -85,7 +102,7 @@ class OneTurnEnv(Env):
         return self.renderer.get_stop_sequences()
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
-        prompt = self.renderer.build_generation_prompt(self.get_messages())
+        prompt = (self.shared_prompt or SharedPrompt()).render(self.renderer, self.get_messages())
         if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
             return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
         return prompt, self.stop_condition
@@ -93,7 +110,7 @@ class OneTurnEnv(Env):
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         message, termination = self.renderer.parse_response(action)
         self.reply = Reply(message, termination, (extra or {}).get("stop_reason") == "stop")
-        reward, metrics = await resolved(self.score_reply(self.reply))
+        reward, metrics = await call_reward(self.score_reply, self.reply)
         reference = self.get_reference_answer()
         logs: Logs = {} if reference is None else {"reference": reference}
         return StepResult(reward, True, tinker.ModelInput.empty(), self.stop_condition, metrics, logs)
@@ -115,7 +132,10 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
     accept_require_parse: bool = False
 
     async def make_envs(self) -> Sequence[OneTurnEnv]:
-        return [self.env_thunk() for _ in range(self.num_envs)]
+        envs, prompt = [self.env_thunk() for _ in range(self.num_envs)], SharedPrompt()
+        for env in envs:
+            env.shared_prompt = prompt
+        return envs
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
         if self.accept_min_reward is None and not self.accept_require_parse:

@@ -18,6 +18,7 @@ from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, TrajectoryGroup
 from tinker_cookbook.utils.files import to_jsonable, write_bytes
 from tinker_cookbook.utils.lazy import np, tinker
+from tinker_cookbook.utils.secrets import redactor
 
 if TYPE_CHECKING:
     import pyarrow
@@ -74,7 +75,7 @@ def write_rollouts(path: Path, step: StepRollouts) -> None:
         if isinstance(group, FailedGroup)
     ]
     about = {"schema_version": SCHEMA_VERSION, "run": step.run, "failed_groups": failed}
-    metadata = {key: json.dumps(to_jsonable(value)) for key, value in about.items()}
+    metadata = {key: json.dumps(redactor()(to_jsonable(value))) for key, value in about.items()}
     table = pyarrow.table({name: arrays[name] for name in COLUMNS}).replace_schema_metadata(metadata)
     split = [f"{name}.list.element" for name in _LISTS if name != "advantages"]
     buffer = pyarrow.BufferOutputStream()
@@ -122,7 +123,11 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
     of_member: dict[tuple[int, int], list[int]] = {}
     for d, meta in enumerate(step.metadata_D):
         of_member.setdefault((meta["group_idx"], meta["traj_idx"]), []).append(d)
-    came_through = 0
+    came_through, hide = 0, redactor()
+
+    def text(value: Mapping[str, Any]) -> str:
+        return json.dumps(hide(to_jsonable(value)), ensure_ascii=False)
+
     for index, (group, version) in enumerate(zip(step.groups_P, step.versions_P, strict=True)):
         if isinstance(group, FailedGroup):
             continue
@@ -142,8 +147,8 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                 "trained": group.is_trained()[i],
                 "rollout_stop_reason": trajectory.stop_reason,
                 "verdict": info.get("verdict"),
-                "group_metrics": _text(group.metrics_G[i]),
-                "info": _text(info),
+                "group_metrics": text(group.metrics_G[i]),
+                "info": text(info),
             }
             ids_T = [
                 (np.array(_ids(transition.ob), dtype=np.int32), np.array(transition.ac.tokens, dtype=np.int32))
@@ -171,8 +176,8 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                     "masked": masked,
                     "stop_reason": transition.ac.stop_reason,
                     "reward": transition.reward,
-                    "metrics": _text(transition.metrics),
-                    "logs": _text(transition.logs),
+                    "metrics": text(transition.metrics),
+                    "logs": text(transition.logs),
                 }
         came_through += 1
 
@@ -229,17 +234,13 @@ def _ids(observation: tinker.ModelInput, count: int | None = None) -> list[int]:
     return ids[:count]
 
 
-def _text(value: Mapping[str, Any]) -> str:
-    return json.dumps(to_jsonable(value), ensure_ascii=False)
-
-
 def _list_column(values: Sequence[np.ndarray | None], kind: str) -> pyarrow.Array:
     import pyarrow
 
     lengths = [0 if value is None else len(value) for value in values]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     flat = np.concatenate([np.zeros(0, dtype=kind), *(value for value in values if value is not None)]).astype(kind)
-    missing = pyarrow.array([value is None for value in values])
+    missing = pyarrow.array([value is None for value in values], type=pyarrow.bool_())  # also where there is no row
     return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(flat), mask=missing)
 
 

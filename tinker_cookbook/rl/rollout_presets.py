@@ -37,6 +37,12 @@ class RolloutConfig:
         doc="a tool call that cannot be parsed, or an exception inside a tool: answer tells the model, end ends the episode, "
         "raise the run; None: what the env says (answer)",
     )
+    reward_threads: int = chz.field(
+        default=0,
+        doc="threads in which reward functions, graders and judges that are not `async def` run, so that one that blocks holds "
+        "up nothing else; 0: in the event loop, where runs repeat bit for bit",
+        validator=not_negative,
+    )
     hooks: Callable[[], RolloutHooks] | None = chz.field(
         default=None, doc="makes the callbacks of a rollout, anew for each: a subclass of RolloutHooks; None: none"
     )

@@ -37,6 +37,7 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.utils import logtree, trace
 from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.reward_threads import in_reward_threads
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +128,14 @@ async def _play_group(
 ) -> TrajectoryGroup:
     strategy = config.effective_strategy()
     # A strategy of one's own need not know of settings as long as there are none for single rollouts.
-    single = chz.replace(config, strategy=None, retries=None, termination=None)
+    single = chz.replace(config, strategy=None, retries=None, termination=None, reward_threads=0)
     settings = {} if single == RolloutConfig() else {"config": single}
     result: RolloutResult | None = None
     try:
-        with logtree.init_trace(name) if with_notes else nullcontext() as trace:
+        with (
+            logtree.init_trace(name) if with_notes else nullcontext() as trace,
+            in_reward_threads(config.reward_threads),
+        ):
             result = await strategy.execute(builder, policy, **settings)
             cleanups = result.cleanups or AsyncExitStack()
             if result.cleanups is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
-from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.reward_threads import call_reward
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
@@ -179,7 +179,7 @@ async def _ask(
     label: str, function: OwnRewardFn, question: str, reply: str, answer: str
 ) -> tuple[float, dict[str, float]]:
     """Value and metrics `<label>/<key>` of a function of one's own. Raises DataValidationError for anything but numbers."""
-    returned = await resolved(function(question, reply, answer))
+    returned = await call_reward(function, question, reply, answer)
     value, metrics = returned if isinstance(returned, tuple) else (returned, {})
     found = {label: value} | {f"{label}/{key}": number for key, number in dict(metrics).items()}
     for key, number in found.items():

@@ -18,7 +18,7 @@ from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -41,7 +41,7 @@ class SingleTurnEnv(OneTurnEnv):
         return self.task.messages(self.item, self._extra_request)
 
     async def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        score = await resolved(self.task.score(self.item, reply.text))
+        score = await call_reward(self.task.score, self.item, reply.text)
         return score.reward, {**score.metrics, "stopped": float(reply.stopped), "context_overflow": 0.0}
 
     def get_reference_answer(self) -> str:

@@ -13,7 +13,7 @@ from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, ToolErrors, Tool
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, Metrics, StopReason
 from tinker_cookbook.tool_use.tools import Tool, ToolError, ToolRegistry, ToolResult, error_tool_result
-from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.reward_threads import call_reward
 
 RewardFn: TypeAlias = Callable[[list[Message]], "Awaitable[tuple[float, Metrics]] | tuple[float, Metrics]"]
 """Reward and metrics of a whole conversation, which ends with the policy's answer or with what a tool said last."""
@@ -118,7 +118,7 @@ class ToolUseEnv(MessageEnv):
         return MessageStepResult(0.0, False, list(self.messages), metrics)
 
     async def _grade(self, metrics: Metrics) -> MessageStepResult:
-        reward, found = await resolved(self.grade(list(self.messages)))
+        reward, found = await call_reward(self.grade, list(self.messages))
         return MessageStepResult(reward, True, list(self.messages), metrics | self._counted() | found)
 
     def _stop(self, reason: StopReason) -> MessageStepResult:

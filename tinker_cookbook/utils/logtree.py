@@ -27,6 +27,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from tinker_cookbook.utils.files import write_json, write_text
 from tinker_cookbook.utils.logtree_page import Cell, render_page
+from tinker_cookbook.utils.secrets import redact
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -315,8 +316,8 @@ def _inside(node: Node | None) -> Iterator[None]:
 
 
 def _text(value: object) -> str:
-    """Any value as text that can be written: half of a surrogate pair, which no file takes, is spelled out."""
-    return str(value).encode("utf-8", "backslashreplace").decode()
+    """Any value as text that can be written: half of a surrogate pair, which no file takes, is spelled out; no secrets."""
+    return redact(str(value).encode("utf-8", "backslashreplace").decode())
 
 
 def _cell(value: object) -> Cell:

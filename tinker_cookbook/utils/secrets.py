@@ -1,4 +1,5 @@
-"""Secrets stay out of a run's files: the values of environment variables with such names, and passwords in addresses.
+"""Secrets stay out of a run's files: the values of environment variables and config fields with such names, and passwords in
+addresses.
 
 What a library or a server says may quote the key it was called with, so texts are looked through on their way to a file.
 """
@@ -6,41 +7,73 @@ What a library or a server says may quote the key it was called with, so texts a
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+SECRET_NAME = re.compile(r"(?i)KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL")
+"""Of an environment variable."""
 HIDDEN = "<hidden>"
 
 _SHORTEST = 8
 """Characters: a shorter value would hide words that only look like it."""
+# Of a config's field. Narrower than SECRET_NAME: many a field is called key or token.
+_FIELD = (
+    r"(?:[\w.\-]*[_.\-])?(?:api_?key|(?:access|secret|private)_key|client_secret|password|passwd"
+    r"|(?:auth|access|bearer|api|hf)_token)"
+)
+_FIELD_NAME = re.compile(rf"(?i){_FIELD}")
+_ASSIGNED = re.compile(rf"(?i)(?<![\w.\-])({_FIELD}=)(?!None\b)[^\s&'\",;)]+")
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
 _IN_QUERY = re.compile(r"(?i)([?&](?:[a-z_-]*(?:key|token|secret|password))=)[^&\s'\"]+")
 
 
 def redact(value: Any) -> Any:
-    """Plain JSON types, or a text, without secrets."""
+    """Plain JSON types, or a text, without secrets. Fields of a config that are named like a secret are hidden whole."""
+    return _without(value, _secrets(), by_name=True)
+
+
+def redactor() -> Callable[[Any], Any]:
+    """For many records: `redact` with the environment of now, and whatever the fields are called."""
+    return partial(_without, secrets=_secrets(), by_name=False)
+
+
+def _without(value: Any, secrets: Sequence[str], by_name: bool) -> Any:
     if isinstance(value, str):
-        return _redact_text(value)
+        return _redact_text(value, secrets)
     if isinstance(value, Mapping):
-        return {key: redact(entry) for key, entry in value.items()}
-    return [redact(entry) for entry in value] if isinstance(value, list) else value
+        return {
+            key: HIDDEN
+            if by_name and entry and isinstance(entry, str) and _FIELD_NAME.fullmatch(str(key))
+            else _without(entry, secrets, by_name)
+            for key, entry in value.items()
+        }
+    return [_without(entry, secrets, by_name) for entry in value] if isinstance(value, list) else value
 
 
-def _redact_text(text: str) -> str:
-    for secret in _secrets():
+def _redact_text(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
         text = text.replace(secret, HIDDEN)
-    return _IN_QUERY.sub(rf"\1{HIDDEN}", _IN_ADDRESS.sub(HIDDEN, text))
+    if "://" in text:
+        text = _IN_ADDRESS.sub(HIDDEN, text)
+    return _ASSIGNED.sub(rf"\1{HIDDEN}", _IN_QUERY.sub(rf"\1{HIDDEN}", text)) if "=" in text else text
+
+
+@cache
+def _is_secret_name(name: str) -> bool:
+    return SECRET_NAME.search(name) is not None
 
 
 def _secrets() -> list[str]:
     """The longest first, so that none is left in part."""
-    found = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= _SHORTEST}
-    return sorted((value for value in found if not value.isdecimal()), key=len, reverse=True)
+    found = {os.environ[name] for name in os.environ if _is_secret_name(name)}
+    return sorted(
+        (value for value in found if len(value) >= _SHORTEST and not value.isdecimal()), key=len, reverse=True
+    )
 
 
 class RedactingFormatter(logging.Formatter):
     """Formats records, their tracebacks too, without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return _redact_text(super().format(record))
+        return redact(super().format(record))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tarfile
 import time
@@ -66,12 +67,12 @@ def list_runs(home: Path, run_ids: Sequence[str]) -> dict[str, RunListing]:
                 stamp = Stamp.of(folder)
                 entry = entry_of(path, known.get(path), stamp)
                 is_known = entry is not None
-                entry = entry or _entry(path, folder)
+                entry = entry or _entry(path, Path(folder))
             except (CheckpointError, OSError):
-                if folder.exists():  # else somebody deleted it while we looked
+                if os.path.exists(folder):  # else somebody deleted it while we looked
                     damaged.append(path)
                 continue
-            if _has_passed(entry.expires_at) and _remove_expired(home, path, folder):
+            if _has_passed(entry.expires_at) and _remove_expired(home, path, Path(folder)):
                 continue
             entries.append(entry)
             known.pop(path, None)
@@ -129,8 +130,11 @@ def _remove_expired(home: Path, path: CheckpointPath, folder: Path) -> bool:
     return False
 
 
-def _folders(home: Path, run_id: str) -> Iterator[tuple[CheckpointPath, Path]]:
-    """A run's checkpoints and their folders. What killed processes left unfinished is cleared away first."""
+def _folders(home: Path, run_id: str) -> Iterator[tuple[CheckpointPath, str]]:
+    """A run's checkpoints and their folders, as strings: a Path takes as long to make as all that is done with it.
+
+    What killed processes left unfinished is cleared away first.
+    """
     run = runs_folder(home) / check_run_id(run_id)
     # What is reached through a symbolic link is not ours to list or clean.
     real = [] if run.is_symlink() else names_in(run)
@@ -138,7 +142,7 @@ def _folders(home: Path, run_id: str) -> Iterator[tuple[CheckpointPath, Path]]:
         if kind in real:
             files.remove_stale(run / kind)
             for name in names_in(run / kind):
-                yield CheckpointPath(run_id, kind, name), run / kind / name
+                yield CheckpointPath(run_id, kind, name), f"{run}/{kind}/{name}"
 
 
 def set_ttl(home: Path, path: CheckpointPath, ttl_seconds: float | None) -> None:

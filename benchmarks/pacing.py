@@ -1,0 +1,307 @@
+"""What each pacing costs where rewards come late and unevenly: on the tiny model, and on a service that takes its time.
+
+    python -m benchmarks.pacing
+    python -m benchmarks.pacing slow_seconds=5 slow_share=0.1 steps=4
+
+Most groups get their rewards after `fast_seconds`, a share of them, drawn by seed, after `slow_seconds`. The environment
+sleeps: the lower bound of a step that trains on what it sampled is `slow_seconds`, whatever the machine. A stream can hide as
+much of that as it trains, so the second table has a scripted service whose sampling and training take their time too, as on a
+GPU: there nothing depends on the load of this machine. Seconds are those of the loop, from its first step to its last.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import json
+import os
+import random
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+from unittest import mock
+
+import chz
+
+from benchmarks.config import RESULTS
+from benchmarks.machine import facts
+from benchmarks.report import Report, Table, finish, number
+from recipes import rl_basic
+from tests.fakes import FakeSamplingClient, FakeServiceClient, FakeTrainingClient
+from tests.rl.loop import NumberEnv, make_config
+from tinker_cookbook import backends
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
+from tinker_cookbook.rl.types import ActionExtra, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
+from tinker_cookbook.utils.seeds import derive_seed
+
+T = TypeVar("T")
+_QUIET: dict[str, Any] = {"eval_every": 0, "save_every": 0, "num_groups_to_log": 0, "on_zero_advantages": "skip"}
+
+
+@chz.chz(typecheck=True)
+class PacingConfig:
+    """Keys of `python -m benchmarks.pacing`."""
+
+    steps: int = chz.field(default=8, doc="steps of each run", validator=chz.validators.gt(0))
+    groups: int = chz.field(default=32, doc="groups of a batch", validator=chz.validators.gt(1))
+    members: int = chz.field(default=8, doc="rollouts of a group", validator=chz.validators.gt(1))
+    max_tokens: int = chz.field(default=64, doc="longest reply", validator=chz.validators.gt(0))
+    fast_seconds: float = chz.field(default=0.1, doc="what most groups wait for their rewards")
+    slow_seconds: float = chz.field(default=2.0, doc="what the others wait")
+    slow_share: float = chz.field(default=0.25, doc="how likely a group is one of the others")
+    minibatches: int = chz.field(default=8, doc="passes of a stream's step", validator=chz.validators.gt(0))
+    max_steps_off_policy: int = chz.field(default=2, doc="batches sampled ahead", validator=chz.validators.gt(0))
+    sample_seconds: float = chz.field(default=1.0, doc="scripted service: what a reply takes")
+    train_seconds: float = chz.field(default=2.0, doc="scripted service: what training on a whole batch takes")
+    seed: int = chz.field(default=0, doc="seed of problems, replies and latencies")
+    output: str = chz.field(default=RESULTS, doc="folder for the results (JSON and markdown)")
+
+
+def latency(config: PacingConfig, batch: int, place: int) -> float:
+    """Seconds that a group waits for its rewards."""
+    drawn = random.Random(derive_seed(config.seed, "latency", batch, place)).random()
+    return config.slow_seconds if drawn < config.slow_share else config.fast_seconds
+
+
+class SlowSum(rl_basic.ArithmeticEnv):
+    """A sum whose reward takes its time."""
+
+    def __init__(self, *args: Any, seconds: float, **options: Any):
+        super().__init__(*args, **options)
+        self.seconds = seconds
+
+    async def step(self, action: list[int], *, extra: ActionExtra | None = None) -> StepResult:
+        await asyncio.sleep(self.seconds)
+        return await super().step(action, extra=extra)
+
+
+@dataclass(frozen=True)
+class SlowSums(RLDataset):
+    """The problems of `rl_basic`, each with its latency."""
+
+    problems: RLDataset
+    config: PacingConfig
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        slowed = []
+        for place, builder in enumerate(self.problems.get_batch(index)):
+            assert isinstance(builder, OneTurnGroupBuilder) and isinstance(builder.env_thunk, functools.partial)
+            thunk, seconds = builder.env_thunk, latency(self.config, index, place)
+            slow = functools.partial(SlowSum, *thunk.args, **thunk.keywords, seconds=seconds)
+            slowed.append(dataclasses.replace(builder, env_thunk=slow))
+        return slowed
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+
+class SlowNumber(NumberEnv):
+    """Rewards what the scripted service says, in its time."""
+
+    def __init__(self, prompt: list[int], seconds: float):
+        super().__init__(prompt, constant=False)
+        self.seconds = seconds
+
+    async def step(self, action: list[int], *, extra: ActionExtra | None = None) -> StepResult:
+        await asyncio.sleep(self.seconds)
+        return await super().step(action, extra=extra)
+
+
+@dataclass(frozen=True)
+class SlowNumbers(EnvGroupBuilder):
+    batch: int
+    place: int
+    config: PacingConfig
+
+    async def make_envs(self) -> Sequence[SlowNumber]:
+        seconds = latency(self.config, self.batch, self.place)
+        return [SlowNumber([self.place, i, self.batch], seconds) for i in range(self.config.members)]
+
+
+@dataclass(frozen=True)
+class SlowNumberDataset(RLDataset):
+    config: PacingConfig
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        return [SlowNumbers(index, place, self.config) for place in range(self.config.groups)]
+
+    def __len__(self) -> int:
+        return self.config.steps
+
+
+@chz.chz(typecheck=True)
+class SlowBuilder(RLDatasetBuilder):
+    """Nothing is evaluated."""
+
+    config: PacingConfig = chz.field(doc="how slow, and how many")
+    problems: RLDatasetBuilder | None = chz.field(
+        default=None, doc="sums for the tiny model; None: numbers for the script"
+    )
+
+    async def __call__(self) -> tuple[RLDataset, None]:
+        if self.problems is None:
+            return SlowNumberDataset(self.config), None
+        training, _ = await self.problems()
+        return SlowSums(training, self.config), None
+
+
+class ScriptedService(FakeServiceClient):
+    """Samples as many replies at a time as are asked for, and trains on one pass after the other."""
+
+    def __init__(self, config: PacingConfig):
+        super().__init__()
+        self.config = config
+        self.pass_ends = 0.0
+
+    def new_sampler(self, weights: int) -> "ScriptedSampler":
+        return ScriptedSampler(weights, self.reply, self.calls, self.sampled, self.config.sample_seconds)
+
+    def create_lora_training_client(self, *args: Any, **options: Any) -> Awaitable[FakeTrainingClient]:
+        trainer = ScriptedTrainer(self, "scripted")
+        self.trainers.append(trainer)
+        return asyncio.sleep(0, trainer)
+
+
+@dataclass
+class ScriptedSampler(FakeSamplingClient):
+    seconds: float = 0.0
+
+    def sample(self, *args: Any, **options: Any) -> Awaitable[Any]:
+        return asyncio.sleep(self.seconds, super().sample(*args, **options)._value)  # pyright: ignore
+
+
+class ScriptedTrainer(FakeTrainingClient):
+    def forward_backward(self, data: list[Any], *args: Any, **options: Any) -> Awaitable[Any]:
+        service, now = self.service, asyncio.get_running_loop().time()
+        assert isinstance(service, ScriptedService)
+        whole = service.config.groups * service.config.members
+        service.pass_ends = max(service.pass_ends, now) + service.config.train_seconds * len(data) / whole
+        pending = super().forward_backward(data, *args, **options)
+        return asyncio.create_task(_at(service.pass_ends, pending))
+
+
+async def _at(time: float, pending: Awaitable[T]) -> T:
+    await asyncio.sleep(max(0.0, time - asyncio.get_running_loop().time()))
+    return await pending
+
+
+def pacings(config: PacingConfig) -> dict[str, dict[str, Any]]:
+    """The rows of the table: keys of the run."""
+    ahead, passes = config.max_steps_off_policy, config.minibatches
+    by_time: dict[str, Any] = {"deterministic": False}
+    stream, asynchronous = train.StreamMinibatchConfig, train.AsyncConfig
+    return {
+        "synchronous": {},
+        f"stream, {passes} passes, deterministic": {"stream_minibatch_config": stream(num_minibatches=passes)},
+        f"stream, {passes} passes": {"stream_minibatch_config": stream(num_minibatches=passes, **by_time)},
+        f"{ahead} ahead, deterministic": {"async_config": asynchronous(max_steps_off_policy=ahead)},
+        f"{ahead} ahead": {"async_config": asynchronous(max_steps_off_policy=ahead, **by_time)},
+        f"{ahead} ahead, too_old=drop": {
+            "async_config": asynchronous(max_steps_off_policy=ahead, too_old="drop", **by_time)
+        },
+    }
+
+
+def tiny_config(config: PacingConfig, folder: str, keys: dict[str, Any]) -> train.Config:
+    """A run of `rl_basic` with late rewards."""
+    cli = rl_basic.CLIConfig(
+        groups_per_batch=config.groups,
+        group_size=config.members,
+        max_steps=config.steps,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+        log_path=folder,
+        behavior_if_log_dir_exists="delete",
+        **_QUIET,
+        **keys,
+    )
+    settled = rl_basic.build_config(cli)
+    return chz.replace(settled, dataset_builder=SlowBuilder(config=config, problems=settled.dataset_builder))
+
+
+def scripted_config(config: PacingConfig, folder: str, keys: dict[str, Any]) -> train.Config:
+    """A run on the scripted service."""
+    settings = {**_QUIET, "seed": config.seed, "kl_alarm": 0.0, **keys}
+    return make_config(Path(folder), SlowBuilder(config=config), **settings)
+
+
+async def run(
+    make: Callable[[PacingConfig, str, dict[str, Any]], train.Config], config: PacingConfig, keys: dict[str, Any]
+):
+    """One run in a folder of its own. Returns its rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        await train.main(make(config, folder, keys))
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "groups/sampled" in row]
+
+
+async def compare(
+    report: Report, title: str, make: Callable[[PacingConfig, str, dict[str, Any]], train.Config], config: PacingConfig
+) -> None:
+    """Add a table of all pacings in turn."""
+    columns = [
+        "pacing",
+        "seconds",
+        "of synchronous",
+        "trained on",
+        "filtered",
+        "dropped",
+        "age of a group, mean (most)",
+    ]
+    table = Table(title, columns, [])
+    report.tables.append(table)
+    synchronous = 0.0
+    for name, keys in pacings(config).items():
+        rows = await run(make, config, keys)
+        seconds = rows[-1]["progress/seconds"]
+        synchronous = synchronous or seconds
+        counts = {end: sum(row[f"groups/{end}"] for row in rows) for end in ("trained", "filtered", "stale")}
+        age = fmean(row["step"] - row["sampling_client/step_mean"] for row in rows)
+        most = max(row["step"] - row["sampling_client/step_min"] for row in rows)
+        table.rows.append(
+            [
+                name,
+                number(seconds),
+                f"{seconds / synchronous:.2f}",
+                *map(str, counts.values()),
+                f"{age:.2f} ({most:.0f})",
+            ]
+        )
+        report.measurements[f"{title}: {name}"] = {
+            "seconds": seconds,
+            **counts,
+            "seconds_of_steps": [row["time/total"] for row in rows],
+        }
+
+
+async def measure(config: PacingConfig) -> Report:
+    """Both tables, after a first step that loads the model."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    report = Report("pacing", "tiny_chat", "float32", "cpu", facts(threads), [])
+    report.measurements["config"] = {name: getattr(config, name) for name in chz.chz_fields(config) if name != "output"}
+    waits = (
+        f"{config.steps} steps of {config.groups} groups x {config.members}; rewards after {config.fast_seconds:g} s, "
+        f"{config.slow_share:.0%} of groups {config.slow_seconds:g} s"
+    )
+    await run(tiny_config, chz.replace(config, steps=1), {})
+    await compare(report, f"tiny model: {waits}", tiny_config, config)
+    took = f"sampling {config.sample_seconds:g} s, training on a batch {config.train_seconds:g} s"
+    with mock.patch.object(backends, "create_service_client", lambda *_: ScriptedService(config)):
+        await compare(report, f"scripted service ({took}): {waits}", scripted_config, config)
+    return report
+
+
+async def main(config: PacingConfig) -> None:
+    """Measure, print, and write the result."""
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["TINKER_LOCAL_HOME"] = home
+        report = await measure(config)
+    finish(report, config.output)
+
+
+if __name__ == "__main__":
+    run_recipe(PacingConfig, main)
