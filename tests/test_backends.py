@@ -66,6 +66,13 @@ class TestChecks:
         with pytest.raises(ConfigurationError, match="is a local directory"):
             backends.check_backend("tinker", TINY)
 
+    @pytest.mark.parametrize("source", ["base_url", "TINKER_BASE_URL"])
+    def test_an_address_names_its_protocol(self, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+        monkeypatch.setenv("TINKER_API_KEY", "tml-none")
+        monkeypatch.setenv("TINKER_BASE_URL", "gpu-machine:8000")
+        with pytest.raises(ConfigurationError, match=rf"^{source}='gpu-machine:8000' is no address"):
+            backends.check_backend("tinker", "m", "gpu-machine:8000" if source == "base_url" else None)
+
     def test_local_takes_no_base_url(self) -> None:
         assert backends.check_backend("local", TINY) == "local"
         with pytest.raises(ConfigurationError, match=r"base_url='http://x'.*set backend=tinker with it, or drop it"):

@@ -1,5 +1,6 @@
 """A dead, wrong or silent server is named within 5 seconds, and so is its recovery."""
 
+import asyncio
 import http.server
 import os
 import socket
@@ -16,6 +17,7 @@ from tinker.lib.base_url import resolve_base_url
 
 from tests.child import ROOT, python_path
 from tinker_cookbook import backends, server_watch
+from tinker_cookbook.exceptions import ConfigurationError, ServerLostError
 from tinker_cookbook.server_watch import ServerWatch, ask, server_address
 
 
@@ -178,6 +180,76 @@ class TestWatch:
     def test_the_sdk_keeps_its_sessions_where_the_watch_looks_for_them(self) -> None:
         client = tinker.ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-test")
         assert vars(client)["_session_holder"] is None and vars(client)["_rest_holder"] is None
+
+
+class TestTheEndOfARun:
+    """With a server that is gone."""
+
+    def run(self, limit: float, body: Callable[[], Any], address: str) -> None:
+        client = Client()
+        ServerWatch(address, "base_url=mine", client)
+
+        async def main() -> None:
+            async with server_watch.ended_when_lost(client, limit):
+                await body()
+
+        asyncio.run(main())
+
+    def test_it_is_ended_and_told_why(self, quick: None, free_port: int) -> None:
+        with pytest.raises(ServerLostError, match=r"^base_url=mine has not answered for server_timeout_seconds=0\.2"):
+            self.run(0.2, lambda: asyncio.sleep(30), f"http://127.0.0.1:{free_port}")
+
+    def test_what_it_asks_on_its_way_out_is_cancelled_too(
+        self, quick: None, free_port: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server_watch, "CANCEL_AGAIN_SECONDS", 0.1)
+        seen: list[str] = []
+
+        async def stubborn() -> None:
+            try:
+                await asyncio.sleep(30)
+            finally:
+                try:
+                    await asyncio.sleep(30)  # saving, say
+                finally:
+                    seen.append("left")
+
+        with pytest.raises(ServerLostError):
+            self.run(0.1, stubborn, f"http://127.0.0.1:{free_port}")
+        assert seen == ["left"]
+
+    def test_errors_of_its_own_and_short_silences_are_none_of_its_business(
+        self, quick: None, serve: Callable[..., http.server.HTTPServer]
+    ) -> None:
+        async def fail() -> None:
+            await asyncio.sleep(0.3)
+            raise ValueError("own")
+
+        with pytest.raises(ValueError, match="own"):
+            self.run(0.1, fail, address_of(serve()))
+
+    def test_clients_that_nobody_watches(self) -> None:
+        async def main() -> int:
+            async with server_watch.ended_when_lost(object(), 0.0):
+                return 1
+
+        assert asyncio.run(main()) == 1
+
+
+class TestKey:
+    def test_one_that_is_not_taken_is_told_at_once(
+        self, serve: Callable[..., http.server.HTTPServer], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
+        address = address_of(serve(401))
+        with pytest.raises(ConfigurationError, match=rf"^base_url={address} does not take the key in TINKER_API_KEY"):
+            backends.create_service_client("tinker", address)
+
+    def test_other_answers_and_silence_say_nothing_of_the_key(
+        self, serve: Callable[..., http.server.HTTPServer], free_port: int
+    ) -> None:
+        for address in (address_of(serve()), address_of(serve(404)), f"http://127.0.0.1:{free_port}"):
+            server_watch.check_key(address, "base_url", "tml-any")
 
 
 PROGRAM = """

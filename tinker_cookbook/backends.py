@@ -54,11 +54,12 @@ def check_backend(
                 "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
                 "or use backend=local"
             )
-        if (
-            (base_url or environment.read("TINKER_BASE_URL")) is None
-            and model_name is not None
-            and Path(model_name).is_dir()
-        ):
+        source, address = "base_url", base_url
+        if address is None:
+            source, address = "TINKER_BASE_URL", environment.read("TINKER_BASE_URL")
+        if address is not None and not address.startswith(("http://", "https://")):
+            raise ConfigurationError(f"{source}={address!r} is no address; give one such as http://gpu-machine:8000")
+        if address is None and model_name is not None and Path(model_name).is_dir():
             raise ConfigurationError(
                 f"{field}={model_name!r} is a local directory; the hosted service takes the names it serves, "
                 "such as Qwen/Qwen3-4B-Instruct-2507"
@@ -104,12 +105,18 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
 
     The local one is deterministic: one loop drives it, and the same program gets the same bits. It is shared within the
     process while anyone holds it, so that a policy, a judge and a teacher on the same base model share its weights.
+
+    Raises:
+        ConfigurationError: the hosted service, or the server at `base_url`, is there and does not take the key.
     """
     if resolve_backend(backend) == "tinker":
         import tinker
 
+        address, name = server_watch.server_address(base_url)
+        if (key := environment.read("TINKER_API_KEY")) is not None:
+            server_watch.check_key(address, name, key)
         client = tinker.ServiceClient(base_url=base_url)
-        server_watch.ServerWatch(*server_watch.server_address(base_url), client)
+        server_watch.ServerWatch(address, name, client)
         return cast(ServiceClient, client)
     _check_local_environment()
     import tinker_local_backend

@@ -55,6 +55,10 @@ class RolloutTimeoutError(TinkerCookbookError, TimeoutError):
     """A rollout, a sampling call or a grader took longer than its limit. The message names the env and the limit."""
 
 
+class ServerLostError(TinkerCookbookError, ConnectionError):
+    """The server that a run trains on has not answered for longer than the run may wait. The message names address and limit."""
+
+
 class EndpointError(TinkerCookbookError, RuntimeError):
     """An OpenAI-compatible endpoint refused a request or could not be reached. The message names address, model and reason."""
 

@@ -2,11 +2,12 @@
 
 The SDK retries for minutes and says nothing meanwhile. A `ServerWatch` asks the server's health route beside it and logs what
 comes back: which address, what is wrong, for how long, and how often it was asked. Whether a request is given up stays the
-SDK's business.
+SDK's business; whether a run goes on waiting is that of `ended_when_lost`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -15,11 +16,19 @@ import time
 import urllib.error
 import urllib.request
 import weakref
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from http.client import HTTPException
+
+from tinker_cookbook.exceptions import ConfigurationError, ServerLostError
 
 logger = logging.getLogger(__name__)
 
 HEALTH_ROUTE = "/api/v1/healthz"
+GUARDED_ROUTE = "/api/v1/get_server_capabilities"
+"""Answers only those who have a key."""
+CANCEL_AGAIN_SECONDS = 2.0
+"""What a run does on its way out may ask the server that is lost."""
 INTERVAL_SECONDS, ANSWER_SECONDS = 2.0, 2.5
 """Together less than 5: how long a dead server can go unnamed."""
 FIRST_REPEAT_SECONDS, LAST_REPEAT_SECONDS = 10.0, 60.0
@@ -58,6 +67,70 @@ def ask(address: str) -> tuple[str | None, bool]:
         return f"{HEALTH_ROUTE} answers something else than JSON", True
 
 
+def check_key(address: str, name: str, key: str) -> None:
+    """Raise ConfigurationError when the server is there and does not take this key. A server that is not there says nothing."""
+    headers = {"User-Agent": "tinker-cookbook-local", "X-API-Key": key}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(address + GUARDED_ROUTE, headers=headers), timeout=ANSWER_SECONDS
+        ):
+            pass
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise ConfigurationError(
+                f"{name} does not take the key in TINKER_API_KEY (HTTP {error.code}); export one of that server's"
+            ) from None
+    except (urllib.error.URLError, HTTPException, OSError):
+        return
+
+
+_watches: weakref.WeakSet[ServerWatch] = weakref.WeakSet()
+
+
+@asynccontextmanager
+async def ended_when_lost(client: object, limit_seconds: float) -> AsyncGenerator[None]:
+    """Run the body, and cancel it when the server of a watched client has not answered for so long.
+
+    Raises:
+        ServerLostError: the body was cancelled for that reason.
+    """
+    watch = next((watch for watch in list(_watches) if watch.is_for(client)), None)
+    if watch is None:
+        yield
+        return
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    cancelled = 0
+    again: asyncio.TimerHandle | None = None
+
+    def cancel() -> None:
+        nonlocal cancelled, again
+        cancelled += 1
+        task.cancel()
+        again = loop.call_later(CANCEL_AGAIN_SECONDS, cancel)
+
+    def lost() -> None:
+        loop.call_soon_threadsafe(cancel)
+
+    watch.limit_seconds, watch.on_lost = limit_seconds, lost
+    try:
+        yield
+    except BaseException as error:
+        if not cancelled:
+            raise
+        # Whatever the body made of being cancelled, this is why it ended.
+        raise ServerLostError(
+            f"{watch.name} has not answered for server_timeout_seconds={limit_seconds:g}. What was saved is on the server; start "
+            "it again, and the run with the same command (behavior_if_log_dir_exists=resume)"
+        ) from (None if isinstance(error, asyncio.CancelledError) else error)
+    finally:
+        watch.on_lost = None
+        if again is not None:
+            again.cancel()
+        for _ in range(cancelled):
+            task.uncancel()
+
+
 class ServerWatch:
     """Asks, on a thread of its own, for as long as the client or a session that it opened is in use.
 
@@ -65,13 +138,21 @@ class ServerWatch:
     """
 
     def __init__(self, address: str, name: str, client: object):
-        self._address, self._name = address, name
+        self._address, self.name = address, name
+        self.limit_seconds = float("inf")
+        self.on_lost: Callable[[], None] | None = None
+        """called once, on the watch's thread, when the server has not answered for `limit_seconds`"""
+        _watches.add(self)
         self._users = [weakref.ref(client)]
         self._is_known = False
         self._since: float | None = None
         self._tries = 0
         self._next_report, self._pause = float("-inf"), FIRST_REPEAT_SECONDS
         threading.Thread(target=self._run, name="server-watch", daemon=True).start()
+
+    def is_for(self, client: object) -> bool:
+        """Whether it was made for this client."""
+        return self._users[0]() is client
 
     def _run(self) -> None:
         while self._in_use():
@@ -82,7 +163,15 @@ class ServerWatch:
                 self._well()
             else:
                 self._ill(problem, answered, asked)
+                self._give_up()
             time.sleep(INTERVAL_SECONDS)
+
+    def _give_up(self) -> None:
+        since, on_lost = self._since, self.on_lost
+        if on_lost is not None and since is not None and time.monotonic() - since >= self.limit_seconds:
+            self.on_lost = None
+            logger.error("%s: given up after %.0f s without an answer", self.name, time.monotonic() - since)
+            on_lost()
 
     def _in_use(self) -> bool:
         # The SDK opens sessions late, and training and sampling clients keep them when the service client is gone.
@@ -95,7 +184,7 @@ class ServerWatch:
 
     def _well(self) -> None:
         if self._since is not None:
-            logger.warning("%s answers again after %.0f s", self._name, time.monotonic() - self._since)
+            logger.warning("%s answers again after %.0f s", self.name, time.monotonic() - self._since)
         self._since, self._tries = None, 0
         self._next_report, self._pause = float("-inf"), FIRST_REPEAT_SECONDS
 
@@ -109,7 +198,7 @@ class ServerWatch:
         logger.warning(
             "%s %s (%s): asked %d times in %.0f s. Requests are retried for up to 5 minutes; correct the address, start the "
             "server, or press Ctrl-C",
-            self._name,
+            self.name,
             "is no server of the Tinker protocol" if answered else "does not answer",
             problem,
             self._tries,

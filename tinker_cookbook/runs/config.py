@@ -37,6 +37,11 @@ class RunOptions(TrackerConfig):
 
     backend: str | None = chz.field(default=None, doc="local or tinker; None: TINKER_BACKEND, else local")
     base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
+    server_timeout_seconds: float = chz.field(
+        default=300.0,
+        doc="with backend=tinker: end the run when the server has not answered for so long",
+        validator=chz.validators.gt(0),
+    )
     renderer_name: str | None = chz.field(
         default=None, doc="the renderer that made the data, recorded with each checkpoint so that sampling can find it"
     )

@@ -20,6 +20,7 @@ from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.progress import Progress
+from tinker_cookbook.server_watch import ended_when_lost
 from tinker_cookbook.utils import trace
 from tinker_cookbook.weights_config import WeightsConfig, find_origin
 
@@ -113,6 +114,7 @@ async def open_session(
         ConfigurationError: the folder cannot be used, a logger's package is missing, or a checkpoint's life is one that the
             hosted service does not give, or a checkpoint belongs to another base model than it is named with.
         CheckpointError: none of the run's checkpoints can be loaded.
+        ServerLostError: from the body too: the server has not answered for `config.server_timeout_seconds`.
     """
     _check_ttl(config)
     engine = backends.describe_engine(config.backend, config.base_url)
@@ -121,27 +123,35 @@ async def open_session(
     with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, extra=extra) as run:
         logger.info("%s", ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None))
         service = backends.create_service_client(config.backend, config.base_url)
-        for name, weights in (others or {}).items():
-            if weights is not None:
-                await weights.origin(name, service)
-        client, record = await _open_training_client(config, run, service)
-        saving = {name: getattr(config, name) for name in _SAVING}
-        checkpoints = CheckpointManager(client, service, run.log_path, **saving, resumed_from=record)
-        if config.enable_trace:
-            trace.trace_init(output_file=run.log_path / trace.EVENTS_BASE_NAME)
+        async with ended_when_lost(service, config.server_timeout_seconds):
+            for name, weights in (others or {}).items():
+                if weights is not None:
+                    await weights.origin(name, service)
+            async with _training(config, run, service) as session:
+                yield session
+
+
+@asynccontextmanager
+async def _training(config: RunConfig, run: Run, service: ServiceClient) -> AsyncGenerator[Session]:
+    """The training client and its checkpoints; on leaving, outstanding saves are finished."""
+    client, record = await _open_training_client(config, run, service)
+    saving = {name: getattr(config, name) for name in _SAVING}
+    checkpoints = CheckpointManager(client, service, run.log_path, **saving, resumed_from=record)
+    if config.enable_trace:
+        trace.trace_init(output_file=run.log_path / trace.EVENTS_BASE_NAME)
+    try:
+        yield Session(config, run, service, client, record, checkpoints)
+    except BaseException:
         try:
-            yield Session(config, run, service, client, record, checkpoints)
-        except BaseException:
-            try:
-                await checkpoints.finalize()
-            except Exception:
-                logger.exception("a checkpoint that was being written when the run stopped could not be finished")
-            raise
-        else:
             await checkpoints.finalize()
-        finally:
-            if config.enable_trace:
-                trace.trace_shutdown()
+        except Exception:
+            logger.exception("a checkpoint that was being written when the run stopped could not be finished")
+        raise
+    else:
+        await checkpoints.finalize()
+    finally:
+        if config.enable_trace:
+            trace.trace_shutdown()
 
 
 async def _open_training_client(

@@ -1,0 +1,104 @@
+"""A server that dies in mid-run: it is named, the run ends, and with the server back it goes on where it was."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.child import ROOT, python_path
+from tests.server.serving import KEY, TINY_CHAT, Serving, Wire
+from tinker_cookbook.utils.files import read_jsonl
+
+pytestmark = pytest.mark.server
+
+NAMED_WITHIN_SECONDS, LIMIT_SECONDS = 10.0, 4.0
+
+
+class Run:
+    """A recipe in a process of its own, and what it says."""
+
+    def __init__(self, folder: Path, url: str, *keys: str):
+        command = [
+            sys.executable,
+            "-m",
+            "recipes.sl_basic",
+            f"log_path={folder}",
+            f"model_name={TINY_CHAT}",
+            "lora_rank=4",
+        ]
+        command += ["backend=tinker", f"base_url={url}", "save_every=1", "eval_every=0", *keys]
+        command += [f"server_timeout_seconds={LIMIT_SECONDS}", "behavior_if_log_dir_exists=resume"]
+        env = {
+            **os.environ,
+            "PYTHONPATH": python_path(),
+            "OMP_NUM_THREADS": "1",
+            "TINKER_API_KEY": KEY,
+            "COLUMNS": "500",
+        }
+        env["TINKER_LOCAL_HOME"] = str(folder / "unused")
+        self._child = subprocess.Popen(
+            command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[tuple[float, str]] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            self.lines.append((time.monotonic(), line))
+
+    @property
+    def text(self) -> str:
+        return "".join(line for _, line in self.lines)
+
+    def wait(self, seconds: float = 90.0) -> int:
+        code = self._child.wait(seconds)
+        self._reader.join(10)
+        return code
+
+
+def wait_for(condition: Callable[[], bool], run: Run) -> None:
+    while not condition():
+        assert run._child.poll() is None, run.text
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def test_a_run_survives_the_death_of_its_server(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+    folder, home, port = tmp_path / "run", tmp_path / "home", free_port()
+    saved = folder / "checkpoints.jsonl"
+    serving = Serving(home, port=port).start()
+    run = Run(folder, serving.url, "max_steps=500")
+    wait_for(lambda: saved.exists() and saved.read_text().count("\n") >= 3, run)
+    killed = time.monotonic()
+    assert serving.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert run.wait() != 0
+    named = [at for at, line in run.lines if at > killed and "does not answer" in line]
+    assert named and named[0] - killed < NAMED_WITHIN_SECONDS, run.text
+    assert f"base_url={serving.url} has not answered for server_timeout_seconds=4" in run.text
+    assert "Traceback" not in run.text, run.text
+
+    steps = [row["step"] for row in read_jsonl(folder / "metrics.jsonl", tolerate_torn_tail=True)]
+    with Serving(home, port=port) as again:
+        wire = Wire(again.url)
+        for record in read_jsonl(saved, tolerate_torn_tail=True):
+            assert wire.post("/weights_info", tinker_path=record["state_path"])[0] == 200
+        resumed = Run(folder, again.url, f"max_steps={max(steps) + 2}")
+        assert resumed.wait() == 0, resumed.text
+    assert "resuming from tinker://" in resumed.text
+    rows = read_jsonl(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(max(steps) + 2)), resumed.text
