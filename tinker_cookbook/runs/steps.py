@@ -135,7 +135,8 @@ class StepLoop(ABC):
         try:
             metrics: Metrics = {}
             for step in range(start, self.end):
-                metrics = await self._take(step, metrics)
+                with self.session.traced_step(step):
+                    metrics = await self._take(step, metrics)
             await self._finish(0)
             if self.end > start and self.session.progress.trained_tokens == 0:
                 raise TrainingError(
