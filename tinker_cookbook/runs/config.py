@@ -109,6 +109,11 @@ class RunOptions(TrackerConfig):
     enable_trace: bool = chz.field(
         default=False, doc="write spans of what the loop does to trace_events.jsonl (tinker_cookbook.utils.trace)"
     )
+    span_chart_every: int = chz.field(
+        default=0,
+        doc="draw where the time of every n-th step went, as timing_gantt.html in its iteration_ folder; 0: never",
+        validator=chz.validators.ge(0),
+    )
     async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
 
 
