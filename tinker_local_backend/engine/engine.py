@@ -28,6 +28,7 @@ from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import OnProgress, SamplingResult, Ticket
+from tinker_local_backend.engine.waits import SamplerStats
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, settle
 
