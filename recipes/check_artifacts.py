@@ -20,8 +20,8 @@ from rich.table import Table
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
-from tinker_cookbook.rl.transcripts import iteration_folder
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
+from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.utils.files import read_json_object, read_jsonl
 
 RECORD_KINDS = ("baseline", "summary", "debate", "episode", "preference")

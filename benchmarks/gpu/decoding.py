@@ -15,10 +15,12 @@ from benchmarks.gpu.visit import Visit
 from benchmarks.models import Shape
 from benchmarks.report import number
 from benchmarks.workload import random_tokens
+from tinker_local_backend.engine.admission import BESIDE_SHARE
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.memory import free_cuda_memory
+from tinker_local_backend.engine.memory import free_cuda_memory, most_tokens
+from tinker_local_backend.engine.pages import PAGE_TOKENS
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
 
@@ -106,13 +108,18 @@ def measure(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
 
 
 def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell, steps: int) -> Generator:
-    """A generator that has prefilled the whole batch and can take `steps` steps more, and one to be counted."""
-    before, tokens = cell.context - steps // 2, steps + 2
-    needed = cell.batch * (before + tokens)
+    """A generator that has prefilled the whole batch and can take `steps` steps more, and one to be counted.
+
+    Each row has a prompt of its own: the keys of a common one would be read once for all rows.
+    """
+    pass_tokens = max(most_tokens(visit.device), cell.context)
+    passes = -(-cell.batch * cell.context // (pass_tokens // BESIDE_SHARE))  # those that have joined decode meanwhile
+    before, tokens = max(1, cell.context - (steps + passes) // 2), steps + passes + 2
+    needed = cell.batch * (before + tokens + PAGE_TOKENS)
     if not fits(visit, model, cell, steps):
         size = needed * model.kv_bytes_per_token() / 2**30
         raise MemoryError(f"the cache of this batch takes {size:.0f} GiB and does not fit")
-    generator = Generator(model, needed, itertools.count(1).__next__, max_running=cell.batch)
+    generator = Generator(model, needed, itertools.count(1).__next__, pass_tokens, max_running=cell.batch)
     errors: list[BaseException] = []
 
     def complete(outcome: SamplingResult | BaseException) -> None:
@@ -120,10 +127,9 @@ def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
             errors.append(outcome)
 
     kinds: list[Adapter | None] = [*adapters] or [None]
-    for i, adapter in enumerate(kinds):
-        samples = cell.batch // len(kinds) + (i < cell.batch % len(kinds))
+    for i in range(cell.batch):
         prompt = tuple(random_tokens(model.vocab_size, before, seed=i))
-        request = SamplingRequest(prompt, adapter, samples, max_tokens=tokens, seed=i)
+        request = SamplingRequest(prompt, kinds[i * len(kinds) // cell.batch], 1, max_tokens=tokens, seed=i)
         generator.add(Ticket(request, complete, lambda: False))
     while generator.running < cell.batch:
         generator.step()
@@ -134,7 +140,7 @@ def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
 
 def fits(visit: Visit, model: BaseModel, cell: Cell, steps: int) -> bool:
     """Whether the cache of this batch fits into what is free."""
-    return cell.batch * (cell.context - steps // 2 + steps + 2) <= _cache_tokens(visit, model)
+    return cell.batch * (cell.context - steps // 2 + steps + 2 + PAGE_TOKENS) <= _cache_tokens(visit, model)
 
 
 def _timed_step(visit: Visit, generator: Generator) -> float:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.engine.helpers import assert_samples_agree
-from tinker_local_backend.engine.attention import DecodePlan
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.decode_attention import DecodePlan
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
 from tinker_local_backend.engine.requests import SamplingRequest, StopRule

@@ -17,8 +17,11 @@ from tests.engine.helpers import (
 )
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient
 from tinker_local_backend.engine.kv_cache import KVCache
+from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
 
 BUDGET = 120
+ALLOWED = pages_of(BUDGET) * PAGE_TOKENS
+"""whole pages"""
 
 
 @pytest.fixture
@@ -30,14 +33,14 @@ def small(tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
-def largest_slab(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """The most (rows x length) tokens that any cache has held since."""
+def most_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """The most tokens that any cache has had room for since."""
     sizes = [0]
     resize = KVCache.resize
 
-    def recorded(self: KVCache, rows: int, length: int) -> None:
-        resize(self, rows, length)
-        sizes.append(self.rows * self.length)
+    def recorded(self: KVCache, pages: int) -> None:
+        resize(self, pages)
+        sizes.append(self.pages * PAGE_TOKENS)
 
     monkeypatch.setattr(KVCache, "resize", recorded)
     return lambda: max(sizes)
@@ -60,15 +63,15 @@ def test_waiting_requests_all_finish_with_the_results_of_a_large_budget(
     assert_same_tokens(ragged(small), ragged(base_sampler))
 
 
-def test_memory_stays_within_the_budget(small: SamplingClient, largest_slab: Callable[[], int]) -> None:
+def test_memory_stays_within_the_budget(small: SamplingClient, most_room: Callable[[], int]) -> None:
     ragged(small)
-    assert 0 < largest_slab() <= BUDGET
+    assert 0 < most_room() <= ALLOWED
 
 
 def test_a_long_request_after_many_short_ones_stays_within_the_budget(
-    small: SamplingClient, largest_slab: Callable[[], int]
+    small: SamplingClient, most_room: Callable[[], int]
 ) -> None:
-    """Six rows of 20 tokens, of which one is left when one row of 60 tokens joins it."""
+    """Six sequences of 20 tokens, of which one is left when one of 60 tokens joins it."""
     tokens = random_tokens(4, 0)
     at_once(
         lambda: [
@@ -77,11 +80,11 @@ def test_a_long_request_after_many_short_ones_stays_within_the_budget(
             small.sample(prompt(tokens), 1, params(56, stop=[])),
         ]
     )
-    assert largest_slab() <= BUDGET
+    assert most_room() <= ALLOWED
 
 
 def test_scoring_a_long_prompt_beside_samples_stays_within_the_budget(
-    small: SamplingClient, largest_slab: Callable[[], int]
+    small: SamplingClient, most_room: Callable[[], int]
 ) -> None:
     at_once(
         lambda: [
@@ -90,11 +93,11 @@ def test_scoring_a_long_prompt_beside_samples_stays_within_the_budget(
             small.sample(prompt(random_tokens(4, 2)), 1, params(6, stop=[])),
         ]
     )
-    assert largest_slab() <= BUDGET
+    assert most_room() <= ALLOWED
 
 
 def test_many_samples_of_one_request_stay_within_the_budget(
-    small: SamplingClient, base_sampler: SamplingClient, largest_slab: Callable[[], int]
+    small: SamplingClient, base_sampler: SamplingClient, most_room: Callable[[], int]
 ) -> None:
     """Either refused with a message or run in portions, but never more memory than was allowed."""
     try:
@@ -102,7 +105,7 @@ def test_many_samples_of_one_request_stay_within_the_budget(
     except RequestError as error:
         assert "num_samples" in str(error)
         return
-    assert largest_slab() <= BUDGET
+    assert most_room() <= ALLOWED
     assert_same_tokens(found, tokens_of(base_sampler, random_tokens(10, 0), 20, max_tokens=10, seed=0))
 
 

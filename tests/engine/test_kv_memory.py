@@ -13,40 +13,42 @@ from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import SamplingClient, ServiceClient
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.kv_cache import KVCache
+from tinker_local_backend.engine.pages import LEAST_GROWTH, PAGE_TOKENS, pages_of
 
 BUDGET = 500
+ALLOWED = pages_of(BUDGET) * PAGE_TOKENS
 WAITING = 200
 
 
 class Meter:
-    """All slabs that are alive, looked at after every allocation."""
+    """All tensors of pages that are alive, looked at after every allocation."""
 
     def __init__(self) -> None:
-        self.slabs: list[weakref.ref[torch.Tensor]] = []
+        self.tensors: list[weakref.ref[torch.Tensor]] = []
         self.most = 0
         """bytes"""
         self.most_tokens = 0
-        """rows x length that a resize asked for"""
+        """that a resize made room for"""
 
     def look(self) -> None:
-        alive = [slab for reference in self.slabs if (slab := reference()) is not None]
-        self.slabs = [weakref.ref(slab) for slab in alive]
-        self.most = max(self.most, sum(slab.untyped_storage().nbytes() for slab in alive))
+        alive = [tensor for reference in self.tensors if (tensor := reference()) is not None]
+        self.tensors = [weakref.ref(tensor) for tensor in alive]
+        self.most = max(self.most, sum(tensor.untyped_storage().nbytes() for tensor in alive))
 
 
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
     measured, empty, resize = Meter(), KVCache._empty, KVCache.resize
 
-    def observed_empty(self: KVCache, rows: int, length: int) -> torch.Tensor:
-        slab = empty(self, rows, length)
-        measured.slabs.append(weakref.ref(slab))
+    def observed_empty(self: KVCache, pages: int) -> torch.Tensor:
+        tensor = empty(self, pages)
+        measured.tensors.append(weakref.ref(tensor))
         measured.look()
-        return slab
+        return tensor
 
-    def observed_resize(self: KVCache, rows: int, length: int) -> None:
-        resize(self, rows, length)
-        measured.most_tokens = max(measured.most_tokens, rows * length)
+    def observed_resize(self: KVCache, pages: int) -> None:
+        resize(self, pages)
+        measured.most_tokens = max(measured.most_tokens, pages * PAGE_TOKENS)
 
     monkeypatch.setattr(KVCache, "_empty", observed_empty)
     monkeypatch.setattr(KVCache, "resize", observed_resize)
@@ -59,15 +61,15 @@ def model(tied_model: str) -> BaseModel:
 
 
 def assert_within_budget(meter: Meter, model: BaseModel) -> None:
-    """All layers together are within the budget; while the slab grows one layer may be there twice."""
-    allowed = BUDGET * model.kv_bytes_per_token()
+    """All layers together are within the budget; while the pool grows one layer may be there twice."""
+    allowed = ALLOWED * model.kv_bytes_per_token()
     layers = model.config.num_hidden_layers
-    assert BUDGET // 2 < meter.most_tokens <= BUDGET
+    assert ALLOWED // 2 < meter.most_tokens <= ALLOWED
     assert allowed // 2 < meter.most <= allowed + allowed // layers
 
 
 def test_two_hundred_waiting_requests_take_the_budget_and_no_more(meter: Meter, model: BaseModel) -> None:
-    """Of all lengths, so that the slab is reshaped over and over."""
+    """Of all lengths."""
     direct = Direct(model, BUDGET)
     requests = [
         request(random_tokens(1 + 7 * (i % 9), i % 50), samples=1 + i % 3, max_tokens=1 + i % 13, seed=i)
@@ -77,10 +79,8 @@ def test_two_hundred_waiting_requests_take_the_budget_and_no_more(meter: Meter, 
     waiting = []
     while direct.generator.busy:
         direct.generator.step()
-        waiting.append(len(direct.generator._waiting))
-        assert sum(slab.untyped_storage().nbytes() for slab in direct.generator._cache._slabs) <= (
-            BUDGET * model.kv_bytes_per_token()
-        )
+        waiting.append(direct.generator.stats.waiting)
+        assert direct.generator._cache.bytes <= ALLOWED * model.kv_bytes_per_token()
     assert max(waiting) > WAITING // 2
     assert_within_budget(meter, model)
     for one, slip in list(zip(requests, submitted, strict=True))[::9]:
@@ -102,18 +102,35 @@ def test_the_same_through_a_client(
     assert_within_budget(meter, model)
 
 
-@pytest.mark.parametrize("shape", [(20, 25), (3, 160), (10, 50)], ids=str)
-def test_growing_takes_one_more_layer_for_a_moment(meter: Meter, shape: tuple[int, int]) -> None:
-    """From every shape to every other."""
-    layers, token = 8, 2 * 2 * 4 * 4
-    cache = KVCache(layers, 2, 4, torch.float32, here().device, BUDGET)
-    for rows, length in ((5, 100), shape, (1, 500), shape):
-        before = cache.rows * cache.length
+@pytest.mark.parametrize("pages", [3, 10, 16])
+def test_growing_takes_one_more_layer_for_a_moment(meter: Meter, pages: int) -> None:
+    """From every size to every other."""
+    layers, page = 8, 2 * 2 * 4 * 4 * PAGE_TOKENS
+    cache = KVCache(layers, 2, 4, torch.float32, here().device)
+    for wanted in (5, pages, 12, pages):
+        before = cache.pages
         meter.most = 0
-        cache.resize(rows, length)
-        larger = max(before, rows * length)
-        assert meter.most <= (larger * layers + before) * token
-    cache.resize(0, 0)
+        cache.resize(wanted)
+        assert meter.most <= (max(before, wanted) * layers + before) * page
+    cache.resize(0)
     meter.most = 0
     meter.look()
     assert meter.most == 0
+
+
+def test_a_long_sequence_makes_short_ones_no_dearer(model: BaseModel) -> None:
+    """64 of 80 tokens and one of 200: no more than what each takes, rounded up to pages, and half as much for growth."""
+    direct = Direct(model)
+    submitted = direct.submit(
+        *(request(random_tokens(60, i), max_tokens=21, seed=i) for i in range(64)),
+        request(random_tokens(60, 99), max_tokens=141, seed=99),
+    )
+    most = 0
+    while direct.generator.busy:
+        direct.generator.step()
+        most = max(most, direct.generator.stats.pages_read)
+        assert direct.generator._cache.bytes <= 1.5 * most * PAGE_TOKENS * model.kv_bytes_per_token() + (
+            LEAST_GROWTH * PAGE_TOKENS * model.kv_bytes_per_token()
+        )
+    assert most <= 64 * pages_of(80) + pages_of(200)
+    assert all(len(slip.result.sequences[0].tokens) in (21, 141) for slip in submitted)

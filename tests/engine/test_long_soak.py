@@ -186,5 +186,10 @@ def test_ten_thousand_queued_requests(
     assert used[1]["objects"] <= 1.02 * used[0]["objects"] + 1000
     with capsys.disabled():
         print(
-            "", *lines, f"{counts[1]} failures in {counts[0]} large passes", f"longest waits: {longest}", f"{used}", sep="\n"
+            "",
+            *lines,
+            f"{counts[1]} failures in {counts[0]} large passes",
+            f"longest waits: {longest}",
+            f"{used}",
+            sep="\n",
         )

@@ -31,8 +31,8 @@ from tinker_local_backend.engine.packing import (
     micro_batches,
     pack,
     prefix_groups,
-    shared_prefix,
 )
+from tinker_local_backend.engine.pages import shared_prefix
 from tinker_local_backend.engine.scoring import Scorer
 
 Tokens = tuple[int, ...]
@@ -165,20 +165,20 @@ def test_micro_batches_keep_to_budget_and_number(sequences: list[Tokens], budget
         assert all(left + right > budget for left, right in pairwise(sizes))
 
 
-def test_packing_behind_an_earlier_pack_and_into_cache_rows() -> None:
-    """Prompts of two snapshots in one prefill: a shared prefix is written to the first of its rows only."""
+def test_packing_behind_an_earlier_pack() -> None:
+    """Prompts of two snapshots in one prefill."""
     earlier: list[Tokens] = [(1, 2, 3)]
-    packed = pack(earlier, prefix_groups(earlier), cache_rows=[7])
+    packed = pack(earlier, prefix_groups(earlier))
     header = tuple(range(10))
     later: list[Tokens] = [(*header, 50), (*header, 60, 61), (9, 9)]
-    pack(later, prefix_groups(later), packed, [None, 4, 5])
-    written = [(s.start, s.end, s.before, s.prefix, s.row) for s in packed.segments]
+    pack(later, prefix_groups(later), packed)
+    written = [(s.start, s.end, s.before, s.prefix) for s in packed.segments]
     assert written == [
-        (0, 3, 0, None, 7),
-        (3, 13, 0, None, 4),
-        (13, 14, 10, (3, 13), None),
-        (14, 16, 10, (3, 13), 4),
-        (16, 18, 0, None, 5),
+        (0, 3, 0, None),
+        (3, 13, 0, None),
+        (13, 14, 10, (3, 13)),
+        (14, 16, 10, (3, 13)),
+        (16, 18, 0, None),
     ]
     assert packed.rows[1].tolist() == [*range(3, 13), 14, 15]
 

@@ -23,6 +23,7 @@ from tests.engine.helpers import (
 from tinker_local_backend import LocalBackendError, RequestError, SamplingClient, ServiceClient
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.pages import pages_of
 from tinker_local_backend.engine.requests import PromptScoring, SamplingRequest
 
 HEADER = random_tokens(40, 1)
@@ -172,10 +173,10 @@ def diverged(model: BaseModel, module: str) -> Adapter:
 
 @pytest.mark.parametrize("module", ["k_proj", "v_proj", "lm_head"])
 @pytest.mark.parametrize("place", [0, 2, 4])
-def test_an_adapter_that_has_diverged_poisons_no_row_that_others_use(
+def test_an_adapter_that_has_diverged_poisons_no_page_that_others_use(
     direct: Direct, model: BaseModel, module: str, place: int
 ) -> None:
-    """Its prompt is the longest, so its row reaches beyond what the others wrote in theirs."""
+    """Its prompt is the longest, so its pages reach beyond what the others write in them later."""
     requests = [request(random_tokens(4 + 5 * i, i), max_tokens=50, seed=i) for i in range(4)]
     broken = request([*HEADER, *HEADER], diverged(model, module), samples=2)
     submitted = direct.submit(*requests[:place], broken, *requests[place:])
@@ -184,7 +185,7 @@ def test_an_adapter_that_has_diverged_poisons_no_row_that_others_use(
         _ = submitted.pop(place).result
     for one, slip in zip(requests, submitted, strict=True):
         assert_same_samples(slip.result, alone(model, one))
-    assert all(slab.isfinite().all() for slab in direct.generator._cache._slabs)
+    assert all(pages.isfinite().all() for pages in direct.generator._cache._layers)
     later = [request([*HEADER, *HEADER, 5], max_tokens=20, seed=i) for i in range(8)]
     for one, result in zip(later, direct.run(*later), strict=True):
         assert_same_samples(result, alone(model, one))
@@ -215,7 +216,7 @@ def test_a_long_random_history(model: BaseModel, adapters: list[Adapter | None],
             submitted[i].cancelled = True
         while direct.generator.busy:
             direct.generator.step()
-            assert direct.generator._cache.rows * direct.generator._cache.length <= budget
+            assert direct.generator._cache.pages <= pages_of(budget)
         for i, (one, slip) in enumerate(zip(requests, submitted, strict=True)):
             if i not in cancelled:
                 assert_same_samples(slip.result, alone(model, one))
@@ -223,7 +224,7 @@ def test_a_long_random_history(model: BaseModel, adapters: list[Adapter | None],
                 known.append([*one.prompt, *slip.result.sequences[-1].tokens][:80])
         if turn % 5 == 4:
             direct.generator.forget()
-            assert direct.generator._cache.rows == 0
+            assert direct.generator._cache.pages == 0
     assert hits > 0
 
 
@@ -275,7 +276,7 @@ def test_after_training_nothing_is_reused_and_the_memory_is_given_back(service: 
         response = snapshot.sample(prompt(HEADER), 1, params(3, seed=1, stop=[])).result()
         expected = alone(snapshot._model, request(HEADER, snapshot._adapter, max_tokens=3, seed=1))
         assert_same_tokens([response.sequences[0].tokens], [expected.sequences[0].tokens])
-        assert cache.rows > 0
+        assert cache.pages > 0
         return response.prompt_cache_hit_tokens
 
     assert hits() == 0
@@ -286,7 +287,7 @@ def test_after_training_nothing_is_reused_and_the_memory_is_given_back(service: 
         lambda: client.optim_step(STEP),
     ):
         train().result()
-        assert cache.rows == 0 and sum(slab.untyped_storage().nbytes() for slab in cache._slabs) == 0
+        assert cache.pages == 0 and cache.bytes == 0
         assert hits() == 0
     with pytest.raises(LocalBackendError):
         client.forward([], "cross_entropy").result()

@@ -96,7 +96,7 @@ def test_prompts_that_do_not_fit_together_leave_the_number_of_sequences_alone(
 
     monkeypatch.setattr(model, "hidden_states", limited)
     direct = Direct(model)
-    most = direct.generator._max_running
+    most = direct.generator._allowance.running
     scored = direct.run(*(request(t, samples=0, scoring=PromptScoring(logprobs=True)) for t in PROMPTS))
     assert all(result.prompt.logprobs is not None for result in scored)
-    assert direct.generator._max_running == most
+    assert direct.generator._allowance.running == most

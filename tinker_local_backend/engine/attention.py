@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from tinker_local_backend.engine.kv_cache import KVCache
+from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention, decode_attention
+from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.errors import RequestError
 
 ATTENTION_NAME = "tinker_local_packed"
@@ -30,14 +31,14 @@ class Segment:
     """Tokens start:end of the pass: a stretch of one sequence that attends to itself and to what comes before it.
 
     `before` tokens precede it: at `prefix`, start:end of an earlier segment of the same pass (which several may share), or
-    else in `row` of the KV cache. With a row, the segment's own keys are stored there, behind those.
+    else in the KV cache, in the pages `table` (int64), where the pass stores the segment's own keys behind those.
     """
 
     start: int
     end: int
     before: int = 0
     prefix: tuple[int, int] | None = None
-    row: int | None = None
+    table: torch.Tensor | None = None
 
 
 @dataclass
@@ -46,6 +47,8 @@ class PackedPlan:
 
     segments: Sequence[Segment]
     cache: KVCache | None = None
+    places: Places | None = None
+    """where the cache stores the keys of the pass"""
     windows: dict[int, int | None] = field(default_factory=dict)
     """filled by the pass: each layer's sliding window, as the attention function was told"""
     _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
@@ -66,45 +69,6 @@ class PackedPlan:
         return cls([Segment(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)])
 
 
-@dataclass
-class DecodePlan:
-    """One new token for each of the cache's first `rows` rows; row i has `lengths[i]` tokens before it."""
-
-    cache: KVCache
-    rows: int
-    lengths: torch.Tensor
-    longest: int
-    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.index = torch.arange(self.rows, device=self.lengths.device)
-
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Which keys each new token sees, (rows, 1, 1, longest + 1), shared by all layers.
-
-        True where visible, or (another dtype than bool) what is added to the scores: 0 where visible, -inf elsewhere.
-        """
-        if (window, dtype) not in self._masks:
-            positions = torch.arange(self.longest + 1, device=self.lengths.device)[None, :]
-            mask = positions <= self.lengths[:, None]
-            if window is not None:
-                mask &= positions > self.lengths[:, None] - window
-            if dtype != torch.bool:
-                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-            self._masks[window, dtype] = mask[:, None, None, :]
-        return self._masks[window, dtype]
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """What a layer says of its own attention."""
-
-    index: int
-    scaling: float
-    softcap: float | None
-    window: int | None
-
-
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -121,24 +85,25 @@ def packed_attention(
     if plan is None:
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    layer = _Layer(int(module.layer_idx), scale, softcap, sliding_window)  # pyright: ignore[reportArgumentType]
-    attend = _decode if isinstance(plan, DecodePlan) else _packed
+    layer = LayerAttention(int(module.layer_idx), scale, softcap, sliding_window)  # pyright: ignore[reportArgumentType]
+    attend = decode_attention if isinstance(plan, DecodePlan) else _packed
     return attend(layer, query, key, value, plan), None  # pyright: ignore[reportArgumentType]
 
 
 def _packed(
-    layer: _Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: PackedPlan
+    layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: PackedPlan
 ) -> torch.Tensor:
     plan.windows[layer.index] = layer.window
+    if plan.cache is not None and plan.places is not None:
+        plan.cache.write(layer.index, plan.places, key[0], value[0])
     outputs = []
     # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros, once per segment.
     parts = [tensor.split([s.end - s.start for s in plan.segments], dim=2) for tensor in (query, key, value)]
     index = {segment.start: i for i, segment in enumerate(plan.segments)}
     for segment, q, k, v in zip(plan.segments, *parts, strict=True):
-        if plan.cache is not None and segment.row is not None:
-            plan.cache.write(layer.index, segment.row, segment.before, k[0], v[0])
-            if segment.before and segment.prefix is None:
-                k, v = plan.cache.read(layer.index, segment.row, segment.before + k.shape[2])
+        if segment.table is not None:
+            assert plan.cache is not None
+            k, v = plan.cache.read(layer.index, segment.table, segment.before + k.shape[2])
         if segment.prefix is not None:
             before = index[segment.prefix[0]]
             k, v = torch.cat([parts[1][before], k], dim=2), torch.cat([parts[2][before], v], dim=2)
@@ -146,7 +111,7 @@ def _packed(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _causal(layer: _Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
+def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
     """Causal attention of the last q.shape[2] positions of a sequence to all of it."""
     queries, total = q.shape[2], k.shape[2]
     if layer.softcap is None and queries == total and (layer.window is None or total <= layer.window):
@@ -167,27 +132,12 @@ def _causal(layer: _Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pl
 
 
 def _soft_capped(
-    layer: _Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor
+    layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
     """softmax(softcap * tanh(scores / softcap)) @ v, as Gemma 2 has it; q (..., S, D), k and v (..., T, D)."""
     assert layer.softcap is not None
     scores = torch.tanh(q @ k.transpose(-1, -2) * (layer.scaling / layer.softcap)) * layer.softcap
     return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
-
-
-def _decode(
-    layer: _Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: DecodePlan
-) -> torch.Tensor:
-    heads, rows, dim = query.shape[1:]
-    keys, values = plan.cache.append(layer.index, plan.index, plan.lengths, plan.longest, key[0], value[0])
-    # The heads that share a key head become query positions of it, so keys are never repeated in memory.
-    grouped = query[0].transpose(0, 1).reshape(rows, key.shape[1], -1, dim)
-    if layer.softcap is None:
-        mask = plan.mask(layer.window, query.dtype)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=layer.scaling)
-    else:
-        out = _soft_capped(layer, grouped, keys, values, plan.mask(layer.window, torch.bool))
-    return out.reshape(1, rows, heads, dim)
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -22,8 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from tinker_local_backend import environment
-from tinker_local_backend.engine.attention import ATTENTION_NAME, DecodePlan, PackedPlan, Segment
-from tinker_local_backend.engine.kv_cache import KVCache
+from tinker_local_backend.engine.attention import ATTENTION_NAME, PackedPlan, Segment
+from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
+from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.engine.lora import (
     Adapter,
     AdapterRouting,
@@ -182,6 +184,8 @@ class BaseModel:
         self.linears = install_lora(self._model, self._routing)
         self._body: nn.Module = model.base_model
         self._recompute = False
+        self.sliding_window: int | None = None
+        """how far the layers see, if none of them sees everything"""
         self._wrap_layers()
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
@@ -239,11 +243,13 @@ class BaseModel:
         together = PackedPlan.whole([len(tokens) for tokens in sequences])
         try:
             packed = self._pass_logits(torch.cat(sequences), [0, 1, 2, 3, 4, 0, 1, 2], together)
-            cache = self.new_cache(budget_tokens=5)
-            cache.resize(1, 5)
-            self._pass_logits(sequences[0][:4], range(4), PackedPlan([Segment(0, 4, row=0)], cache))
-            lengths = torch.tensor([4], device=self.device)
-            decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, 1, lengths, 4))
+            cache = self.new_cache()
+            cache.resize(1)
+            first = torch.arange(4, device=self.device)
+            places = Places(torch.zeros_like(first), first)
+            self._pass_logits(sequences[0][:4], range(4), PackedPlan([Segment(0, 4)], cache, places))
+            tables = Tables([Table([0])], cache.kv_heads, self.device)
+            decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, tables, np.array([4])))
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
@@ -253,6 +259,9 @@ class BaseModel:
         if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
             why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
             raise _refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
+        windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
+        sliding = [window for window in windows if window is not None]
+        self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         return self._context_length(together.windows)
 
     def _pass_logits(
@@ -302,9 +311,9 @@ class BaseModel:
             raise _refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
         return new_adapter(spec, self.linears, seed, self.device)
 
-    def new_cache(self, budget_tokens: int) -> KVCache:
+    def new_cache(self) -> KVCache:
         kv_heads, head_dim = self._kv_shape()
-        return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, budget_tokens)
+        return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device)
 
     def _kv_shape(self) -> tuple[int, int]:
         """Key heads and their dimension."""

@@ -1,15 +1,14 @@
 """Batched generation with continuous batching: sequences join after a prefill and leave as soon as they end.
 
-`Generator.step()` is one turn of the crank: admit what fits, or else decode one token for every running sequence. One
-prompt is prefilled once for all its samples, a prefix that several prompts share once for all of them, and one that some row
-of the cache still holds not at all.
+`Generator.step()` is one turn of the crank: decode one token for every running sequence, then prefill what may join, no more
+tokens at a time than keep the running ones from waiting for long. Requests are taken in the order of their arrival. A sequence
+takes pages of the KV cache as it grows; when none is left, the youngest one begins again later, and draws the same tokens.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,65 +16,48 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tinker_local_backend.engine.attention import DecodePlan, PackedPlan
+from tinker_local_backend.engine.admission import Admission
+from tinker_local_backend.engine.allowance import Allowance
+from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import Adapter, Spans, group_rows
+from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
+from tinker_local_backend.engine.joining import Joining, lay_out
+from tinker_local_backend.engine.lora import Spans, group_rows
 from tinker_local_backend.engine.memory import most_tokens, out_of_memory
 from tinker_local_backend.engine.noise import mix_seed
-from tinker_local_backend.engine.packing import Packed, pack, prefix_groups
-from tinker_local_backend.engine.prefix_cache import PrefixCache
-from tinker_local_backend.engine.prompt_scores import score_prompt
-from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.engine.pages import PAGE_TOKENS, PagePool, PageTable, pages_of
+from tinker_local_backend.engine.prompt_scores import PromptScorer
 from tinker_local_backend.engine.sampler import RowParams, next_tokens
 from tinker_local_backend.engine.tickets import SampledSequence, Ticket, diverged
+from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
 from tinker_local_backend.errors import RequestError, SamplingError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Running:
-    """A sequence that holds a row of the KV cache."""
+    """A sequence that has pages of the KV cache."""
 
     ticket: Ticket
+    index: int
+    """of the sample"""
     sequence: SampledSequence
     seed: int
+    table: PageTable
     length: int
     """tokens whose keys are in the cache"""
     broken: bool = False
-    """the model gave NaN: what its row holds must not be used again"""
+    """the model gave NaN: what its pages hold must not be used again"""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Larger for younger ones."""
+        return self.ticket.order, self.index
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Those tokens."""
+        """The tokens whose keys are in the cache."""
         prompt = self.ticket.request.prompt
         return (*prompt, *self.sequence.tokens[: self.length - len(prompt)])
-
-
-@dataclass(eq=False)
-class _Admitted:
-    """Some samples of one prompt under one snapshot that get their rows now; several requests may bring the same prompt."""
-
-    request: SamplingRequest
-    entries: list[tuple[Ticket, int]]
-    row: int | None = None
-    """the first of its rows; None when the prompt is only scored"""
-    cached: int = 0
-    """tokens of the prompt whose keys the row already holds"""
-
-    @property
-    def count(self) -> int:
-        return sum(count for _, count in self.entries)
-
-
-@dataclass(frozen=True, eq=False)
-class _Pass:
-    """A prefill: its tokens, which of them use which adapter, and what is copied between rows afterwards."""
-
-    packed: Packed
-    spans: Spans
-    copies: list[tuple[int, int, int]]
-    """(source row, target row, tokens): a shared prefix is computed into one row only"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +73,7 @@ class Generator:
     """Runs sampling requests on a base model. Not thread-safe: the engine's worker thread owns it.
 
     Args:
-        kv_budget_tokens: bound on (sequences x longest) tokens of KV cache; requests beyond it wait.
+        kv_budget_tokens: bound on the tokens of the KV cache, rounded up to whole pages; requests beyond it wait.
         prefill_tokens: prompts are prefilled in passes of at most this many tokens; None: what is fastest on the device.
         random_seed: draws a seed for a request that names none.
     """
@@ -106,26 +88,43 @@ class Generator:
     ):
         self._model = model
         self.kv_budget_tokens = kv_budget_tokens
-        self._cache = model.new_cache(kv_budget_tokens)
-        self._prefixes = PrefixCache(self._cache)
-        self._random_seed = random_seed
-        self._prefill_tokens = prefill_tokens or most_tokens(model.device)
-        self._max_running = max_running
-        self._waiting: deque[Ticket] = deque()
+        self._cache = model.new_cache()
+        self._pool = PagePool(pages_of(kv_budget_tokens))
+        self._allowance = Allowance(max_running, prefill_tokens or most_tokens(model.device), self._pool.most)
+        self._line = Admission(self._pool, self._allowance, random_seed)
         self._running: list[_Running] = []
         self._batch: _Batch | None = None
+        self._tables: Tables | None = None
+        self._waits = WaitTimes()
+        self._restarts = self._failures = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._line.waiting or self._running or self._line.long)
 
     @property
     def running(self) -> int:
-        """Sequences that hold a row of the cache."""
+        """Sequences that have pages of the cache."""
         return len(self._running)
 
+    @property
+    def stats(self) -> SamplerStats:
+        """May be read on any thread."""
+        return SamplerStats(
+            waiting=len(self._line.waiting) + (self._line.long is not None),
+            running=len(self._running),
+            pages=self._pool.capacity,
+            pages_read=self._pool.read,
+            pages_idle=self._pool.idle,
+            restarts=self._restarts,
+            out_of_memory=self._failures,
+            longest_wait=self._waits.longest,
+            wait_p50=self._waits.quantile(0.5),
+            wait_p99=self._waits.quantile(0.99),
+        )
+
     def add(self, ticket: Ticket) -> None:
-        self._waiting.append(ticket)
+        self._line.add(ticket)
 
     def forget(self) -> None:
         """Drop the prefixes of ended sequences and, with nothing running, the cache's memory.
@@ -133,32 +132,39 @@ class Generator:
         Called before training: memory is needed then, and whatever is sampled afterwards must not depend on what was
         sampled before (a resumed run has none of it).
         """
-        self._prefixes.forget(len(self._running))
+        self._pool.forget()
+        if self._pool.capacity == 0:
+            self._cache.resize(0)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit and prefill waiting requests if any fits, else decode one token for all running sequences."""
-        self._drop_abandoned()
-        admitted: list[_Admitted] = []
+        """Decode one token for all running sequences, then prefill waiting requests if any fits."""
+        joining: list[Joining] = []
         try:
-            self._admit(admitted)
-            if admitted:
-                self._prefill(admitted)
-            elif self._running:
+            self._drop_abandoned()
+            if self._running:
                 self._decode()
+            self._line.next_pass(joining, len(self._running))
+            if joining:
+                self._prefill(joining)
         except Exception as error:
             # One pass serves many requests; when it fails none of its sequences can go on.
-            tickets = [*(row.ticket for row in self._running), *(t for group in admitted for t, _ in group.entries)]
-            affected = list({id(ticket): ticket for ticket in tickets}.values())
-            rows = max(len(self._running), sum(group.count for group in admitted))
-            self._running.clear()
-            self._batch = None
-            self.forget()
+            long = self._line.long
+            parts = [*joining, *([long] if long is not None and long not in joining else [])]
+            tickets = [*(row.ticket for row in self._running), *(t for part in parts for t, _ in part.entries)]
+            affected = sorted({id(t): t for t in tickets}.values(), key=lambda ticket: ticket.order)
+            rows = max(len(self._running), sum(part.samples for part in parts))
+            self._running, self._line.long, self._batch, self._tables = [], None, None, None
+            self._cache.resize(0)
             self._recover(affected, rows, error)
+            self._pool.reset()
+        else:
+            self._allowance.succeeded()
+            self._pool.eager = self._allowance.pages
 
     def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
         """Out of memory: begin the requests again, fewer at a time. Anything else: each of them gets the error."""
-        retry = out_of_memory(error) and (rows > 1 or self._prefill_tokens > 1)
+        retry = out_of_memory(error) and (rows > 1 or self._allowance.prefill_tokens > 1)
         if not retry:
             # As text: the traceback's frames would keep the failed pass's tensors alive.
             cause = f"{type(error).__name__}: {error}"
@@ -167,186 +173,205 @@ class Generator:
             for ticket in affected:
                 ticket.finish(SamplingError(f"a sampling pass failed: {cause}"))
             return
-        if rows > 1:  # with fewer, the prompts alone were too much
-            self._max_running = rows // 2
-        self._prefill_tokens = max(1, self._prefill_tokens // 2)
-        logger.warning(
-            "out of memory with %d sequences; going on with at most %d, and %d prompt tokens in a pass",
-            rows,
-            self._max_running,
-            self._prefill_tokens,
-        )
+        self._failures += 1
+        self._allowance.reduce(rows, self._pool.capacity)
+        self._pool.eager = self._allowance.pages
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         for ticket in reversed(affected):
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
             ticket.begin_again()
-            self._waiting.appendleft(ticket)
+            self._line.line_up(ticket)
 
     def fail_all(self, error: BaseException) -> None:
         """Drop everything waiting and running, and tell its owners."""
-        tickets = {id(t): t for t in [*self._waiting, *(row.ticket for row in self._running)]}
-        self._waiting.clear()
-        self._running.clear()
-        for ticket in tickets.values():
+        parts = [self._line.long] if self._line.long else []
+        tickets = [
+            *self._line.waiting,
+            *(row.ticket for row in self._running),
+            *(t for p in parts for t, _ in p.entries),
+        ]
+        self._line.waiting.clear()
+        self._running, self._line.long = [], None
+        for ticket in {id(t): t for t in tickets}.values():
             ticket.finish(error)
 
     def _drop_abandoned(self) -> None:
-        if any(ticket.dropped for ticket in self._waiting):
-            self._waiting = deque(ticket for ticket in self._waiting if not ticket.dropped)
-        for row in reversed(range(len(self._running))):
-            if self._running[row].ticket.dropped:
-                self._remove_row(row)
+        """Of the running; who waits is looked at when its turn has come, so that a long line costs nothing."""
+        dropped = [row for row in self._running if row.ticket.dropped]
+        if dropped:
+            self._remove(dropped)
+        long = self._line.long
+        if long is not None and all(ticket.dropped for ticket, _ in long.entries):
+            self._cache.erase(long.give_back(self._pool))
+            self._line.long = None
 
     # Joining
 
-    def _admit(self, admitted: list[_Admitted]) -> None:
-        """Take what fits from the front of the line: whole requests, or as many of one's samples as fit."""
-        rows, tokens = len(self._running), 0
-        length = max((row.ticket.request.total_length for row in self._running), default=0)
-        groups: dict[tuple[int, tuple[int, ...]], _Admitted] = {}
-        while self._waiting:
-            ticket = self._waiting[0]
-            request = ticket.request
-            if admitted and tokens + len(request.prompt) > self._prefill_tokens:
-                break
-            wanted = request.num_samples - ticket.started
-            new_length = max(length, request.total_length) if wanted else length
-            room = min(self._max_running, self._cache.rows_that_fit(new_length)) - rows
-            count = min(wanted, room)
-            if wanted and count < 1:
-                break
-            key = (id(request.adapter), request.prompt)
-            if key not in groups:
-                groups[key] = _Admitted(request, [])
-                admitted.append(groups[key])
-                tokens += len(request.prompt)
-            groups[key].entries.append((ticket, count))
-            ticket.started += count
-            if ticket.seed is None:
-                ticket.seed = request.seed if request.seed is not None else self._random_seed()
-            rows, length = rows + count, new_length
-            if count < wanted:
-                break
-            self._waiting.popleft()
-        if rows > len(self._running):
-            self._prefixes.make_room(rows, length)
-
-    def _prefill(self, admitted: list[_Admitted]) -> None:
-        self._batch = None
-        self._claim_rows(admitted)
-        plan = self._lay_out(admitted)
-        packed = plan.packed
-        device = self._model.device
+    def _prefill(self, joining: Sequence[Joining]) -> None:
+        for part in joining:
+            if part.done == 0 and not part.scorers:
+                part.scorers = [
+                    (ticket, PromptScorer(self._model, ticket.request, ticket.seed))
+                    for ticket, _ in part.entries
+                    if ticket.wants_scores and ticket.seed is not None
+                ]
+        prefill = lay_out(joining, self._pool, self._cache, self._model.device)
+        packed, device = prefill.packed, self._model.device
         hidden_TH = self._model.hidden_states(
             torch.tensor(packed.tokens, device=device),
             torch.tensor(packed.positions, device=device),
-            PackedPlan(packed.segments, self._cache),
-            plan.spans,
+            PackedPlan(packed.segments, self._cache, prefill.places),
+            prefill.spans,
         )
-        for source, target, tokens in plan.copies:
-            self._cache.copy_row(source, target, tokens)
-        first_new = len(self._running)
+        started: list[_Running] = []
         last_rows: list[int] = []
-        for i, group in enumerate(admitted):
-            self._score(group, hidden_TH, packed.rows[i])
-            if group.row is None:
+        for i, part in enumerate(joining):
+            rows = prefill.rows[i]
+            spoiled = self._score(part, hidden_TH, rows)
+            part.done = part.end
+            prompt = part.request.prompt
+            if spoiled:
+                self._cache.erase(self._pool.spoil(part.table.pages))
+            elif part.stored and part.samples and not part.table.dropped:
+                whole = len(part.table.pages) if part.complete else part.done // PAGE_TOKENS
+                self._pool.hold(part.request.adapter, prompt[: part.done], part.table.pages[:whole])
+            if not part.complete:
+                self._drop_unseen(part.table, part.done)
                 continue
-            request = group.request
-            for row in range(group.row + 1, group.row + group.count):
-                self._cache.copy_row(group.row, row, len(request.prompt))
-            self._prefixes.hold(group.row, request.adapter, request.prompt)
-            last_rows.extend([int(packed.rows[i][-1])] * group.count)
-            for ticket, count in group.entries:
-                if not ticket.sequences:  # later portions find what its own first one prefilled
-                    ticket.cached_tokens = group.cached
-                self._running.extend(self._start(ticket, count))
-        if last_rows:
-            self._emit(hidden_TH[torch.tensor(last_rows, device=device)], first_new)
+            samples = self._start(part)
+            started.extend(samples)
+            last_rows.extend([int(rows[-1])] * len(samples))
+        if started:
+            self._running.extend(started)
+            self._changed()
+            self._emit(started, self._new_batch(started), hidden_TH[torch.tensor(last_rows, device=device)])
 
-    def _claim_rows(self, admitted: Sequence[_Admitted]) -> None:
-        """Give each group its rows, the first of them with what some row of the cache already holds of the prompt."""
-        row = len(self._running)
-        end = row + sum(group.count for group in admitted)
-        for group in admitted:
-            if group.count == 0:
+    def _score(self, part: Joining, hidden_TH: torch.Tensor, rows: np.ndarray) -> bool:
+        """Scores of this piece of the prompt. Returns whether the model gave NaN."""
+        spoiled = False
+        for ticket, scorer in part.scorers:
+            if ticket.finished:
                 continue
-            group.row = row
-            scoring = any(ticket.wants_scores for ticket, _ in group.entries)  # needs every hidden state
-            reuse = None if scoring else self._prefixes.find(group.request.adapter, group.request.prompt)
-            group.cached = reuse[1] if reuse else 0
-            self._prefixes.claim(row, end, reuse)
-            for copy in range(row + 1, row + group.count):
-                self._prefixes.claim(copy, end, None)
-            row += group.count
-
-    def _lay_out(self, admitted: Sequence[_Admitted]) -> _Pass:
-        """One pass over what is left of the prompts; those of one snapshot share their common prefixes."""
-        packed = Packed()
-        rows_of: dict[int, np.ndarray] = {}
-        copies: list[tuple[int, int, int]] = []
-        adapters: list[Adapter | None] = []
-        by_adapter: dict[int, list[int]] = {}
-        for i, group in enumerate(admitted):
-            by_adapter.setdefault(id(group.request.adapter), []).append(i)
-        for members in by_adapter.values():
-            fresh = [i for i in members if not admitted[i].cached]
-            prompts = [admitted[i].request.prompt for i in fresh]
-            groups = prefix_groups(prompts)
-            cache_rows = [admitted[i].row for i in fresh]
-            packed.rows = {}
-            pack(prompts, groups, packed, cache_rows)
-            rows_of.update({fresh[place]: rows for place, rows in packed.rows.items()})
-            for group in groups:
-                holders = [row for place in group.members if (row := cache_rows[place]) is not None]
-                copies.extend((holders[0], row, group.prefix) for row in holders[1:] if group.prefix)
-            for i in members:
-                if cached := admitted[i].cached:
-                    rest = admitted[i].request.prompt[cached:]
-                    rows_of[i] = packed.append(rest, cached, row=admitted[i].row)
-            adapter = admitted[members[0]].request.adapter
-            adapters.extend([adapter] * (len(packed.tokens) - len(adapters)))
-        packed.rows = rows_of
-        return _Pass(packed, group_rows(adapters, self._model.device), copies)
-
-    def _score(self, group: _Admitted, hidden_TH: torch.Tensor, rows: np.ndarray) -> None:
-        for ticket, _ in group.entries:
-            request = ticket.request
-            if ticket.wants_scores:
-                assert ticket.seed is not None
-                hidden = hidden_TH[torch.from_numpy(rows).to(hidden_TH.device)]
-                try:
-                    ticket.prompt = score_prompt(self._model, hidden, request, ticket.seed)
-                except RequestError as error:
-                    ticket.finish(error)
-            if request.num_samples == 0:
+            try:
+                scorer.add(hidden_TH[torch.from_numpy(rows).to(hidden_TH.device)])
+            except RequestError as error:
+                ticket.finish(error)
+                spoiled = True
+                continue
+            if part.complete:
+                ticket.prompt = scorer.scores
+        for ticket, _ in part.entries:
+            if part.complete and ticket.request.num_samples == 0:
+                self._served(ticket)
                 ticket.succeed()
+        return spoiled
 
-    def _start(self, ticket: Ticket, count: int) -> list[_Running]:
-        assert ticket.seed is not None
-        first = len(ticket.sequences)
-        ticket.sequences.extend(SampledSequence() for _ in range(count))
-        return [
-            _Running(ticket, ticket.sequences[i], mix_seed(ticket.seed, i), len(ticket.request.prompt))
-            for i in range(first, first + count)
-        ]
+    def _start(self, part: Joining) -> list[_Running]:
+        """Sequences of the samples of a prompt that is there. The first one goes on in its last page, the others in copies."""
+        table, length = part.table, len(part.request.prompt)
+        begun = length % PAGE_TOKENS > 0
+        whole = table.pages[:-1] if begun else table.pages
+        running: list[_Running] = []
+        copies: list[int] = []
+        for ticket, indices in part.entries:
+            for index in indices:
+                own = table
+                if running:
+                    self._pool.share(whole)
+                    own = PageTable([*whole, *(self._pool.take() if begun else [])], table.dropped)
+                    copies.extend([own.pages[-1].slot] if begun else [])
+                assert ticket.seed is not None
+                running.append(
+                    _Running(ticket, index, ticket.sequences[index], mix_seed(ticket.seed, index), own, length)
+                )
+            if indices:
+                self._served(ticket)
+                if ticket.cached_tokens is None:
+                    ticket.cached_tokens = part.found.tokens
+        if not running:
+            self._cache.erase(self._pool.release(table.pages))
+        self._fit_cache()
+        self._cache.copy([table.pages[-1].slot] * len(copies) if copies else [], copies)
+        return running
+
+    def _served(self, ticket: Ticket) -> None:
+        if not ticket.served:
+            ticket.served = True
+            self._waits.add(time.monotonic() - ticket.arrived)
 
     # Going on
 
     def _decode(self) -> None:
+        self._make_room()
         rows = self._running
-        device = self._model.device
         if self._batch is None:
             self._batch = self._new_batch(rows)
-        lengths = [row.length for row in rows]
-        lengths_R = torch.tensor(lengths, device=device)
+        if self._tables is None:
+            self._tables = self._arranged_tables()
+        lengths = np.array([row.length for row in rows], dtype=np.int64)
+        device = self._model.device
         tokens_R = torch.tensor([row.sequence.tokens[-1] for row in rows], device=device)
-        plan = DecodePlan(self._cache, len(rows), lengths_R, max(lengths))
-        hidden_RH = self._model.hidden_states(tokens_R, lengths_R, plan, self._batch.spans)
+        plan = DecodePlan(self._cache, self._tables, lengths)
+        hidden_RH = self._model.hidden_states(tokens_R, plan.lengths, plan, self._batch.spans)
         for row in rows:
             row.length += 1
-        self._emit(hidden_RH, 0)
+        self._emit(rows, self._batch, hidden_RH)
+
+    def _make_room(self) -> None:
+        """A page for each sequence whose last one is full; the youngest make way where the pool has none left."""
+        growing = [row for row in self._running if row.length % PAGE_TOKENS == 0 and row.length == row.table.end]
+        if not growing:
+            return
+        for row in growing:
+            self._drop_unseen(row.table, row.length)
+        while len(growing) > self._pool.available:
+            if self._line.long is not None:
+                self._cache.erase(self._line.send_back_long())
+                continue
+            youngest = max(self._running, key=lambda row: row.age)
+            self._restarts += 1
+            self._running.remove(youngest)
+            growing = [row for row in growing if row is not youngest]
+            self._cache.erase(self._pool.release(youngest.table.pages))
+            youngest.ticket.give_back([youngest.index])
+            self._line.line_up(youngest.ticket)
+            self._changed()
+        for row, page in zip(growing, self._pool.take(len(growing)), strict=True):
+            row.table.pages.append(page)
+        self._fit_cache()
+        self._tables = None
+
+    def _drop_unseen(self, table: PageTable, length: int) -> None:
+        """Give back the pages that no layer sees from position `length` on."""
+        window = self._model.sliding_window
+        if window is not None and (gone := table.drop_before(length - window + 1)):
+            self._cache.erase(self._pool.release(gone))
+
+    def _arranged_tables(self) -> Tables:
+        """The tables as they are, after bringing together pages that lie too far apart."""
+
+        def tables() -> Tables:
+            return Tables(
+                [Table([page.slot for page in row.table.pages], row.table.start) for row in self._running],
+                self._cache.kv_heads,
+                self._model.device,
+            )
+
+        arranged = tables()
+        moves = arranged.moves()
+        if not moves:
+            return arranged
+        self._pool.move(moves)
+        self._cache.copy([source for source, _ in moves], [target for _, target in moves])
+        return tables()
+
+    def _fit_cache(self) -> None:
+        if self._cache.pages != self._pool.capacity:
+            self._cache.resize(self._pool.capacity)
+
+    def _changed(self) -> None:
+        """Sequences have joined or left."""
+        self._batch = self._tables = None
 
     def _new_batch(self, rows: Sequence[_Running]) -> _Batch:
         requests = [row.ticket.request for row in rows]
@@ -360,21 +385,20 @@ class Generator:
         spans = group_rows([request.adapter for request in requests], self._model.device)
         return _Batch(params, spans, any(request.stop.texts for request in requests))
 
-    def _emit(self, hidden_RH: torch.Tensor, first_row: int) -> None:
-        """Sample one token for each running row from `first_row` on, and let finished rows go."""
-        rows = self._running[first_row:]
-        batch = self._batch if first_row == 0 and self._batch is not None else self._new_batch(rows)
+    def _emit(self, rows: Sequence[_Running], batch: _Batch, hidden_RH: torch.Tensor) -> None:
+        """Sample one token for each of these rows, and let finished ones go."""
         positions = np.array([len(row.sequence.tokens) for row in rows], dtype=np.uint64)
         logits_RV = self._model.logits(hidden_RH, batch.spans)
         tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, positions)
         self._record_topk(rows, tempered_RV)
-        finished: list[int] = []
-        for i, (row, token, logprob) in enumerate(zip(rows, tokens_R.tolist(), logprobs_R.tolist(), strict=True)):
+        finished: list[_Running] = []
+        for row, token, logprob in zip(rows, tokens_R.tolist(), logprobs_R.tolist(), strict=True):
+            sequence, request = row.sequence, row.ticket.request
             if not math.isfinite(logprob):
                 row.broken = True
                 row.ticket.finish(diverged(f"after {row.length} tokens"))
+                finished.append(row)
                 continue
-            sequence, request = row.sequence, row.ticket.request
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             if token in request.stop.token_ids or (
@@ -383,13 +407,11 @@ class Generator:
                 sequence.stop_reason = "stop"
             elif len(sequence.tokens) < request.max_tokens:
                 continue
-            finished.append(first_row + i)
-        # From the back, so that filling a gap with the last row never moves a row that is about to leave.
-        done = [self._running[i].ticket for i in finished]
-        for i in reversed(finished):
-            self._remove_row(i)
-        for ticket in done:
-            ticket.sample_done()
+            finished.append(row)
+        if finished:
+            self._remove(finished)
+        for row in finished:
+            row.ticket.sample_done()
 
     def _record_topk(self, rows: Sequence[_Running], tempered_RV: torch.Tensor) -> None:
         asking = [i for i, row in enumerate(rows) if row.ticket.request.topk_logprobs]
@@ -401,19 +423,17 @@ class Generator:
             k = rows[i].ticket.request.topk_logprobs
             rows[i].sequence.topk.append((own_ids[:k], own_values[:k]))
 
-    def _remove_row(self, index: int) -> None:
-        """End a row; what it held stays findable behind the running ones."""
-        self._batch = None
-        last = len(self._running) - 1
-        ended = self._running[index]
-        if ended.broken:
-            self._prefixes.clear(index)  # before the swap, which leaves the end of a longer row where it is
-        if index != last:
-            self._prefixes.swap(index, last, ended.length, self._running[last].length)
-            self._running[index] = self._running[last]
-        self._running.pop()
-        if not ended.broken:
-            self._prefixes.hold(last, ended.ticket.request.adapter, ended.held)
+    def _remove(self, rows: Sequence[_Running]) -> None:
+        """End these sequences; what their pages hold stays findable until somebody needs them."""
+        gone = {id(row) for row in rows}
+        self._running = [row for row in self._running if id(row) not in gone]
+        self._changed()
+        for row in rows:
+            if row.broken:
+                self._cache.erase(self._pool.spoil(row.table.pages))
+            elif not row.table.dropped:
+                self._pool.hold(row.ticket.request.adapter, row.held, row.table.pages)
+            self._cache.erase(self._pool.release(row.table.pages))
 
 
 def _ends_with_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:

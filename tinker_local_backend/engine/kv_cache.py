@@ -1,100 +1,96 @@
-"""Keys and values of sequences: one preallocated slab per layer, whose first n rows are always the n running sequences.
+"""Keys and values of sequences: for each layer one tensor of pages, read and written by the numbers of its pages.
 
-Keeping the live rows together makes every decode step a view instead of a gather. What a row still holds after its sequence
-has ended is kept for prompts that begin the same way (prefix_cache.py) until somebody needs the row.
+Which sequence has which page is the business of pages.py. Tensors grow with the pool and keep what they hold.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+
+from tinker_local_backend.engine.pages import PAGE_TOKENS
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where keys of a pass are stored: row `rows[i]` of the pass goes to token `offsets[i]` of page `slots[i]`; int64 each.
+
+    `rows` None: row i goes to place i.
+    """
+
+    slots: torch.Tensor
+    offsets: torch.Tensor
+    rows: torch.Tensor | None = None
 
 
 class KVCache:
-    """Layout per layer: (2, rows, kv_heads, length, head_dim), keys before values.
+    """Layout per layer: (2, pages, kv_heads, PAGE_TOKENS, head_dim), keys before values.
 
-    `budget_tokens` bounds rows * length; the scheduler asks `rows_that_fit` before it admits sequences. While the slab
-    grows, one layer exists twice for a moment.
+    While the tensors grow, one layer exists twice for a moment.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        budget_tokens: int,
-    ):
-        self.budget_tokens = budget_tokens
-        self.rows = 0
-        self.length = 0
-        self._kv_heads, self._head_dim = kv_heads, head_dim
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+        self.pages = 0
+        self.kv_heads, self._head_dim = kv_heads, head_dim
         self._dtype, self._device = dtype, device
-        self._slabs = [self._empty(0, 0) for _ in range(layers)]
+        self._layers = [self._empty(0) for _ in range(layers)]
 
-    def _empty(self, rows: int, length: int) -> torch.Tensor:
+    def _empty(self, pages: int) -> torch.Tensor:
         # Zeros, not empty memory: masked positions still enter the matrix product, and 0 * NaN would be NaN.
-        shape = (2, rows, self._kv_heads, length, self._head_dim)
+        shape = (2, pages, self.kv_heads, PAGE_TOKENS, self._head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
-    def rows_that_fit(self, length: int) -> int:
-        """How many sequences of this length the budget allows."""
-        return self.budget_tokens // max(1, length)
+    def resize(self, pages: int) -> None:
+        """Have so many pages; those that stay keep their contents. 0 gives the memory back."""
+        if pages == self.pages:
+            return
+        kept = min(pages, self.pages)
+        for layer, old in enumerate(self._layers):
+            new = self._empty(pages)
+            if kept:
+                new[:, :kept] = old[:, :kept]
+            self._layers[layer] = new
+        self.pages = pages
 
-    def resize(self, rows: int, length: int) -> None:
-        """Change the shape; rows keep what fits of their contents. (0, 0) gives the memory back."""
-        kept_rows, kept = min(rows, self.rows), min(length, self.length)
-        for layer, old in enumerate(self._slabs):
-            if kept_rows == 0:
-                self._slabs[layer] = old = self._empty(0, 0)  # free before allocating anew
-            new = self._empty(rows, length)
-            new[:, :kept_rows, :, :kept] = old[:, :kept_rows, :, :kept]
-            self._slabs[layer] = new
-        self.rows, self.length = rows, length
+    @property
+    def bytes(self) -> int:
+        """Memory that all layers take now."""
+        return sum(layer.untyped_storage().nbytes() for layer in self._layers)
 
-    def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values, each (kv_heads, tokens, head_dim), in a row from token `start` on."""
-        end = start + keys.shape[1]
-        self._slabs[layer][0, row, :, start:end] = keys
-        self._slabs[layer][1, row, :, start:end] = values
-
-    def read(self, layer: int, row: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first `tokens` of a row, each (1, kv_heads, tokens, head_dim)."""
-        keys, values = self._slabs[layer][:, row, None, :, :tokens]
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all pages, (pages, kv_heads, PAGE_TOKENS, head_dim) each."""
+        keys, values = self._layers[layer].unbind()
         return keys, values
 
-    def copy_row(self, source: int, target: int, tokens: int) -> None:
-        """The first `tokens` of row `target` become those of row `source`."""
-        for slab in self._slabs:
-            slab[:, target, :, :tokens] = slab[:, source, :, :tokens]
+    def write(self, layer: int, places: Places, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values of a pass, each (kv_heads, rows of the pass, head_dim)."""
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        if places.rows is not None:
+            keys, values = keys[places.rows], values[places.rows]
+        all_keys, all_values = self.layer(layer)
+        all_keys[places.slots, :, places.offsets] = keys
+        all_values[places.slots, :, places.offsets] = values
 
-    def erase_row(self, row: int) -> None:
-        """Zero a row."""
-        for slab in self._slabs:
-            slab[:, row] = 0
+    def read(self, layer: int, slots: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first `tokens` of a table of pages, each (1, kv_heads, tokens, head_dim)."""
+        both = self._layers[layer][:, slots].transpose(1, 2).flatten(2, 3)[:, None, :, :tokens]
+        return both[0], both[1]
 
-    def swap_rows(self, first: int, second: int, first_tokens: int, second_tokens: int) -> None:
-        """Exchange two rows of which so many tokens count."""
-        for slab in self._slabs:
-            saved = slab[:, first, :, :first_tokens].clone()
-            slab[:, first, :, :second_tokens] = slab[:, second, :, :second_tokens]
-            slab[:, second, :, :first_tokens] = saved
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Pages `targets` become what pages `sources` are."""
+        if targets:
+            to, of = self._index(targets), self._index(sources)
+            for layer in self._layers:
+                layer[:, to] = layer[:, of]  # the right side is a copy, so pages may also change places
 
-    def append(
-        self,
-        layer: int,
-        index: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add one token per live row, (kv_heads, rows, head_dim) at lengths[i]; returns views of `longest` + 1 tokens.
+    def erase(self, slots: Sequence[int]) -> None:
+        """Zero these pages."""
+        if slots:
+            index = self._index(slots)
+            for layer in self._layers:
+                layer[:, index] = 0
 
-        index: arange(live rows).
-        """
-        all_keys, all_values = self._slabs[layer].unbind()
-        all_keys[index, :, lengths] = keys.transpose(0, 1)
-        all_values[index, :, lengths] = values.transpose(0, 1)
-        rows = len(index)
-        return all_keys[:rows, :, : longest + 1], all_values[:rows, :, : longest + 1]
+    def _index(self, slots: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(slots, dtype=torch.int64, device=self._device)

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tinker_local_backend.engine.attention import Segment
+from tinker_local_backend.engine.pages import shared_prefix
 
 MIN_SHARED = 8
 """Shorter common prefixes are not worth a segment of their own."""
@@ -41,30 +43,19 @@ class Packed:
     rows: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
 
     def append(
-        self, tokens: Sequence[int], before: int = 0, prefix: tuple[int, int] | None = None, row: int | None = None
+        self,
+        tokens: Sequence[int],
+        before: int = 0,
+        prefix: tuple[int, int] | None = None,
+        table: torch.Tensor | None = None,
     ) -> npt.NDArray[np.int64]:
         """Add a stretch of a sequence of which `before` tokens come earlier (see Segment). Returns its rows of the pass."""
         start = len(self.tokens)
         self.tokens.extend(tokens)
         self.positions.extend(range(before, before + len(tokens)))
         if tokens:
-            self.segments.append(Segment(start, start + len(tokens), before, prefix, row))
+            self.segments.append(Segment(start, start + len(tokens), before, prefix, table))
         return np.arange(start, start + len(tokens))
-
-
-def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    length = min(len(first), len(second))
-    if first[:length] == second[:length]:
-        return length
-    low, high = 0, length  # the first difference lies in low .. high - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def prefix_groups(sequences: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
@@ -92,25 +83,15 @@ def prefix_groups(sequences: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
     return groups
 
 
-def pack(
-    sequences: Sequence[tuple[int, ...]],
-    groups: Sequence[PrefixGroup],
-    into: Packed | None = None,
-    cache_rows: Sequence[int | None] | None = None,
-) -> Packed:
-    """Lay out the sequences of these groups, behind what `into` holds already.
-
-    cache_rows: for each sequence its row of the KV cache, or None. A shared prefix is stored in the first of its rows only.
-    """
+def pack(sequences: Sequence[tuple[int, ...]], groups: Sequence[PrefixGroup], into: Packed | None = None) -> Packed:
+    """Lay out the sequences of these groups, behind what `into` holds already."""
     packed = into or Packed()
-    rows = cache_rows or [None] * len(sequences)
     for group in groups:
         start = len(packed.tokens)
-        leading_row = next((rows[i] for i in group.members if rows[i] is not None), None)
-        head = packed.append(sequences[group.members[0]][: group.prefix], row=leading_row)
+        head = packed.append(sequences[group.members[0]][: group.prefix])
         prefix = (start, start + group.prefix) if group.prefix else None
         for i in group.members:
-            tail = packed.append(sequences[i][group.prefix :], group.prefix, prefix, rows[i])
+            tail = packed.append(sequences[i][group.prefix :], group.prefix, prefix)
             packed.rows[i] = np.concatenate([head, tail])
     return packed
 

@@ -61,18 +61,30 @@ class Ticket:
     request: SamplingRequest
     complete: Callable[[SamplingResult | BaseException], None]
     cancelled: Callable[[], bool]
-    sequences: list[SampledSequence] = field(default_factory=list)
+    sequences: list[SampledSequence] = field(init=False)
     prompt: PromptScores | None = None
     seed: int | None = None
-    started: int = 0
-    """samples that were given a row so far; the rest wait until rows are free"""
+    todo: list[int] = field(init=False)
+    """indices of the samples that have no pages; the next one is last"""
     done: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
+    """of the prompt, when its first sample began; later ones find what that one prefilled"""
     finished: bool = False
+    order: int = 0
+    """of arrival"""
+    arrived: float = 0.0
+    """seconds of the monotonic clock"""
+    served: bool = False
+    """has its first token or its scores"""
+    queued: bool = False
+    """stands in the line of those that wait, with some or all of its samples"""
+
+    def __post_init__(self) -> None:
+        self.begin_again()
 
     @property
     def dropped(self) -> bool:
-        """Nobody waits for it any more: its rows are free to go."""
+        """Nobody waits for it any more: its pages are free to go."""
         return self.finished or self.cancelled()
 
     @property
@@ -82,8 +94,20 @@ class Ticket:
 
     def begin_again(self) -> None:
         """Forget what was sampled so far; the seed stays, so the same tokens come again."""
-        self.sequences, self.prompt = [], None
-        self.started = self.done = self.cached_tokens = 0
+        count = self.request.num_samples
+        self.sequences, self.prompt = [SampledSequence() for _ in range(count)], None
+        self.todo = list(reversed(range(count)))
+        self.done, self.cached_tokens = 0, None
+
+    def take_samples(self, count: int) -> list[int]:
+        """Indices of the next samples to begin."""
+        return [self.todo.pop() for _ in range(count)]
+
+    def give_back(self, samples: Sequence[int]) -> None:
+        """These samples begin again later, and draw the same tokens."""
+        for index in samples:
+            self.sequences[index] = SampledSequence()
+        self.todo = sorted([*self.todo, *samples], reverse=True)
 
     def finish(self, outcome: SamplingResult | BaseException) -> None:
         """Report the outcome; only the first one counts."""
@@ -93,7 +117,7 @@ class Ticket:
 
     def succeed(self) -> None:
         """Report what there is."""
-        self.finish(SamplingResult(self.sequences, self.prompt or PromptScores(), self.cached_tokens))
+        self.finish(SamplingResult(self.sequences, self.prompt or PromptScores(), self.cached_tokens or 0))
 
     def sample_done(self) -> None:
         """One more sample has ended; after the last one the result goes out."""

@@ -1,0 +1,179 @@
+"""The line of waiting requests, and which of them join next: oldest first, as many as there are pages for.
+
+What a request needs is counted as it is now, its prompt and one page for each sample, not as it may become. A prompt longer
+than a pass joins in pieces, and nobody overtakes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tinker_local_backend.engine.allowance import Allowance
+from tinker_local_backend.engine.joining import Joining
+from tinker_local_backend.engine.pages import PAGE_TOKENS, Found, PagePool, pages_of
+from tinker_local_backend.engine.tickets import Ticket
+
+BESIDE_SHARE = 4
+"""While sequences run, a prefill pass has at most this part of the tokens that it may have otherwise."""
+
+RESERVE_SHARE = 2
+"""A page is left for each so many running sequences: who joins should not soon send another one back."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A prefill pass that is being filled."""
+
+    joining: list[Joining]
+    budget: int
+    """tokens"""
+    reserve: int
+    """pages that are left for those that run"""
+    rows: int
+    """sequences that run, or will after this pass"""
+    tokens: int = 0
+    promised: int = 0
+    """pages that its prompts and samples will take"""
+    by_prompt: dict[tuple[int, tuple[int, ...]], Joining] = field(default_factory=dict)
+
+    def take(self, part: Joining, pages: int) -> None:
+        self.joining.append(part)
+        self.by_prompt[id(part.request.adapter), part.request.prompt] = part
+        self.tokens += part.end - part.done
+        self.rows += part.samples
+        self.promised += pages
+
+
+class Admission:
+    """Requests that wait for pages, and the long prompt that is being computed."""
+
+    def __init__(self, pool: PagePool, allowance: Allowance, random_seed: Callable[[], int]):
+        self._pool, self._allowance, self._random_seed = pool, allowance, random_seed
+        self.waiting: deque[Ticket] = deque()
+        self.long: Joining | None = None
+        """a prompt of which some passes are done"""
+        self._arrivals = 0
+
+    def add(self, ticket: Ticket) -> None:
+        """To the end of the line."""
+        self._arrivals += 1
+        ticket.order, ticket.arrived, ticket.queued = self._arrivals, time.monotonic(), True
+        self.waiting.append(ticket)
+
+    def line_up(self, ticket: Ticket) -> None:
+        """Back to the front of the line: it is older than all that wait, unless it waits there with other samples."""
+        if not ticket.queued:
+            ticket.queued = True
+            self.waiting.appendleft(ticket)
+
+    def send_back_long(self) -> list[int]:
+        """The long prompt begins again later. Returns the slots that must be erased."""
+        part, self.long = self.long, None
+        assert part is not None
+        for ticket, indices in reversed(part.entries):
+            ticket.give_back(indices)
+            self.line_up(ticket)
+        return part.give_back(self._pool)
+
+    def next_pass(self, joining: list[Joining], running: int) -> None:
+        """Put into `joining` whose prompts, or pieces of them, are computed now beside so many running sequences.
+
+        Whole requests from the front of the line, or as many of one's samples as fit.
+        """
+        budget = self._allowance.prefill_tokens
+        pass_ = _Pass(
+            joining, max(1, budget // BESIDE_SHARE) if running else budget, running // RESERVE_SHARE, rows=running
+        )
+        if self.long is not None:
+            part = self.long
+            part.end = min(len(part.request.prompt), part.done + pass_.budget)
+            missing = pages_of(part.end) - part.table.end // PAGE_TOKENS
+            if part.complete:
+                missing += part.samples - _pages_for_samples_of(part)
+            if missing > self._pool.available:  # those that run have grown
+                self.send_back_long()
+                return
+            pass_.take(part, missing)
+            if not part.complete:
+                return
+            self.long = None
+        while self.waiting and self._take_first(pass_):
+            pass
+
+    def _take_first(self, pass_: _Pass) -> bool:
+        """Let the first of the line join. False: it must wait, or nobody else joins in this pass."""
+        ticket = self.waiting[0]
+        if ticket.dropped:
+            self._leave_line()
+            return True
+        wanted = min(len(ticket.todo), self._allowance.running - pass_.rows)
+        if ticket.todo and wanted < 1:
+            return False
+        part = pass_.by_prompt.get((id(ticket.request.adapter), ticket.request.prompt))
+        if part is not None and (part.stored or not wanted) and not (ticket.wants_scores and part.done):
+            joins = self._join(ticket, pass_, part, wanted)
+        else:
+            part = self._begin(ticket, pass_, wanted)
+            joins = part is not None
+        if part is None or not joins:
+            return False
+        if ticket.seed is None:
+            ticket.seed = ticket.request.seed if ticket.request.seed is not None else self._random_seed()
+        if not ticket.todo:
+            self._leave_line()
+        if not part.complete:
+            self.long = part
+        return part.complete and not ticket.todo
+
+    def _leave_line(self) -> None:
+        self.waiting.popleft().queued = False
+
+    def _room(self, pass_: _Pass) -> int:
+        """Pages that may still be used in this pass."""
+        return self._pool.available - pass_.promised - pass_.reserve
+
+    def _join(self, ticket: Ticket, pass_: _Pass, part: Joining, wanted: int) -> bool:
+        """Samples of a prompt that this pass computes already."""
+        count = min(wanted, self._room(pass_))
+        if wanted and count < 1:
+            return False
+        part.entries.append((ticket, ticket.take_samples(count)))
+        pass_.rows += count
+        pass_.promised += count
+        return True
+
+    def _begin(self, ticket: Ticket, pass_: _Pass, wanted: int) -> Joining | None:
+        """A prompt that this pass does not compute yet; None if it does not fit."""
+        request, pool = ticket.request, self._pool
+        length = len(request.prompt)
+        found = Found() if ticket.wants_scores else pool.find(request.adapter, request.prompt)
+        left = length - found.tokens
+        if pass_.joining and left > pass_.budget - pass_.tokens:
+            return None
+        if not wanted and (left <= pass_.budget or pages_of(length) > pool.most):
+            part = Joining(request, [(ticket, [])], found, end=length, stored=False)
+            pass_.take(part, 0)
+            return part
+        tail = () if found.tail is None else (found.tail,)
+        pool.share((*found.pages, *tail))
+        prompt_pages = pages_of(length) - len(found.pages)
+        in_last_page = length % PAGE_TOKENS > 0  # the first sample goes on there; each other one has a page of its own
+        spare = self._room(pass_) - prompt_pages
+        # Where pages are scarce, one that only this prompt wants is written to without being copied.
+        in_place = bool(tail) and tail[0].readers == 1 and spare < wanted - in_last_page
+        count = min(wanted, spare + in_place + in_last_page)
+        if spare + in_place < 0 or (wanted and count < 1):
+            pool.release((*found.pages, *tail))
+            return None
+        end = found.tokens + min(left, pass_.budget)
+        part = Joining(request, [(ticket, ticket.take_samples(count))], found, end=end, in_place=in_place)
+        pass_.take(part, prompt_pages + max(0, count - in_last_page) - in_place)
+        return part
+
+
+def _pages_for_samples_of(part: Joining) -> int:
+    """How many of its samples need no page beside those of the prompt."""
+    return 1 if part.samples and len(part.request.prompt) % PAGE_TOKENS else 0
