@@ -1,7 +1,7 @@
 """Clients that others wrote, unchanged: each gets a call of a tool with its logprobs from a trained checkpoint.
 
-Each needs its package and is skipped without it: openai, litellm (and mcp), inspect-ai, verifiers. They want different versions of
-openai, so each lives in an environment of its own.
+Each needs its package and is skipped without it: openai, litellm (and mcp), inspect-ai, verifiers. They want different
+versions of openai, so each lives in an environment of its own.
 """
 
 import asyncio
