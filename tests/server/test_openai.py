@@ -220,7 +220,8 @@ def test_tokens_come_one_by_one_and_a_client_that_goes_away_stops_them(web: http
         "return_token_ids": True,
     }
     with web.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        first = json.loads(next(line for line in response.iter_lines() if line).removeprefix("data: "))
+        lines = response.iter_lines()  # kept: httpx closes the response when it goes
+        first = json.loads(next(line for line in lines if line).removeprefix("data: "))
         assert len(first["choices"][0]["token_ids"]) < 50
         assert number(web, "tinker_live_sampling_requests") == 1, "its end came with its beginning"
     while number(web, "tinker_live_sampling_requests"):
