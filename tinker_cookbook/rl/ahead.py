@@ -225,7 +225,8 @@ class SamplingAhead:
         about: dict[str, Any] = {}
         kept: dict[GroupKey, Kept] = {}
         for key, group in self._open.items():
-            if (done := group.sampled) is not None:
+            # A synchronous run that is stopped samples its whole batch again: together, as an undisturbed one does.
+            if (done := group.sampled) is not None and self._most_ahead > 0:
                 kept[key] = done.trajectory_group, done.sampling_client_step, done.seconds
         if kept:
             about |= {_FILE: write_kept(log_path, name, kept), _MOST: self._most_ahead}
