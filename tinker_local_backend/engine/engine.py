@@ -28,6 +28,7 @@ from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import OnProgress, SamplingResult, Ticket
+from tinker_local_backend.engine.waits import SamplerStats
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, settle
 
@@ -160,6 +161,10 @@ class Engine:
     def waits(self) -> dict[str, Wait]:
         """How long requests of each kind have waited until they were begun. On any thread, at any time."""
         return self._waits.now()
+
+    def sampler_stats(self) -> dict[str, SamplerStats]:
+        """What the sampler of each model is doing, and how long its requests have waited. On any thread, at any time."""
+        return {name: generator.stats for name, generator in self._generators.copy().items()}
 
     def close(self) -> None:
         """Stop the worker. What has not run fails with EngineClosedError."""
