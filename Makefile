@@ -22,7 +22,7 @@ help:
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
-	@echo "make test-slow    what takes long: the whole visit to a GPU, the demo, pipelines of several runs"
+	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
 	@echo "make lint         ruff (rules and format) and pyright"
 	@echo "make llms         write llms.txt and llms-full.txt from the docstrings"

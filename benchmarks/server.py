@@ -78,7 +78,7 @@ def run(config: Config) -> Report:
         }
         _compare_sampling(report, config, samplers)
         report.tables.append(_idle(config, server, served))
-        report.tables.append(_crowd(config, server, samplers["ours, served"]))
+        report.tables.append(_crowd(config, server, samplers["ours, served"], model))
     return report
 
 
@@ -196,8 +196,8 @@ def _idle(config: Config, server: ServerProcess, client: Any) -> Table:
     )
 
 
-def _crowd(config: Config, server: ServerProcess, client: Any) -> Table:
-    """Many requests at the same time: all end, and how long they take on the server (`/metrics`)."""
+def _crowd(config: Config, server: ServerProcess, client: Any, model: Path) -> Table:
+    """Many requests at the same time: all end, and how long they wait (`/metrics`)."""
     prompt = tinker.ModelInput.from_ints([3, 4, 5])
     start = time.perf_counter()
     futures = [
@@ -206,10 +206,11 @@ def _crowd(config: Config, server: ServerProcess, client: Any) -> Table:
     ]
     ended = sum(len(future.result().sequences[0].tokens) == TOKENS_OF_A_CROWD for future in futures)
     seconds = time.perf_counter() - start
-    waits = [server.metric(f'tinker_latest_seconds{{kind="sample",quantile="{q}"}}') for q in ("0.5", "0.99")]
+    name = 'tinker_sampling_wait_seconds{{model="{}",quantile="{}"}}'
+    waits = [server.metric(name.format(model, quantile)) for quantile in ("0.5", "0.99")]
     return Table(
         f"{config.crowd} sampling requests at the same time",
-        ["made", "ended", "seconds", "from arrival to result, median", "p99"],
+        ["made", "ended", "seconds", "wait for the first token since the start, median", "p99"],
         [[str(config.crowd), str(ended), number(seconds), *(f"{number(wait)} s" for wait in waits)]],
     )
 

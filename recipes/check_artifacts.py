@@ -19,12 +19,12 @@ from rich.table import Table
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
-from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
-from tinker_cookbook.rl.transcripts import iteration_folder
+from tinker_cookbook.rl.rollout_files import FILE_NAME, read_about, read_rollouts
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
-from tinker_cookbook.utils.files import read_json_object, read_jsonl
+from tinker_cookbook.runs.folder import iteration_folder
+from tinker_cookbook.utils.files import read_json_object
+from tinker_cookbook.utils.ml_log import read_metrics
 
-RECORD_KINDS = ("baseline", "summary", "debate", "episode", "preference")
 DATUM_LISTS = ("prompt_tokens", "completion_tokens", "completion_logprobs", "completion_advantages")
 
 Problems = Iterator[str]
@@ -46,7 +46,7 @@ class Run:
     def __init__(self, folder: Path):
         self.folder = folder
         self.config = read_json_object(folder / "config.json", "it is no folder of a run")
-        self.rows = read_jsonl(folder / "metrics.jsonl", tolerate_torn_tail=True)
+        self.rows = read_metrics(folder)
         self.steps = [row for row in self.rows if "groups/sampled" in row]
         self.writes_records: bool = self.config.get("write_records", True)
         self.num_groups_to_log: int = self.config.get("num_groups_to_log", 0)
@@ -137,14 +137,15 @@ def check_training_steps(run: Run) -> Problems:
 
 
 def check_group_records(run: Run) -> Problems:
+    """An environment of one's own may write none, so the file of all rollouts says which there are."""
     for row in run.steps:
-        names = [path for kind in RECORD_KINDS for path in run.step_folder(row).glob(f"{kind}_*.json")]
-        for path in names:
-            record = read_json_object(path, "the step's records were not written whole")
+        for name in read_about(run.step_folder(row) / FILE_NAME).get("records", []):
+            if not (run.step_folder(row) / name).is_file():
+                yield f"step {row['step']}: no {name}"
+                continue
+            record = read_json_object(run.step_folder(row) / name, "the step's records were not written whole")
             if record.get("step") != row["step"]:
-                yield f"{path.name} says step {record.get('step')}"
-        if not names and row["groups/sampled"] > row["groups/failed"]:
-            yield f"step {row['step']}: no record of a group ({', '.join(f'{kind}_*.json' for kind in RECORD_KINDS)})"
+                yield f"{name} says step {record.get('step')}"
 
 
 def check_transcripts(run: Run) -> Problems:

@@ -341,7 +341,7 @@ def show(runs: Sequence[Run]) -> None:
     table = Table(title="Held-out items, mean [95 % interval]", title_justify="left")
     shown = [COLUMNS.index(column) for column in SHOWN]
     for column in SHOWN:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == SHOWN[0])
     for row in table_rows(runs):
         table.add_row(*(row[i] for i in shown))
     console = Console(soft_wrap=True)

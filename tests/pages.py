@@ -64,6 +64,13 @@ def commands(block: Block) -> Iterator[list[str]]:
             yield words[: ends[0]] if ends else words
 
 
+def spoken_of(page: Path) -> Iterator[list[str]]:
+    """The words of each recipe's command outside the blocks, indented or in a line of text; dots stand for nothing."""
+    text = _FENCE.sub("", page.read_text())
+    for command in re.findall(r"(?:`|^ {4})(python -m recipes\.(?!NAME)\w[^`\n]*)", text, re.MULTILINE):
+        yield [word for word in shlex.split(command, comments=True) if "..." not in word]
+
+
 class Reader:
     """Somebody who pastes a page's blocks: with a folder, a shell, and a Python session."""
 

@@ -17,15 +17,11 @@ NAMES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("api_name
 """Module below tinker_cookbook -> name -> its parameters, as far as scripts give them."""
 
 _STORE = "runs are written to their folder, whole or not at all; there is no other storage to choose"
-_CHART = "timings are metrics and trace_events.jsonl (enable_trace), which trace viewers draw"
 _DELTA = "a delta says only what came; role and order of the blocks follow from the deltas before it"
 
 DIFFERENCES: dict[str, str] = {
     "checkpoint_utils.save_checkpoint(store)": _STORE,
     "utils.ml_log.JsonLogger(store)": _STORE,
-    "distillation.sdft.Config(span_chart_every)": _CHART,
-    "preference.train_dpo.Config(span_chart_every)": _CHART,
-    "rl.train.Config(span_chart_every)": _CHART,
     "rl.train.Config(rollout_json_export)": "write_records writes tokens and logprobs too, num_groups_to_log the transcripts",
     "preference.train_dpo.Config(num_replicas)": "nothing reads it there, and it would do nothing here",
     "preference.ComparisonDatasetBuilder(swap)": "nothing reads it there; ChatDatasetBuilderFromComparisons(swap) does it",

@@ -202,3 +202,18 @@ def test_a_task_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch
         registry.get_task("riddles")
     registry.register_task(Riddles)
     assert isinstance(registry.get_task("riddles"), Riddles)
+
+
+def test_a_message_completer_with_a_seed_draws_as_a_token_completer_does() -> None:
+    service, renderer = FakeServiceClient(), get_renderer("qwen3_instruct", get_tokenizer(TINY))
+    messages: list[Message] = [{"role": "user", "content": "Hello"}]
+
+    async def ask_twice(completer: TinkerMessageCompleter) -> None:
+        await completer(messages)
+        await completer(messages)
+
+    for seed in (5, 5, None):
+        asyncio.run(ask_twice(TinkerMessageCompleter(service.new_sampler(0), renderer, 9, seed=seed)))
+    seeds = [call.params.seed for call in service.sampled]
+    assert seeds[:2] == seeds[2:4] and seeds[0] != seeds[1] and None not in seeds[:4]
+    assert seeds[4:] == [None, None]

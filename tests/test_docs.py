@@ -95,3 +95,8 @@ def test_no_variable_is_read_past_the_tables() -> None:
     sources = [path.read_text() for package in packages for path in (ROOT / package).rglob("*.py")]
     named = {name for source in sources for name in re.findall(r'"(TINKER_[A-Z_]+[A-Z])"', source)}
     assert named == environment.VARIABLES.keys() | engine_environment.VARIABLES.keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_holds_the_marks_of_a_merge(page: Path) -> None:
+    assert re.findall(r"^(?:<{7} |>{7} |={7}$).*", page.read_text(), re.MULTILINE) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import ROOT, Block, Reader, blocks, commands, own_modules
+from tests.pages import ROOT, Block, Reader, blocks, commands, own_modules, spoken_of
 from tinker_cookbook import config_tree
 from tinker_cookbook.sweeps.points import gather_keys
 
@@ -55,14 +55,16 @@ def test_the_guides_are_short_and_run() -> None:
 
 def test_a_key_that_a_page_names_is_one(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(reader.folder)
+    (reader.folder / "docs").symlink_to(ROOT / "docs")
     for block in all_blocks():
         if block.file is not None:
             reader.paste(block)
     found = [
         (block.place, words) for block in all_blocks() if block.language in ("bash", "sh") for words in commands(block)
     ]
+    found += [(page.name, words) for page in PAGES for words in spoken_of(page)]
     recipes = [(place, words) for place, words in found if words[2].startswith("recipes.")]
-    assert len(recipes) > 10
+    assert len(recipes) > 60
     for place, (_, _, name, *arguments) in recipes:
         config_cls = importlib.import_module(name).CLIConfig
         try:

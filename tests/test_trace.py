@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,3 +188,25 @@ def test_viewers_get_one_array(events_file: Path, tmp_path: Path, capsys: pytest
     assert "wrote 5 events" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="usage"):
         trace.main([])
+
+
+def test_a_step_is_drawn_with_a_row_for_each_name(tmp_path: Path) -> None:
+    window = trace.IterationWindow()
+    start = window.start = 100.0
+    window.spans = [
+        trace.SpanRecord("b<1>", start + 1, start + 3),
+        trace.SpanRecord("a", start, start + 4),
+        trace.SpanRecord("b<1>", start + 2, start + 4),
+    ]
+    window.end = start + 4
+    trace.save_gantt_chart_html(window, 7, tmp_path / "folder" / "chart.html")
+    page = (tmp_path / "folder" / "chart.html").read_text()
+    assert "step 7: 4.000 s" in page and "<1>" not in page
+    assert re.findall(r"<text [^>]*>([^<]*)<", page) == ["a", "b&lt;1&gt;"]
+    bars = re.findall(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)"', page)
+    width = trace._WIDTH
+    assert [(float(x) - trace._LABELS, y, float(w)) for x, y, w in bars] == [
+        (0, "2", width),
+        (width / 4, "20", width / 2),
+        (width / 2, "20", width / 2),
+    ]

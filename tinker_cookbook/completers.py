@@ -135,7 +135,12 @@ async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tin
 
 
 class TinkerMessageCompleter(MessageCompleter):
-    """A MessageCompleter over a sampling client and a renderer. The reply keeps tool calls as the renderer parsed them."""
+    """A MessageCompleter over a sampling client and a renderer. The reply keeps tool calls as the renderer parsed them.
+
+    Args:
+        stop_condition: None: the renderer's stop sequences.
+        seed: as of TinkerTokenCompleter.
+    """
 
     def __init__(
         self,
@@ -144,8 +149,9 @@ class TinkerMessageCompleter(MessageCompleter):
         max_tokens: int,
         stop_condition: StopCondition | None = None,
         temperature: float = 1.0,
+        seed: int | None = None,
     ):
-        self._tokens = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
+        self._tokens = TinkerTokenCompleter(sampling_client, max_tokens, temperature, seed=seed)
         self._renderer = renderer
         self._stop = stop_condition if stop_condition is not None else renderer.get_stop_sequences()
 

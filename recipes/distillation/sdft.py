@@ -122,7 +122,7 @@ async def main(cli: CLIConfig) -> None:
         path = await train_first(cli, config, made_up_demonstrations(cli, train), renderer_name)
         config = chz.replace(config, load_checkpoint_path=path)
     held_out = evaluation_set(test[: cli.max_test_items], lambda item, key: ask(item, 1))
-    await sdft.main(config, batches, held_out)
+    await sdft.main(config, batches, held_out, student_system_prompt=task.system_prompt)
     print_changes(
         config.log_path,
         {"test/env/all/correct": "held-out questions"},

@@ -12,7 +12,13 @@ import pytest
 from tinker_cookbook import backends
 from tinker_cookbook.data.rows import BadRows, OnBadRow
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, DataValidationError
+from tinker_cookbook.exceptions import (
+    ConfigurationError,
+    DataError,
+    DataFormatError,
+    DataValidationError,
+    TrainingError,
+)
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
 from tinker_cookbook.preference.preference_datasets import (
@@ -108,6 +114,14 @@ def test_supervised_training_goes_on_without_them_and_counts(tmp_path: Path, mon
     assert "step 2: every row of its batch is left out" in log and "a.jsonl:4: no trained token is left" in log
 
 
+def test_a_run_whose_every_row_is_left_out_has_trained_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [UNTRAINED, UNTRAINED])
+    for _ in range(2):  # nor has it when it is resumed
+        with pytest.raises(TrainingError, match="come to its end and trained nothing: none of its 1 batches"):
+            asyncio.run(train.main(train.Config(**run_settings(tmp_path, conversations(path, "skip")))))
+    assert [row["progress/trained_tokens"] for row in read_jsonl(tmp_path / "log" / "metrics.jsonl")] == [0]
+
+
 def test_the_metrics_are_as_they_were_where_bad_rows_raise(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [GOOD, GOOD])
     asyncio.run(train.main(train.Config(**run_settings(tmp_path, conversations(path, "raise")))))
@@ -159,6 +173,8 @@ class TestComparisons:
     def test_reading_says_what_it_expects(self, tmp_path: Path) -> None:
         with pytest.raises(DataFormatError, match=r'expected .*"prompt": ..., "chosen": ..., "rejected"'):
             read_comparisons(write(tmp_path / "c.jsonl", [{"prompt": "x"}]))
+        with pytest.raises(DataFormatError, match="the key 'rejected' is missing; the row has prompt, chosen"):
+            read_comparisons(write(tmp_path / "c.jsonl", [{"prompt": "x", "chosen": "y"}]))
 
 
 def test_another_policy_is_refused(tmp_path: Path) -> None:

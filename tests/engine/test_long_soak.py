@@ -1,4 +1,7 @@
-"""Ten thousand requests queued at once, beside two clients that train, cancellations, and a device that runs out of memory."""
+"""Ten thousand requests queued at once, beside two clients that train, cancellations, and a device that runs out of memory.
+
+It prints what it found: `python -m pytest -n 0 -s -m slow tests/engine/test_long_soak.py`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from tests.engine.test_soak import usage
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.base_model import BaseModel
 
-REQUESTS = 600
+REQUESTS = 10_000
 ROUNDS = 2
 CANCELLED_OF = 20
 """One request of so many is cancelled, some time after it was submitted."""
@@ -41,8 +44,8 @@ COMPARED_OF = 50
 SAFE_TOKENS = 20
 """A pass of so many always fits."""
 
-PASSES_PER_FAILURE = 700
-SECONDS = 900
+PASSES_PER_FAILURE = 400
+SECONDS = 1800
 
 HEADERS = [random_tokens(n, n) for n in (0, 20, 40)]
 
@@ -130,61 +133,66 @@ def failing_device() -> Iterator[list[int]]:
         yield counts
 
 
+def one_round(number: int, clients: list[TrainingClient], samplers: list[SamplingClient], rng: random.Random) -> str:
+    """Some of the requests beside the trainers, all of them looked at. Returns a line about it."""
+    trainers = [Trainer(client, 100 * i) for i, client in enumerate(clients)]
+    for trainer in trainers:
+        trainer.start()
+    answered = submit_all(samplers, rng, REQUESTS // ROUNDS)
+    cancelled, tokens = 0, 0
+    for i, (wish, future) in enumerate(zip(answered.wishes, answered.futures, strict=True)):
+        try:
+            response = future.result(SECONDS)
+        except CancelledError:
+            assert i % CANCELLED_OF == 0, "nobody has cancelled it"
+            cancelled += 1
+            continue
+        assert [len(s.tokens) for s in response.sequences] == [wish.max_tokens] * wish.samples
+        assert all(len(s.logprobs) == len(s.tokens) for s in response.sequences)
+        tokens += wish.samples * wish.max_tokens
+    for trainer in trainers:
+        trainer.stop.set()
+    for trainer in trainers:
+        trainer.join(SECONDS)
+        assert trainer.error is None, trainer.error
+        assert trainer.losses[-1] < trainer.losses[0], "it trained"
+    to_cancel = REQUESTS // ROUNDS // CANCELLED_OF
+    assert 0 < cancelled <= to_cancel
+    assert len(answered.seconds) == REQUESTS // ROUNDS - to_cancel
+    for i in range(1, len(answered.wishes), COMPARED_OF):
+        alone = answered.wishes[i].submit(samplers[i % len(samplers)]).result(SECONDS)
+        together = answered.futures[i].result()
+        assert_same_tokens([s.tokens for s in together.sequences], [s.tokens for s in alone.sequences])
+    steps, waits = [len(trainer.losses) for trainer in trainers], np.array(answered.seconds)
+    return (
+        f"round {number}: {len(waits)} answered, {cancelled} cancelled, {tokens} tokens in {waits.max():.1f} s; "
+        f"p50 {np.quantile(waits, 0.5):.1f} s, p99 {np.quantile(waits, 0.99):.1f} s; training steps {steps}"
+    )
+
+
 @pytest.mark.slow
 def test_ten_thousand_queued_requests(
     tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
     monkeypatch.setenv("TINKER_LOCAL_KV_CACHE_TOKENS", "8192")
     pass_tokens(monkeypatch, 128)
-    rng, used, lines = random.Random(3), [], []
+    rng, lines, used = random.Random(3), [], []
     with ServiceClient(home=tmp_path) as service, failing_device() as counts:
         clients = [make_training_client(service, tied_model, seed=i) for i in range(2)]
         base = service.create_sampling_client(base_model=tied_model).result()
         samplers = [base, *(client.save_weights_and_get_sampling_client().result() for client in clients)]
         for number in range(ROUNDS):
-            trainers = [Trainer(client, 100 * i) for i, client in enumerate(clients)]
-            for trainer in trainers:
-                trainer.start()
-            answered = submit_all(samplers, rng, REQUESTS // ROUNDS)
-            cancelled, tokens = 0, 0
-            for i, (wish, future) in enumerate(zip(answered.wishes, answered.futures, strict=True)):
-                try:
-                    response = future.result(SECONDS)
-                except CancelledError:
-                    assert i % CANCELLED_OF == 0, "nobody has cancelled it"
-                    cancelled += 1
-                    continue
-                assert [len(s.tokens) for s in response.sequences] == [wish.max_tokens] * wish.samples
-                assert all(len(s.logprobs) == len(s.tokens) for s in response.sequences)
-                tokens += wish.samples * wish.max_tokens
-            for trainer in trainers:
-                trainer.stop.set()
-            for trainer in trainers:
-                trainer.join(SECONDS)
-                assert trainer.error is None, trainer.error
-                assert trainer.losses[-1] < trainer.losses[0], "it trained"
-            assert 0 < cancelled <= REQUESTS // ROUNDS // CANCELLED_OF
-            assert len(answered.seconds) == REQUESTS // ROUNDS - REQUESTS // ROUNDS // CANCELLED_OF
-            for i in range(1, len(answered.wishes), COMPARED_OF):
-                alone = answered.wishes[i].submit(samplers[i % len(samplers)]).result(SECONDS)
-                together = answered.futures[i].result()
-                assert_same_tokens([s.tokens for s in together.sequences], [s.tokens for s in alone.sequences])
-            steps = [len(trainer.losses) for trainer in trainers]
-            waits = np.array(answered.seconds)
-            lines.append(
-                f"round {number}: {len(waits)} answered, {cancelled} cancelled, {tokens} tokens in {waits.max():.1f} s; "
-                f"p50 {np.quantile(waits, 0.5):.1f} s, p99 {np.quantile(waits, 0.99):.1f} s; training steps {steps}"
-            )
-            del answered, trainers, trainer, future, response, together, alone
+            lines.append(one_round(number, clients, samplers, rng))
             used.append(usage(tmp_path))
-        longest = {kind: f"{wait.longest_seconds:.2f} s" for kind, wait in sorted(service._engine.waits().items())}
-        assert not any(wait.waiting for wait in service._engine.waits().values())
+        waits = service._engine.waits()
+        (stats,) = service._engine.sampler_stats().values()
+    assert stats.waiting == stats.running == 0 and not any(wait.waiting for wait in waits.values())
     assert counts[1] > 10, counts
     assert used[1]["tensors"] <= used[0]["tensors"] + 8 and used[1]["threads"] == used[0]["threads"]
     assert used[1]["bytes of tensors"] <= 1.2 * used[0]["bytes of tensors"]
     assert used[1]["objects"] <= 1.02 * used[0]["objects"] + 1000
+    longest = {kind: f"{wait.longest_seconds:.2f} s" for kind, wait in sorted(waits.items())}
     with capsys.disabled():
-        print(
-            "", *lines, f"{counts[1]} failures in {counts[0]} large passes", f"longest waits: {longest}", f"{used}", sep="\n"
-        )
+        print("", *lines, f"{counts[1]} failures in {counts[0]} large passes", sep="\n")
+        print(f"longest waits {longest}", stats, *used, sep="\n")

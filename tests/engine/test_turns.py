@@ -236,7 +236,9 @@ def test_closing_between_two_parts_ends_the_operation(tied_model: str, tmp_path:
         assert len(passes) == 1 and state.gradients is None
 
 
-def test_the_longest_wait_is_known_by_kind(service: ServiceClient, training: TrainingClient) -> None:
+def test_the_longest_wait_is_known_by_kind(
+    service: ServiceClient, training: TrainingClient, sampler: SamplingClient
+) -> None:
     engine = service._engine
     before = engine.waits()
     with held(service):
@@ -244,9 +246,12 @@ def test_the_longest_wait_is_known_by_kind(service: ServiceClient, training: Tra
         waiting = engine.waits()
         assert waiting["forward_backward"].waiting == waiting["optim_step"].waiting == 1
         assert waiting["optim_step"].longest_seconds <= engine.waits()["optim_step"].longest_seconds
-    for future in futures:
+        asked = ask(sampler, 0, 3)
+    for future in [*futures, asked]:
         future.result(SECONDS)
     after = engine.waits()
+    stats = engine.sampler_stats()[training.get_info().model_name or ""]
+    assert stats.waiting == 0 and 0 < stats.wait_p50 <= stats.wait_p99 <= stats.longest_wait
     for kind in ("forward_backward", "optim_step"):
         assert after[kind].waiting == 0
         assert after[kind].begun == (before[kind].begun if kind in before else 0) + 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,6 +112,13 @@ class TestTools:
         last = group.trajectories_G[0].transitions[-1].metrics
         assert (last["tool_calls"], last["tool_errors"]) == (2, 1)
         assert last["reward/reward/length"] == len(f"It is {int(answer) - 1}, I think.")
+
+    def test_groups_travel_to_other_processes(self) -> None:
+        training, _ = asyncio.run(tool_env(ROWS, reward, [add, fail]).dataset_builder(TINY)())  # type: ignore[misc]
+        group = training.get_batch(0)[0]
+        ours, theirs = (asyncio.run(builder.make_envs()) for builder in (group, pickle.loads(pickle.dumps(group))))
+        prompts = [asyncio.run(env.initial_observation())[0].to_ints() for env in (*ours, *theirs)]  # type: ignore[index]
+        assert len(prompts) == 16 and all(prompt == prompts[0] for prompt in prompts)
 
     def test_an_episode_without_an_answer_is_scored_as_an_empty_one(self) -> None:
         group, _, _ = play(tool_env(ROWS, reward, [add], max_turns=2), call("add", a=1), call("add", a=2), "never said")

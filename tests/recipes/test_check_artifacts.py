@@ -11,6 +11,9 @@ import pytest
 
 from recipes import check_artifacts, debate_rs_grpo
 from recipes.check_artifacts import CLIConfig, Run, checks, problems
+from tests.fakes import FakeServiceClient
+from tests.rl.loop import NumberDatasetBuilder, make_config
+from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.rl import train
@@ -63,6 +66,11 @@ def drop_a_turn(folder: Path) -> None:
     pyarrow.parquet.write_table(table.slice(0, table.num_rows - 1), path)
 
 
+def without_column(folder: Path, name: str) -> None:
+    path = folder / "iteration_000001" / FILE_NAME
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns([name]), path)
+
+
 def of_row(folder: Path, line: int, **values: object) -> None:
     path = folder / "metrics.jsonl"
     rows = [json.loads(text) for text in path.read_text().splitlines()]
@@ -89,7 +97,12 @@ STEP = "iteration_000000/training_step_0001.json"
          "training steps", "training_step_0001.json: datum 0 has lists of"),
         (lambda run: rewrite(run / STEP, lambda step: step["results"].update(num_trained_tokens=0)),
          "training steps", "0 trained tokens"),
-        (lambda run: [path.unlink() for path in run.rglob("debate_*.json")], "records of groups", "step 0: no record"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "metrics", "no step that sampled"),
+        (lambda run: without_column(run, "verdict"), "every rollout", "rollouts.parquet: has no column verdict"),
+        (lambda run: (run / "iteration_000001" / "debate_000001_g001_01.json").unlink(),
+         "records of groups", "step 1: no debate_000001_g001_01.json"),
+        (lambda run: (run / "iteration_000001" / "debate_000001_g000_00.json").write_text("{"),
+         "records of groups", "debate_000001_g000_00.json: not valid JSON"),
         (lambda run: (run / "iteration_000000" / "train.html").unlink(), "transcripts", "step 0: no train.html"),
     ],
 )  # fmt: skip
@@ -117,3 +130,12 @@ def test_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
         with pytest.raises(SystemExit) as raised:
             run_recipe(CLIConfig, check_artifacts.main, argv=[f"log_path={path}"])
         assert raised.value.code == 2 and "no folder of a run" in capsys.readouterr().err
+
+
+def test_an_environment_of_ones_own_may_write_no_records_of_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "create_service_client", lambda *_: FakeServiceClient())
+    asyncio.run(train.main(make_config(tmp_path, NumberDatasetBuilder(batches=2), write_records=True)))
+    assert not [*tmp_path.rglob("*_g000_00.json")] and "records of groups" in checks(Run(tmp_path))
+    assert found(tmp_path) == {}

@@ -40,6 +40,7 @@ GIVEN: dict[str, Any] = {
     "on_nonfinite": "skip",
     "async_periodic_saves": True,
     "enable_trace": True,
+    "span_chart_every": 8,
     **{key: True if value is False else key for key, value in tracker_settings(TrackerConfig()).items()},
 }
 RECIPES = (

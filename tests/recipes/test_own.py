@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from recipes import single_turn
 from tests.pages import ROOT, blocks, commands, own_modules
+from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.utils.files import read_jsonl
 
 BLOCKS = blocks(ROOT / "docs" / "own_parts.md")
@@ -69,6 +72,19 @@ def test_a_command_of_the_page(command: list[str], folder: Path) -> None:
         assert config["loss_fn"] == "my_parts.py:loss" and row["optim/lr"] == pytest.approx(0.5e-4)
 
 
+def test_evaluators_of_a_file(folder: Path) -> None:
+    page = blocks(ROOT / "docs" / "evaluation.md")
+    (folder / "my_evals.py").write_text(next(block.text for block in page if block.file == "my_evals.py"))
+    keys = [
+        "evaluator_builders=my_evals.py:Greeting,my_evals:Greeting",
+        "infrequent_evaluator_builders=my_evals.py:Greeting",
+    ]
+    cli = config_tree.parse(single_turn.CLIConfig, keys)
+    assert {build.__name__ for build in (*cli.evaluator_builders, *cli.infrequent_evaluator_builders)} == {"Greeting"}
+    assert [len(cli.evaluator_builders), len(cli.infrequent_evaluator_builders)] == [2, 1]
+    assert isinstance(cli.evaluator_builders[0](), SamplingClientEvaluator)
+
+
 @pytest.mark.parametrize(
     ("recipe", "key", "wanted"),
     [
@@ -77,6 +93,8 @@ def test_a_command_of_the_page(command: list[str], folder: Path) -> None:
         ("single_turn", "dataset=my_parts.py:score", "def rows() -> list[dict]"),
         ("debate_rs_grpo", "judge=my_parts.py:rows", "def judge(view: DebateView) -> Winner"),
         ("single_turn", "task=qaa", "package.module:object or path/file.py:object"),
+        ("single_turn", "evaluator_builders=my_parts.py:score", "a class, or a function without arguments, that makes"),
+        ("single_turn", "evaluator_builders=nonesuch", "package.module:object or path/file.py:object"),
     ],
 )
 def test_a_wrong_one_is_named_before_a_model_loads(

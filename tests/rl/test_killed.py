@@ -19,7 +19,7 @@ from tests.killing import (
 )
 from tinker_cookbook.rl.kept_groups import FOLDER
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
-from tinker_cookbook.rl.transcripts import iteration_folder
+from tinker_cookbook.runs.folder import iteration_folder
 
 STEPS = 6
 SAMPLE_GROUP = "tinker_cookbook.rl.loop:Loop.sample_group"

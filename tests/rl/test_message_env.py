@@ -331,3 +331,21 @@ class TestGroups:
         assert len({number for batch in forward.values() for number in batch}) == 12
         with pytest.raises(IndexError):
             draws([4])
+
+
+def test_a_group_renders_its_first_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = make_renderer("qwen3_instruct")
+    rendered: list[list[Message]] = []
+    original = renderer.build_generation_prompt
+
+    def build_generation_prompt(messages: list[Message], *args: Any, **options: Any) -> tinker.ModelInput:
+        rendered.append(list(messages))
+        return original(messages, *args, **options)
+
+    monkeypatch.setattr(renderer, "build_generation_prompt", build_generation_prompt)
+
+    async def main() -> list[Any]:
+        return [await env.initial_observation() for env in await MessageGroupBuilder(EchoEnv, 3, renderer).make_envs()]
+
+    prompts = [first[0].to_ints() for first in asyncio.run(main())]
+    assert len(rendered) == 1 and prompts == [original(rendered[0]).to_ints()] * 3

@@ -420,3 +420,14 @@ class TestRefusals:
     @pytest.mark.parametrize("max_steps", [0, -1])
     def test_nothing_to_train_on(self, service: FakeServiceClient, tmp_path: Path, max_steps: int) -> None:
         assert "nothing to train on" in self.refused(service, make_config(tmp_path / "run", max_steps=max_steps))
+
+
+def test_every_nth_step_is_drawn(service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(make_config(tmp_path / "drawn", span_chart_every=2))
+    monkeypatch.setattr(backends, "create_service_client", lambda *_: FakeServiceClient())
+    run(make_config(tmp_path / "plain"))
+    drawn = sorted(path.parent.name for path in (tmp_path / "drawn").glob("*/timing_gantt.html"))
+    assert drawn == ["iteration_000000", "iteration_000002"] and not [*(tmp_path / "plain").glob("*/timing_gantt.html")]
+    page = (tmp_path / "drawn" / "iteration_000002" / "timing_gantt.html").read_text()
+    assert page.count("<text ") >= 3 and "<title>sampling: " in page and "<title>total: " in page
+    assert untimed(tmp_path / "drawn") == untimed(tmp_path / "plain")

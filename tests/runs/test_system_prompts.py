@@ -10,7 +10,7 @@ import pytest
 
 from recipes import rl_loop, sl_loop, tool_use
 from recipes.common import settle
-from recipes.distillation import off_policy
+from recipes.distillation import off_policy, sdft
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
@@ -119,3 +119,18 @@ def test_off_policy_distillation_which_also_counts_bad_rows(tmp_path: Path, monk
     assert (row["data/bad_rows"], row["data/bad_rows_at_start"], row["train/num_sequences"]) == (1, 1, 3)
     log = (tmp_path / "run" / "logs.log").read_text()
     assert "rows.jsonl:5: no trained token is left" in log
+
+
+def test_self_distillation_says_what_the_student_is_asked_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    cli = sdft.CLIConfig(
+        warm_up_steps=0,
+        max_steps=1,
+        groups_per_batch=2,
+        max_test_items=0,
+        eval_every=0,
+        system_prompt=BRIEF,
+        log_path=str(tmp_path / "run"),
+    )
+    asyncio.run(sdft.main(cli))
+    assert run_system_prompt(tmp_path / "run") == QA_SYSTEM  # the teacher's own prompt is another

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
+from tinker_local_backend.engine.waits import SamplerStats
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.metrics import LATEST, Metrics
@@ -35,3 +36,15 @@ def test_quantiles_are_those_of_the_latest_operations(monkeypatch: pytest.Monkey
     for _ in range(LATEST):
         end(0.25)
     assert 'tinker_latest_seconds{kind="sample",quantile="0.99"} 0.25' in metrics.text().decode()
+
+
+def test_what_the_engine_says_of_itself_is_shown() -> None:
+    metrics = Metrics()
+    stats = SamplerStats(3, 2, 10, 6, 4, 1, 0, 9.0, 0.5, 7.0)
+    metrics.engine.samplers = {"m": stats._asdict()}
+    metrics.engine.waits = {"optim_step": {"begun": 1, "waiting": 0, "longest_seconds": 2.5}}
+    lines = metrics.text().decode().splitlines()
+    assert 'tinker_sampling_wait_seconds{model="m",quantile="0.99"} 7.0' in lines
+    assert 'tinker_sampling_wait_seconds{model="m",quantile="1"} 9.0' in lines
+    assert 'tinker_sampler_waiting{model="m"} 3.0' in lines and 'tinker_sampler_pages_read{model="m"} 6.0' in lines
+    assert 'tinker_operation_longest_wait_seconds{kind="optim_step"} 2.5' in lines

@@ -37,6 +37,12 @@ def assert_done(outcome: Outcome) -> None:
     assert outcome.returncode == 0 and not outcome.missing, outcome.output[-3000:]
 
 
+@pytest.fixture(autouse=True)
+def no_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe has a limit of its own, and it is longer."""
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+
+
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     pytest.importorskip("fastapi", reason="the extra `server` is not installed")

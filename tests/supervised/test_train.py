@@ -176,6 +176,14 @@ class TestRows:
         assert {"test/nll", "test/bpb", "time/evals", "time/total"} <= rows[-1].keys()
         assert (rows[-1]["progress"], rows[-1]["progress/batch"], rows[-1]["progress/done_frac"]) == (1, 5, 1)
 
+    def test_every_nth_step_is_drawn(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = run(tmp_path / "plain", monkeypatch, num_epochs=2)
+        drawn = run(tmp_path / "drawn", monkeypatch, num_epochs=2, span_chart_every=3)
+        pages = sorted((tmp_path / "drawn").rglob("iteration_*/timing_gantt.html"))
+        assert [page.parent.name[-6:] for page in pages][:2] == ["000000", "000003"]
+        assert "<title>get_batch: " in pages[0].read_text() and "<title>step: " in pages[1].read_text()
+        assert_same(drawn, plain)
+
     def test_runs_can_be_compared_at_equal_tokens(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Cumulated, and over a resume too."""
         run(tmp_path, monkeypatch, save_every=2, num_epochs=2, lr_schedule="constant")

@@ -243,6 +243,15 @@ class TestBuilder:
         assert env.message_env.tool_execution == "sequential"
         assert env.parse_error_policy == config.parse_errors and env.rollout_limits == config.limits
 
+    def test_what_follows_a_call_that_cannot_be_parsed_is_the_configs_to_say(self) -> None:
+        replies = ["<tool_call>\n{\n</tool_call>", "1692"]
+        answered = self.play(replies, rollout_config=RolloutConfig(tool_errors="answer"))
+        assert [turn.reward for turn in answered.transitions] == [0, 1]
+        assert answered.transitions[-1].metrics["unparsed_tool_calls"] == 1
+        ended = self.play(replies, rollout_config=RolloutConfig(tool_errors="end"))
+        assert (len(ended.transitions), ended.stop_reason) == (1, "tool_error")
+        assert len(self.play(replies, rollout_config=RolloutConfig()).transitions) == 1  # terminate_on_parse_error
+
 
 class TestSearch:
     ARTICLES = (

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 from typing import Annotated, Literal
 
 import pytest
@@ -143,6 +144,13 @@ def test_a_number_is_written_out_and_anything_else_is_a_bug() -> None:
         TypeError, match="tool 'nothing' returned NoneType; a tool returns a string, a number or a Tool"
     ):
         asyncio.run(FunctionTool(nothing).run(ToolInput({})))
+
+
+def test_tools_can_be_pickled() -> None:
+    """Decorated ones by their name; of others the function is."""
+    assert pickle.loads(pickle.dumps(repeat)) is repeat
+    copied = pickle.loads(pickle.dumps(FunctionTool(calculate, "sum_up")))
+    assert (copied.name, copied.function) == ("sum_up", calculate) and copied.to_spec()["name"] == "sum_up"
 
 
 def test_a_plain_function_becomes_a_tool() -> None:

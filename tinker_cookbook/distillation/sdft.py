@@ -165,10 +165,13 @@ def check_config(config: Config) -> None:
         raise ConfigurationError(f"topk={config.topk} is more than the {vocabulary} tokens of the vocabulary; lower it")
 
 
-async def main(cfg: Config, sdft_dataset: SDFTBatchProvider, test_dataset: Any = None) -> None:
+async def main(
+    cfg: Config, sdft_dataset: SDFTBatchProvider, test_dataset: Any = None, student_system_prompt: str | None = None
+) -> None:
     """Run or resume: the whole life of a self-distillation run.
 
     Args:
+        student_system_prompt: what the student is always asked with, for the run's metadata.
         test_dataset: an RLDataset, or batches as those of `sdft_dataset`; the student answers them at every evaluation, and the
             environments' metrics come under test/.
     """
@@ -177,7 +180,7 @@ async def main(cfg: Config, sdft_dataset: SDFTBatchProvider, test_dataset: Any =
     evaluators: list[EvaluatorBuilder] = []
     if test_dataset is not None and cfg.eval_every > 0:
         evaluators.append(lambda: _test_evaluator(cfg, test_dataset))
-    async with open_session(cfg) as session:
+    async with open_session(cfg, system_prompt=student_system_prompt) as session:
         start = session.begin(end)
         if start is None:
             return

@@ -33,6 +33,7 @@ from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.types import Logs, Metrics, RLDatasetBuilder
 from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.reward_threads import call_reward
 
 NewMessages: TypeAlias = str | Message | Sequence[Message]
 """A text is what the user says."""
@@ -186,7 +187,7 @@ class EpisodeEnv(MessageEnv):
 
     async def step(self, message: Message) -> MessageStepResult:
         # Its own copy: the conversation keeps the reply as it was, whatever the episode does to the message.
-        returned = await resolved(self.episode.step(copy.deepcopy(message)))
+        returned = await call_reward(self.episode.step, copy.deepcopy(message))
         result = self._read(returned)
         new = _messages(result.messages)
         if new is None:

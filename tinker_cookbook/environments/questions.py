@@ -18,7 +18,7 @@ from tinker_cookbook.tasks.single_turn import MakeGroup, SingleTurnDatasetBuilde
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tool_use.env import ToolUseEnv, tool_conversation
 from tinker_cookbook.tool_use.tools import Tool, ToolRegistry
-from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.reward_threads import call_reward
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 Questions: TypeAlias = str | Callable[[], Any] | Rows | tuple[Rows, Rows]
@@ -178,5 +178,5 @@ def _registry(tools: tuple[Any, ...]) -> ToolRegistry:
 async def _grade(task: Task, item: TaskItem, messages: list[Message]) -> tuple[float, Metrics]:
     """The score of the answer, which is the last message unless the episode ended without one."""
     answer = get_text_content(messages[-1]) if messages[-1]["role"] == "assistant" else ""
-    score = await resolved(task.score(item, answer))
+    score = await call_reward(task.score, item, answer)
     return score.reward, {**score.metrics}

@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
 from tinker_cookbook.utils.lazy import tinker
 
 
@@ -33,6 +35,23 @@ class SamplingClientEvaluator(ABC):
 Evaluator: TypeAlias = TrainingClientEvaluator | SamplingClientEvaluator
 EvaluatorBuilder: TypeAlias = Callable[[], Evaluator]
 SamplingClientEvaluatorBuilder: TypeAlias = Callable[[], SamplingClientEvaluator]
+
+EVALUATORS: Registry[EvaluatorBuilder] = Registry(
+    Kind(
+        key="evaluator_builders",
+        wanted="a class, or a function without arguments, that makes a SamplingClientEvaluator or a TrainingClientEvaluator",
+        example='''
+class Count(SamplingClientEvaluator):
+    """Tokens of the vocabulary, at every evaluation."""
+
+    async def __call__(self, sampling_client):
+        return {"vocabulary": len(sampling_client.get_tokenizer())}
+''',
+        problem=partial(parameter_problem, names=()),
+    ),
+    {},
+)
+"""Evaluators of users, by module or file."""
 
 
 async def forward_logprobs(client: TrainingClient, batches: Sequence[list[tinker.Datum]]) -> list[tinker.TensorData]:

@@ -139,7 +139,10 @@ def _parse(row: Row) -> ComparisonRow:
     if "comparison" not in row.content and {"chosen", "rejected"} <= row.content.keys():
         columns = Columns("prompt" if "prompt" in row.content else None, "chosen", "rejected")
         return columns.read(row, "file")
-    comparison, label = row.content.get("comparison"), cast(Any, row.content.get("label"))
+    if "comparison" not in row.content:
+        missing = sorted({"chosen", "rejected"} - row.content.keys())
+        raise DataFormatError(f"the key {missing[0]!r} is missing; the row has {', '.join(row.content) or 'no key'}")
+    comparison, label = row.content["comparison"], cast(Any, row.content.get("label"))
     if not isinstance(comparison, Mapping):
         raise DataFormatError(f"'comparison' is {comparison!r} and not an object")
     parts = [messages_of_row(comparison, key) for key in _COMPARISON_KEYS]

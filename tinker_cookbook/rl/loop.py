@@ -36,9 +36,10 @@ from tinker_cookbook.rl.records import RecordWriter, write_step_records
 from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
-from tinker_cookbook.rl.transcripts import ShownGroup, iteration_folder, write_evaluations, write_page
+from tinker_cookbook.rl.transcripts import ShownGroup, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
+from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.utils.lazy import torch

@@ -19,6 +19,7 @@ from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolErrors, ToolExecution
 from tinker_cookbook.rl.rollout_runner import seam
+from tinker_cookbook.rl.shared_prompt import SharedPrompt
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
     STOP_METRIC_PREFIX,
@@ -137,6 +138,8 @@ class EnvFromMessageEnv(Env):
         self._stop: StopCondition = self.renderer.get_stop_sequences()
         self._last: _Turn | None = None
         self._errors_in_a_row = 0
+        self.shared_prompt = SharedPrompt()
+        """Renders the first prompt. Members of a group have one together."""
 
     @property
     def conversation(self) -> list[Message]:
@@ -244,6 +247,8 @@ class EnvFromMessageEnv(Env):
             if messages[:seen] == self._last.conversation:
                 reply = self._last.conversation[-1]
                 prompt = continue_prompt(self.renderer, self._last.prompt, self._last.action, reply, messages[seen:])
+        elif not self._conversation:
+            prompt = self.shared_prompt.render(self.renderer, messages)
         self._prompt = prompt if prompt is not None else self.renderer.build_generation_prompt(messages)
         self._conversation = copy.deepcopy(messages)
         self._stop = stop if stop is not None else self.renderer.get_stop_sequences()

@@ -15,6 +15,7 @@ from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
 from tinker_cookbook.rl.records import transition_record
+from tinker_cookbook.rl.shared_prompt import SharedPrompt
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Record, RLDataset, RLDatasetBuilder, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.seeds import derive_seed
@@ -38,7 +39,11 @@ class MessageGroupBuilder(EnvGroupBuilder):
     """further arguments of EnvFromMessageEnv"""
 
     async def make_envs(self) -> Sequence[EnvFromMessageEnv]:
-        return [EnvFromMessageEnv(self.renderer, self.env_thunk(), **self.options) for _ in range(self.num_envs)]
+        envs = [EnvFromMessageEnv(self.renderer, self.env_thunk(), **self.options) for _ in range(self.num_envs)]
+        prompt = SharedPrompt()
+        for env in envs:
+            env.shared_prompt = prompt
+        return envs
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         records, tokenizer = [], self.renderer.tokenizer

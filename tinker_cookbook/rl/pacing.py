@@ -31,7 +31,7 @@ async def _take_steps(loop: Loop, take_step: Callable[[int], Awaitable[StepOutco
             "progress/done_frac": (step + 1) / loop.end,
             "optim/lr": loop.learning_rate(step),
         }
-        with timed("total", metrics):
+        with loop.session.traced_step(step), timed("total", metrics):
             metrics |= await loop.evaluate(step)
             outcome = await take_step(step)
         await loop.end_step(replace(outcome, metrics=metrics | outcome.metrics))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +12,7 @@ from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Message, ParseTermination, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
 from tinker_cookbook.rl.records import transition_record
+from tinker_cookbook.rl.shared_prompt import SharedPrompt
 from tinker_cookbook.rl.types import (
     Action,
     ActionExtra,
@@ -51,20 +51,6 @@ class Reply:
     def text(self) -> str:
         """Without reasoning that the renderer sets apart."""
         return get_text_content(self.message)
-
-
-class SharedPrompt:
-    """What the members of a group have rendered once, as long as they show the same conversation."""
-
-    def __init__(self) -> None:
-        self._rendered: tuple[Renderer, list[Message], tinker.ModelInput] | None = None
-
-    def render(self, renderer: Renderer, messages: list[Message]) -> tinker.ModelInput:
-        """The prompt for a reply to these messages."""
-        if self._rendered is None or self._rendered[0] is not renderer or self._rendered[1] != messages:
-            # A copy, since an env may go on to change its messages.
-            self._rendered = renderer, copy.deepcopy(messages), renderer.build_generation_prompt(messages)
-        return self._rendered[2]
 
 
 class OneTurnEnv(Env):

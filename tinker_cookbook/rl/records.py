@@ -35,10 +35,11 @@ def write_step_records(folder: Path, step: StepRollouts, metrics: Mapping[str, A
         num_groups: the first groups that came through, which have JSON files of their own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_rollouts(folder / FILE_NAME, step)
     groups = finished_groups(step.groups_P)
-    for name, content in group_records(groups[:num_groups], step.run):
-        write_json(folder / f"{name}.json", content, indent=None)
+    records = {f"{name}.json": content for name, content in group_records(groups[:num_groups], step.run)}
+    write_rollouts(folder / FILE_NAME, step, [*records])
+    for name, content in records.items():
+        write_json(folder / name, content, indent=None)
     content = training_step_record(step, groups, metrics, num_groups)
     write_json(folder / f"training_step_{step.run['step'] + 1:04d}.json", content, indent=None)
 

@@ -60,8 +60,8 @@ class StepRollouts:
     """step, model and settings"""
 
 
-def write_rollouts(path: Path, step: StepRollouts) -> None:
-    """Write the file, whole or not at all."""
+def write_rollouts(path: Path, step: StepRollouts, records: Sequence[str] = ()) -> None:
+    """Write the file, whole or not at all. `records`: names of the JSON files that the step has of single groups."""
     import pyarrow
     from pyarrow import parquet
 
@@ -74,7 +74,7 @@ def write_rollouts(path: Path, step: StepRollouts) -> None:
         for i, group in enumerate(step.groups_P)
         if isinstance(group, FailedGroup)
     ]
-    about = {"schema_version": SCHEMA_VERSION, "run": step.run, "failed_groups": failed}
+    about = {"schema_version": SCHEMA_VERSION, "run": step.run, "failed_groups": failed, "records": records}
     metadata = {key: json.dumps(redactor()(to_jsonable(value))) for key, value in about.items()}
     table = pyarrow.table({name: arrays[name] for name in COLUMNS}).replace_schema_metadata(metadata)
     split = [f"{name}.list.element" for name in _LISTS if name != "advantages"]
@@ -90,6 +90,21 @@ def write_rollouts(path: Path, step: StepRollouts) -> None:
     write_bytes(path, buffer.getvalue())
 
 
+def read_about(path: Path) -> dict[str, Any]:
+    """What is said of the run, without the turns. Raises DataFormatError: the file is damaged, or of another version."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        metadata = parquet.read_schema(path).metadata or {}
+        about = {key.decode(): json.loads(value) for key, value in metadata.items() if key != b"ARROW:schema"}
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
+    if about.get("schema_version") != SCHEMA_VERSION:
+        raise DataFormatError(f"{path}: schema_version {about.get('schema_version')} is not {SCHEMA_VERSION}")
+    return about
+
+
 def read_rollouts(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What is said of the run, and the turns in order, each a dict of COLUMNS with its whole `prompt`.
 
@@ -101,13 +116,13 @@ def read_rollouts(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     import pyarrow
     from pyarrow import parquet
 
+    about = read_about(path)
     try:
         table = parquet.read_table(path)
-        about = {key.decode(): json.loads(value) for key, value in (table.schema.metadata or {}).items()}
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
-    if about.get("schema_version") != SCHEMA_VERSION:
-        raise DataFormatError(f"{path}: schema_version {about.get('schema_version')} is not {SCHEMA_VERSION}")
+    if missing := [name for name in COLUMNS if name not in table.column_names]:
+        raise DataFormatError(f"{path}: has no column {', '.join(missing)}")
     columns = {name: _values(table[name], name) for name in COLUMNS}
     rows = [{name: columns[name][i] for name in COLUMNS} for i in range(table.num_rows)]
     before = np.zeros(0, dtype=np.int32)

@@ -39,8 +39,8 @@ class RolloutConfig:
     )
     reward_threads: int = chz.field(
         default=0,
-        doc="threads in which reward functions, graders and judges that are not `async def` run, so that one that blocks holds "
-        "up nothing else; 0: in the event loop, where runs repeat bit for bit",
+        doc="threads in which reward functions, graders, judges and the `step` of episodes run where they are not `async "
+        "def`, so that one that blocks holds up nothing else; 0: in the event loop, where runs repeat bit for bit",
         validator=not_negative,
     )
     hooks: Callable[[], RolloutHooks] | None = chz.field(

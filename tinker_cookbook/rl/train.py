@@ -101,7 +101,6 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             reference = await open_reference(session, config.kl_reference_config)
             penalties = [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor), *penalties]
         sampling_client = await session.training_client.save_weights_and_get_sampling_client()
-        session.progress.row()  # its clock begins
         loop = Loop(config, session, batches, rounds, penalties, sampling_client)
         try:
             if config.async_config is not None:

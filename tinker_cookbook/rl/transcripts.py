@@ -37,11 +37,6 @@ class ShownGroup:
     """optimizer updates (batches) that its policy had seen"""
 
 
-def iteration_folder(log_path: Path, step: int) -> Path:
-    """Where the pages of a step are."""
-    return log_path / f"iteration_{step:06d}"
-
-
 _eval_folder: ContextVar[Path | None] = ContextVar("eval_transcripts", default=None)
 
 

@@ -6,12 +6,12 @@ config proper adds what the loop needs to be told, data above all.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import chz
 
 from tinker_cookbook.data.shipped import shipped_model
-from tinker_cookbook.eval.evaluators import EvaluationRounds, EvaluatorBuilder
+from tinker_cookbook.eval.evaluators import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.runs.finite import OnNonFinite
@@ -29,6 +29,16 @@ def _positive_or_none(owner: Any, attribute: str) -> None:
 
 def _known_schedule(owner: Any, attribute: str) -> None:
     check_schedule(getattr(owner, attribute))
+
+
+def _evaluators(doc: str) -> Any:
+    """A field of evaluators: from Python what makes them, on the command line where that is."""
+    return chz.field(
+        default_factory=list,
+        x_type=cast(Any, list[str | EvaluatorBuilder]),
+        munger=lambda self, given: [EVALUATORS.resolve(one) for one in given],
+        doc=f"{doc}: classes or functions that make them, package.module:object or path/file.py:object",
+    )
 
 
 @chz.chz(typecheck=True)
@@ -70,10 +80,8 @@ class RunOptions(TrackerConfig):
     infrequent_eval_every: int = chz.field(
         default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
     )
-    evaluator_builders: list[EvaluatorBuilder] = chz.field(
-        default_factory=list, doc="package.module:function that makes an evaluator, run with the test set"
-    )
-    infrequent_evaluator_builders: list[EvaluatorBuilder] = chz.field(default_factory=list, doc="run less often")
+    evaluator_builders: list[EvaluatorBuilder] = _evaluators("your own evaluators, run with the test set")
+    infrequent_evaluator_builders: list[EvaluatorBuilder] = _evaluators("run less often")
     save_every: int = chz.field(
         default=20, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
     )
@@ -100,6 +108,11 @@ class RunOptions(TrackerConfig):
     )
     enable_trace: bool = chz.field(
         default=False, doc="write spans of what the loop does to trace_events.jsonl (tinker_cookbook.utils.trace)"
+    )
+    span_chart_every: int = chz.field(
+        default=0,
+        doc="draw where the time of every n-th step went, as timing_gantt.html in its iteration_ folder; 0: never",
+        validator=chz.validators.ge(0),
     )
     async_periodic_saves: bool = chz.field(default=False, doc="go on training while a checkpoint is being written")
 

@@ -68,6 +68,11 @@ def open_folder(path: str | Path, field: str) -> Path:
     return folder
 
 
+def iteration_folder(log_path: Path, step: int) -> Path:
+    """Where what is written of a single step lies, its rollouts, transcripts and timing."""
+    return log_path / f"iteration_{step:06d}"
+
+
 @contextmanager
 def one_writer(folder: Path, field: str) -> Generator[None]:
     """Hold the folder's lock. Raises ConfigurationError, which says who holds it, when another process (or run) does."""

@@ -6,8 +6,8 @@ The loop checks its own config and makes its data first, so that nothing is load
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from tinker_cookbook.renderer_metadata import add_renderer_name_to_user_metadata
 from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.progress import Progress
 from tinker_cookbook.server_watch import ended_when_lost
@@ -25,6 +26,8 @@ from tinker_cookbook.utils import trace
 from tinker_cookbook.weights_config import WeightsConfig, find_origin
 
 logger = logging.getLogger(__name__)
+
+CHART_BASE_NAME = "timing_gantt.html"
 
 
 @dataclass
@@ -50,6 +53,17 @@ class Session:
             return 0
         epoch = self.record.epoch or 0
         return epoch * steps_per_epoch + self.record.batch if steps_per_epoch is not None else self.record.batch
+
+    @contextmanager
+    def traced_step(self, step: int) -> Generator[None]:
+        """For the body of a step: draws its spans, if this step is one of those that are drawn (span_chart_every)."""
+        every = self.config.span_chart_every
+        if every == 0 or step % every:
+            yield
+            return
+        with trace.trace_iteration(step) as window:
+            yield
+        trace.save_gantt_chart_html(window, step, iteration_folder(self.run.log_path, step) / CHART_BASE_NAME)
 
     def is_complete(self, start: int, end: int) -> bool:
         """Whether there is nothing left to do: all steps are done, and the final checkpoint is there (or more than all)."""

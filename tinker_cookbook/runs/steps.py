@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_cookbook.clients import CustomLossFn
 from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.finite import UpdateGuard
 from tinker_cookbook.runs.progress import count_trained_tokens
@@ -135,8 +135,14 @@ class StepLoop(ABC):
         try:
             metrics: Metrics = {}
             for step in range(start, self.end):
-                metrics = await self._take(step, metrics)
+                with self.session.traced_step(step):
+                    metrics = await self._take(step, metrics)
             await self._finish(0)
+            if self.session.progress.trained_tokens == 0:
+                raise TrainingError(
+                    f"the run has come to its end and trained nothing: none of its {self.end} batches had a token to train on; "
+                    f"logs.log in {self.session.run.log_path} says why rows were left out"
+                )
             if last := self._rounds.at_end():
                 await self._evaluate(last, metrics)
                 self._log(self.end, metrics | self.progress(self.end) | self.session.progress.row())

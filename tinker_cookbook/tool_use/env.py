@@ -158,8 +158,9 @@ def build_agent_tool_env(
         tools: tools, or typed functions with a docstring, plain or async.
         initial_messages: the conversation to begin with, tools declared; see `tool_conversation`.
         reward_fn: grades the whole conversation, once.
-        rollout_config: limits, what to do with replies that cannot be parsed, and how tools are run, where nothing else here
-            says it. A rollout that is given settings of its own goes by those.
+        rollout_config: limits, what to do with replies that cannot be parsed, how tools are run and what follows when one fails,
+            where nothing else here says it. With its `tool_errors`, calls that cannot be parsed are the matter of that, and not
+            of `terminate_on_parse_error`. A rollout that is given settings of its own goes by those.
         model_name: taken for scripts that give it; no model has settings of its own.
         max_turns: replies of the policy, after which the episode is graded as it stands.
         failed_parse_reward, terminate_on_parse_error, max_trajectory_tokens, max_generation_tokens, context_overflow_reward,
@@ -173,10 +174,11 @@ def build_agent_tool_env(
         reward_fn,
         max_tool_calls if limits is None or max_tool_calls is not None else limits.max_tool_calls,
         config.tool_execution,
+        config.tool_errors or "answer",
         max_turns=max_turns if limits is None or max_turns is not None else limits.max_turns,
     )
-    # What a reply that cannot be parsed is worth is said to the adapter here.
-    env.takes_unparsed_calls = False
+    # Without `tool_errors`, what a call that cannot be parsed is worth is said to the adapter here.
+    env.takes_unparsed_calls = config.tool_errors is not None
     return EnvFromMessageEnv(
         renderer,
         env,

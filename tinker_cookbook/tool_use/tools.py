@@ -12,11 +12,14 @@ exception of a tool, which is logged too, since it may be a bug in the tool. A C
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any, Protocol, Self, get_args, get_origin, get_type_hints, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -135,6 +138,15 @@ class FunctionTool:
         bound.function = self.function.__get__(instance, owner)
         return bound
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """By the name of the function, which in a module stands for the tool if it was decorated."""
+        module, name = self.function.__module__, self.function.__qualname__
+        try:
+            decorated = attrgetter(name)(sys.modules[module]) is self
+        except (AttributeError, KeyError):
+            decorated = False
+        return (_named, (module, name)) if decorated else (FunctionTool, (self.function, self.name))
+
     def to_spec(self) -> ToolSpec:
         return self._spec
 
@@ -157,6 +169,10 @@ class FunctionTool:
 
 tool = FunctionTool
 """The decorator."""
+
+
+def _named(module: str, name: str) -> Any:
+    return attrgetter(name)(importlib.import_module(module))
 
 
 class ToolRegistry:

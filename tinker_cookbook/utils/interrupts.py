@@ -36,7 +36,8 @@ class Interrupts:
         cancel()
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """`asyncio.run`. An interrupt cancels `main`, lets it clean up, and ends in KeyboardInterrupt.
+        """`asyncio.run`. An interrupt cancels `main`, lets it clean up, and ends in KeyboardInterrupt, even if `main` had nothing
+        left to wait for.
 
         Cancelling has no effect while a blocking call (an SDK that retries, say) keeps the loop from running. Such a call gets
         the KeyboardInterrupt itself.
@@ -67,13 +68,16 @@ class Interrupts:
             return await main
 
         try:
-            return asyncio.run(cancellable())
+            result = asyncio.run(cancellable())
         except asyncio.CancelledError:
             if was_cancelled.is_set():
                 raise KeyboardInterrupt from None
             raise
         finally:
             self._cancel = None
+        if self.first is not None:
+            raise KeyboardInterrupt
+        return result
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
+from html import escape
 from pathlib import Path
 from typing import Any, TextIO
 from weakref import WeakKeyDictionary
@@ -240,6 +241,34 @@ def trace_iteration(step: int) -> Iterator[IterationWindow]:
         finally:
             _window.reset(token)
             window.end = time.perf_counter()
+
+
+_BAR, _LABELS, _WIDTH = 18, 220, 900
+"""pixels: the height of a row, the room for names, the width of the whole step"""
+
+
+def save_gantt_chart_html(window: IterationWindow, step: int, path: str | Path) -> None:
+    """Draw the spans of a step over its time, a row for each name, as a page that stands alone. Spans of one name that overlap
+    darken each other; pointing at one shows when it was."""
+    total = (window.end or time.perf_counter()) - window.start
+    spans = sorted(window.get_span_dicts(), key=lambda span: (span["wall_start"], -span["duration"]))
+    rows = {name: i for i, name in enumerate(dict.fromkeys(span["name"] for span in spans))}
+    scale = _WIDTH / total if total else 0.0
+    drawn = [
+        f'<text x="{_LABELS - 8}" y="{_BAR * i + 13}" text-anchor="end">{escape(name)}</text>'
+        for name, i in rows.items()
+    ]
+    for span in spans:
+        said = f"{span['name']}: {span['duration']:.3f} s, from {span['wall_start']:.3f} to {span['wall_end']:.3f}"
+        place = f'x="{_LABELS + scale * span["wall_start"]:.1f}" y="{_BAR * rows[span["name"]] + 2}"'
+        size = f'width="{max(1.0, scale * span["duration"]):.1f}" height="{_BAR - 4}"'
+        drawn.append(f"<rect {place} {size}><title>{escape(said)}</title></rect>")
+    svg = f'<svg width="{_LABELS + _WIDTH}" height="{_BAR * len(rows)}">{"".join(drawn)}</svg>'
+    style = "body{font:12px sans-serif}rect{fill:#36c;fill-opacity:.5}"
+    title = f"step {step}: {total:.3f} s"
+    page = f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{style}</style><h3>{title}</h3>{svg}\n"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page)
 
 
 def _current_task() -> asyncio.Task[Any] | None:

@@ -159,11 +159,15 @@ class Engine:
         return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
 
     def waits(self) -> dict[str, Wait]:
-        """How long requests of each kind have waited until they were begun. On any thread, at any time."""
+        """How long operations of each kind have waited until they were begun. On any thread, at any time.
+
+        Kinds are forward, forward_backward, forward_backward_custom, optim_step, save_state, save_weights_for_sampler, snapshot,
+        load_state, create_client and other. Sampling is in `sampler_stats`.
+        """
         return self._waits.now()
 
     def sampler_stats(self) -> dict[str, SamplerStats]:
-        """What the sampler of each model is doing, and how long its requests have waited. On any thread, at any time."""
+        """What the sampler of each loaded model is doing, and how long its requests wait. On any thread, at any time."""
         return {name: generator.stats for name, generator in self._generators.copy().items()}
 
     def close(self) -> None:

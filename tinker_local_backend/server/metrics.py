@@ -39,6 +39,39 @@ class Latest:
         yield family
 
 
+class EngineStats:
+    """What the engine says of itself, as it said it last; as a collector of Prometheus'."""
+
+    def __init__(self) -> None:
+        self.samplers: Mapping[str, Mapping[str, float]] = {}
+        """by model: see engine.waits.SamplerStats"""
+        self.waits: Mapping[str, Mapping[str, float]] = {}
+        """by kind of operation: see engine.operation_waits.Wait"""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        quantiles = GaugeMetricFamily(
+            "tinker_sampling_wait_seconds",
+            "from a sampling request to its first token, since the start",
+            labels=["model", "quantile"],
+        )
+        for model, stats in self.samplers.items():
+            for quantile, name in (("0.5", "wait_p50"), ("0.99", "wait_p99"), ("1", "longest_wait")):
+                quantiles.add_metric([model, quantile], stats[name])
+        yield quantiles
+        numbers = sorted({name for stats in self.samplers.values() for name in stats if "wait_" not in name})
+        for name in [name for name in numbers if name != "longest_wait"]:
+            family = GaugeMetricFamily(f"tinker_sampler_{name}", f"{name} of a model's sampler", labels=["model"])
+            for model, stats in self.samplers.items():
+                family.add_metric([model], stats[name])
+            yield family
+        longest = GaugeMetricFamily(
+            "tinker_operation_longest_wait_seconds", "longest wait of a kind until it was begun", labels=["kind"]
+        )
+        for kind, wait in self.waits.items():
+            longest.add_metric([kind], wait["longest_seconds"])
+        yield longest
+
+
 class Metrics:
     """Counts and durations of one server."""
 
@@ -60,6 +93,8 @@ class Metrics:
             "tinker_latest_seconds", "from the arrival of a request to its result, of the latest ones"
         )
         self._registry.register(self._latest)  # pyright: ignore[reportArgumentType]
+        self.engine = EngineStats()
+        self._registry.register(self.engine)  # pyright: ignore[reportArgumentType]
 
     def watch(self, live: Callable[[], Mapping[str, float]]) -> None:
         """Show these numbers as they are at the time of asking."""

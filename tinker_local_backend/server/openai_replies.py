@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def head(body: ChatBody | CompletionBody) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": body.model}
 
 
-def _usage(prompts: Sequence[Sequence[int]], responses: Sequence[SampleResponse]) -> dict[str, Any]:
+def usage(prompts: Sequence[Sequence[int]], responses: Sequence[SampleResponse]) -> dict[str, Any]:
     asked = sum(map(len, prompts))
     sampled = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
     cached = sum(response.prompt_cache_hit_tokens or 0 for response in responses)
@@ -43,15 +44,26 @@ def _said(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[int], sequen
     return text.text(tokens, stops)
 
 
+def token_id_logprobs(sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
+    """As `token_logprobs`, with `token_id:7` in the place of a token's text: what clients of tokens in and out check."""
+    return _logprobs(lambda token, logprob: {"token": f"token_id:{token}", "logprob": logprob}, sequence, top)
+
+
 def token_logprobs(text: ChatText, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
     """Per sampled token: its text, bytes and logprob, and the likeliest tokens with theirs."""
+    return _logprobs(partial(_named, text), sequence, top)
+
+
+def _logprobs(
+    named: Callable[[int, float], dict[str, Any]], sequence: SampledSequence, top: int
+) -> list[dict[str, Any]]:
     entries = []
     for position, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs or [], strict=True)):
-        entry = {**_named(text, token, logprob), "top_logprobs": []}
+        entry = {**named(token, logprob), "top_logprobs": []}
         if top and sequence.topk_logprobs_np is not None:
             row = sequence.topk_logprobs_np
             entry["top_logprobs"] = [
-                _named(text, int(other), float(value))
+                named(int(other), float(value))
                 for other, value in zip(row.token_ids[position], row.logprobs[position], strict=True)
             ]
         entries.append(entry)
@@ -95,7 +107,7 @@ def chat(
             choice["token_ids"] = sequence.tokens
         choices.append(choice)
     reply_body = head(body)
-    reply_body |= {"choices": choices, "usage": _usage([prompt], [response])}
+    reply_body |= {"choices": choices, "usage": usage([prompt], [response])}
     if body.return_token_ids:
         reply_body["prompt_token_ids"] = list(prompt)
     return reply_body
@@ -124,7 +136,7 @@ def completion(
                 choice |= {"token_ids": sequence.tokens, "prompt_token_ids": list(prompt)}
             choices.append(choice)
     reply = head(body)
-    return {**reply, "choices": choices, "usage": _usage(prompts, responses)}
+    return {**reply, "choices": choices, "usage": usage(prompts, responses)}
 
 
 def _completion_logprobs(

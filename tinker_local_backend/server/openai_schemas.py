@@ -32,6 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,),
     "ignore_eos": (None, False),
     "skip_special_tokens": (None, True),
+    "priority": (None, 0),
     "spaces_between_special_tokens": (None, True),
     "logits_processors": (None, []),
 }
@@ -52,6 +53,16 @@ _WITHOUT_EFFECT = frozenset(
 """Fields that say nothing about what is sampled."""
 
 
+def _check_extra(body: BaseModel, without_effect: frozenset[str] = _WITHOUT_EFFECT) -> None:
+    for name, value in (body.model_extra or {}).items():
+        if name in without_effect:
+            continue
+        if name not in _NEUTRAL:
+            raise Refused(400, f"{name[:200]} is not known here; leave it out")
+        if value not in _NEUTRAL[name]:
+            raise Refused(400, f"{name} is not supported here; leave it out")
+
+
 class OpenAIBody(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -69,13 +80,7 @@ class OpenAIBody(BaseModel):
 
     def check(self) -> None:
         """Raise Refused (400), naming the field, for what is not supported."""
-        for name, value in (self.model_extra or {}).items():
-            if name in _WITHOUT_EFFECT:
-                continue
-            if name not in _NEUTRAL:
-                raise Refused(400, f"{name[:200]} is not known here; leave it out")
-            if value not in _NEUTRAL[name]:
-                raise Refused(400, f"{name} is not supported here; leave it out")
+        _check_extra(self)
 
     def sampling_params(self, max_tokens: int | None, eos_token_ids: list[int]) -> dict[str, Any]:
         """As the engine takes them. The model's own end of turn ends a sample, whatever else does."""
@@ -137,10 +142,14 @@ class CompletionBody(OpenAIBody):
     echo: bool = False
 
 
+_OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "cache_salt", "routed_experts_prompt_start"})
+"""Fields that say how ids become text, or what a cache may share: the ids are the same with them."""
+
+
 class GenerateParams(BaseModel):
     """Of vLLM's sampling parameters those that the engine has."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Count | None = 16
@@ -154,10 +163,15 @@ class GenerateParams(BaseModel):
 
 
 class GenerateBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: Annotated[str, Field(max_length=4096)] | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
     request_id: str | None = None
     stream: Literal[False] = False
+
+    def check(self) -> None:
+        """As that of OpenAIBody."""
+        _check_extra(self, _OF_TEXT_OR_CACHES)
+        _check_extra(self.sampling_params, _OF_TEXT_OR_CACHES)

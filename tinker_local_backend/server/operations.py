@@ -140,6 +140,12 @@ class Operations:
         reply = {"type": "load_weights", "path": path, "model_id": fields["model_id"]}
         return (load(path), lambda _: Frame({"json": reply}))
 
+    def op_stats(self, fields: Fields, body: bytes) -> Reply:
+        """What the samplers are doing and how long requests wait, as they are now."""
+        samplers = {name: stats._asdict() for name, stats in self._engine.sampler_stats().items()}
+        waits = {kind: wait._asdict() for kind, wait in self._engine.waits().items()}
+        return completed(lambda: Frame({"samplers": samplers, "waits": waits})), lambda frame: frame
+
     def op_refuse(self, fields: Fields, body: bytes) -> Reply:
         raise RequestError(fields["why"])
 

@@ -25,7 +25,14 @@ from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import error_body
 from tinker_local_backend.server.frames import Frame
-from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, GenerateBody, Message, OpenAIBody
+from tinker_local_backend.server.openai_schemas import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    GenerateParams,
+    Message,
+    OpenAIBody,
+)
 from tinker_local_backend.server.openai_stream import Choices, Piece, events
 from tinker_local_backend.server.routes_common import ServiceOf, TenantOf
 from tinker_local_backend.server.service import Service
@@ -98,10 +105,11 @@ def router() -> APIRouter:
 
     @routes.post("/inference/v1/generate")
     async def generate(body: GenerateBody, http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Any:
+        body.check()
         params = body.sampling_params
+        known = params.model_fields_set & set(GenerateParams.model_fields) - {"max_tokens", "logprobs"}
         like = OpenAIBody(
-            model=body.model or service.link.models[0].name,
-            **params.model_dump(exclude={"max_tokens", "logprobs"}),
+            model=body.model or service.link.models[0].name, **params.model_dump(include=known, exclude_none=True)
         )
         asked = await _Asked.of(service, tenant, like, texts)
         (response,) = await asked.sample(http, [body.token_ids], params.max_tokens, params.logprobs or 0)
@@ -112,11 +120,12 @@ def router() -> APIRouter:
                 "finish_reason": sequence.stop_reason,
                 "logprobs": None
                 if params.logprobs is None
-                else {"content": openai_replies.token_logprobs(asked.text, sequence, params.logprobs)},
+                else {"content": openai_replies.token_id_logprobs(sequence, params.logprobs)},
             }
             for index, sequence in enumerate(response.sequences)
         ]
-        return {"request_id": body.request_id or uuid.uuid4().hex, "choices": choices}
+        usage = openai_replies.usage([body.token_ids], [response])
+        return {"request_id": body.request_id or uuid.uuid4().hex, "choices": choices, "usage": usage}
 
     return routes
 

@@ -33,6 +33,12 @@ def router() -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics(service: ServiceOf) -> Response:
+        _, reply = service.link.call({"op": "stats"})
+        stats = (await reply).fields
+        service.metrics.engine.samplers, service.metrics.engine.waits = (
+            stats.get("samplers", {}),
+            stats.get("waits", {}),
+        )
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @routes.post("/api/v1/client/config")
