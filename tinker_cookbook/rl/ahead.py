@@ -225,7 +225,8 @@ class SamplingAhead:
         about: dict[str, Any] = {}
         kept: dict[GroupKey, Kept] = {}
         for key, group in self._open.items():
-            if (done := group.sampled) is not None:
+            # A synchronous run that is stopped samples its whole batch again: together, as an undisturbed one does.
+            if (done := group.sampled) is not None and self._most_ahead > 0:
                 kept[key] = done.trajectory_group, done.sampling_client_step, done.seconds
         if kept:
             about |= {_FILE: write_kept(log_path, name, kept), _MOST: self._most_ahead}
@@ -233,7 +234,7 @@ class SamplingAhead:
             about |= {_LEFT: [list(key) for key in self._open], _BATCHES: self._next_batch}
         if about:
             state[AHEAD_KEY] = about
-        self._remove_files(about.get(_FILE))
+        self._remove_files({about.get(_FILE)})
 
     def keep_stopped(self, name: str) -> None:
         """`keep` before an error ends the run. What keeps it from that is logged, so that the error itself is seen."""
@@ -242,18 +243,18 @@ class SamplingAhead:
         except Exception:
             logger.exception("what was sampled ahead is not kept, and is sampled again")
 
-    def _remove_files(self, newest: str | None) -> None:
-        """Those of rolling checkpoints that a newer one has replaced."""
-        log_path = self._loop.session.run.log_path
-        files = {str(path.relative_to(log_path)) for path in (log_path / FOLDER).glob("*.json.gz")}
-        if len(files) <= 2:
+    def _remove_files(self, needed: set[str | None]) -> None:
+        """Those of rolling checkpoints that a newer one has replaced, but not of the one that this run goes on from."""
+        session = self._loop.session
+        if len(list((session.run.log_path / FOLDER).glob("*"))) <= 2:
             return
-        records = load_checkpoints_file(log_path)
-        needed = {newest, *map(_file, records[-1:])} | {
-            _file(record) for record in records if not record.get(ROLLING_KEY)
-        }
-        for file in files - needed:
-            (log_path / file).unlink()
+        records = load_checkpoints_file(session.run.log_path)
+        replaced = {_file(record) for record in records[:-1] if record.get(ROLLING_KEY)}
+        needed |= {_file(record) for record in records if not record.get(ROLLING_KEY)}
+        needed |= {_file(record) for record in (session.record, *records[-1:]) if record is not None}
+        for file in replaced - needed:
+            if file is not None:
+                (session.run.log_path / file).unlink(missing_ok=True)
 
     def finish(self) -> None:
         """The final checkpoint is there: no other one will be gone on from."""
