@@ -209,7 +209,7 @@ def test_errors_pickle_and_refine_a_standard_type() -> None:
     assert len(ours) > 8
     for kind in ours:
         assert issubclass(kind, exceptions.TinkerCookbookError)
-        assert issubclass(kind, ValueError | RuntimeError | TimeoutError | KeyError)
+        assert issubclass(kind, ValueError | RuntimeError | TimeoutError | ConnectionError | KeyError)
         copy = pickle.loads(pickle.dumps(kind("what went wrong")))
         assert type(copy) is kind and "what went wrong" in str(copy)
 

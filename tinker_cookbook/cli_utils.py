@@ -142,7 +142,9 @@ def run_recipe(
             resume = f"\n{_how_to_resume(config_cls, arguments, prog)}" if last_log_path() is not None else ""
             known = _known_errors(error)
             if not known:
-                print(resume.strip(), file=sys.stderr)
+                print(redact(resume.strip()), file=sys.stderr)
+                if sys.excepthook is sys.__excepthook__:
+                    sys.excepthook = print_traceback
                 raise
             is_usage = all(isinstance(leaf, ConfigurationError | DataError) for leaf in known)
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
@@ -229,9 +231,14 @@ def _saved(log_path: Path) -> str:
 
 def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:
     if environment.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
-        traceback.print_exception(error)
+        print_traceback(type(error), error, error.__traceback__)
     print(redact(f"{prefix}{message}"), file=sys.stderr)  # which may well go to a file
     raise SystemExit(code) from None
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As the interpreter does it (`sys.excepthook`), without secrets: what a job prints may go to a file."""
+    print(redact("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
 def _module_name(main: Callable[..., Any]) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, memory_child, rates, rl_step, sampling, training
+from benchmarks import memory, memory_child, rates, rl_step, rollout_rate, sampling, training
 from benchmarks.config import environment
 from benchmarks.errors import BenchmarkError
 from benchmarks.memory_child import Job, Peak
@@ -33,6 +33,34 @@ def test_sampling(quick_comparison: dict) -> None:
     kl, largest = map(float, report.tables[1].rows[0])
     assert abs(kl) < 1e-4 and largest < 1e-3
     assert report.tables[2].rows == [[rows, *[NOT_MEASURED] * 4] for rows in ("64", "256")]
+
+
+def test_rollout_rate(quick_comparison: dict) -> None:
+    keys = {key: value for key, value in quick_comparison.items() if key != "max_new_tokens"}
+    report = rollout_rate.run(rollout_rate.Config(**keys, counts=(8, 520), replies=(2, 3)))
+    (table,) = report.tables
+    assert [row[:3] for row in table.rows] == [
+        [count, reply, prompts]
+        for count, groups in (("8", "1"), ("520", "65"))
+        for reply in ("2", "3")
+        for prompts in (groups, "one")
+    ]
+    assert [row[6] for row in table.rows] == [""] * 4 + ["100%"] * 4
+    tokens = [row["repetitions"][0]["tokens"] for row in report.measurements["Rollouts per second"]]  # pyright: ignore
+    assert tokens == [16, 16, 24, 24, 1040, 1040, 1560, 1560]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"counts": (8, 12)}, "counts=12 is not a multiple of the group size 8"),
+        ({"counts": (0,)}, "counts=0 is not a multiple"),
+        ({"peers": ["hf"]}, "peers: rollout_rate has none"),
+    ],
+)
+def test_rollout_rate_names_what_it_cannot_do(fields: dict, message: str) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        rollout_rate.run(rollout_rate.Config(**fields))
 
 
 def test_decode_traffic_of_a_device(quick_comparison: dict, models_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

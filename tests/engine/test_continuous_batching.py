@@ -6,12 +6,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import MistralConfig, Qwen3Config
 
 from tests.engine.conftest import SHAPE, write_model
 from tests.engine.direct import Direct, alone, assert_same_samples, frozen_adapter, prefilled_tokens, request
-from tests.engine.helpers import assert_near, assert_same_tokens, random_tokens
+from tests.engine.helpers import assert_near, assert_same_tokens, params, prompt, random_tokens
+from tinker_local_backend import SamplingClient, ServiceClient
 from tinker_local_backend.engine import allowance
+from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
@@ -202,6 +204,12 @@ def test_waits_are_counted_in_bins_that_do_not_grow(model: BaseModel, monkeypatc
     assert stats.longest_wait == 3.0 and 3.0 <= stats.wait_p99 <= 3.0 * STEP and stats.waiting == stats.running == 0
 
 
+def test_the_engine_tells_what_its_samplers_do(service: ServiceClient, base_sampler: SamplingClient) -> None:
+    base_sampler.sample(prompt([1, 2, 3]), 2, params(3)).result()
+    stats = service._engine.sampler_stats()[base_sampler.get_base_model()]
+    assert stats.longest_wait > 0 and stats.wait_p50 <= stats.wait_p99 <= stats.longest_wait
+
+
 # A pool that is full
 
 
@@ -296,3 +304,45 @@ def test_what_fails_again_is_tried_again_later_each_time(model: BaseModel, limit
     assert all(len(slip.result.sequences[0].tokens) == 12 for slip in submitted)
     gaps = [after - before for before, after in pairwise(failed_at) if after - before > 1]
     assert gaps == sorted(gaps) and len(failed_at) < 12
+
+
+# Sliding windows
+
+
+@pytest.fixture(scope="module")
+def sliding_model(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
+    """Every layer sees the last 40 tokens."""
+    config = MistralConfig(**SHAPE, sliding_window=40)
+    return BaseModel(write_model(config, tmp_path_factory.mktemp("models") / "sliding", 4))
+
+
+@pytest.mark.parametrize("prefill_tokens", [None, 25], ids=["whole", "in pieces"])
+def test_where_every_layer_slides_pages_out_of_sight_are_given_back(
+    sliding_model: BaseModel, prefill_tokens: int | None
+) -> None:
+    assert sliding_model.sliding_window == 40
+    direct = direct_with(sliding_model, prefill_tokens=prefill_tokens)
+    one = request(random_tokens(100, 1), max_tokens=100, seed=2, temperature=0.0)
+    (slip,) = direct.submit(one)
+    most = 0
+    while direct.generator.busy:
+        direct.generator.step()
+        if direct.generator._running and direct.generator._running[0].length >= 100 + PAGE_TOKENS:
+            most = max(most, direct.generator.stats.pages_read)
+    assert 0 < most <= pages_of(40) + 1 < pages_of(132)
+    tokens = torch.tensor([one.prompt + tuple(slip.result.sequences[0].tokens)], device=sliding_model.device)
+    positions = torch.arange(tokens.shape[1], device=sliding_model.device)
+    plan = PackedPlan.whole([tokens.shape[1]])
+    with torch.inference_mode():
+        logits = sliding_model.logits(sliding_model.hidden_states(tokens[0], positions, plan, None), None)
+    expected = torch.log_softmax(logits, dim=-1)[99:-1].gather(1, tokens[0, 100:, None])[:, 0]
+    assert_near(slip.result.sequences[0].logprobs, expected.cpu().numpy(), atol=1e-5)
+
+
+def test_a_model_with_one_layer_that_sees_everything_keeps_its_pages(model: BaseModel) -> None:
+    assert model.sliding_window is None
+    direct = Direct(model)
+    direct.submit(request(random_tokens(100, 1), max_tokens=60))
+    for _ in range(50):
+        direct.generator.step()
+    assert direct.generator.stats.pages_read == pages_of(149)

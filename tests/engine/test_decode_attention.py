@@ -100,8 +100,10 @@ def test_pages_that_lie_apart_are_brought_together_and_hold_the_same(monkeypatch
     sources, targets = zip(*moves, strict=True)
     assert sorted(sources) == sorted(targets)
     cache.cache.copy(sources, targets)
-    place: dict[int, int] = dict(moves)
-    cache.tables = [Table([int(place.get(slot, slot)) for slot in table.slots]) for table in cache.tables]
+    cache.tables = [
+        Table([targets[sources.index(slot)] if slot in sources else slot for slot in table.slots])
+        for table in cache.tables
+    ]
     arranged = cache.make_tables()
     assert arranged.moves() == []
     used = sorted({slot for table in cache.tables for slot in table.slots})

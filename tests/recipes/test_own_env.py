@@ -13,6 +13,7 @@ import pytest
 from recipes import env_rl
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.utils.files import read_jsonl
+from tinker_local_backend.engine.base_model import BaseModel
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "environments.md").read_text()
@@ -85,8 +86,9 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
     ],
 )
 def test_a_wrong_one_is_named_before_a_model_loads(
-    folder: Path, keys: str, message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, keys: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(BaseModel, "__init__", None)
     with pytest.raises(SystemExit) as raised:
         run(folder, keys)
     shown = capsys.readouterr().err

@@ -1,16 +1,24 @@
 """Groups beside a checkpoint come back as they were, to the last bit, or the error says how to go on without them."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
 
+from tests.fakes import FakeServiceClient
 from tests.rl.handmade import trajectory, turn
+from tests.rl.loop import NumberDatasetBuilder, make_config, rows
+from tinker_cookbook import backends
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.rl.kept_groups import Kept, read_kept, write_kept
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.kept_groups import FOLDER, Kept, read_kept, write_kept
+from tinker_cookbook.rl.loop import Loop
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.types import Record, RolloutError, TrajectoryGroup
+from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.utils.logtree import Node
 
 
@@ -59,3 +67,58 @@ def test_a_damaged_file_is_named_with_the_way_on(tmp_path: Path, content: bytes 
         path.write_bytes(content)
     with pytest.raises(DataFormatError, match=r"000002\.json\.gz.*checkpoints\.jsonl"):
         read_kept(path)
+
+
+class Killed(BaseException):
+    pass
+
+
+class TestFilesOfRollingCheckpoints:
+    @pytest.fixture
+    def service(self, monkeypatch: pytest.MonkeyPatch) -> FakeServiceClient:
+        fake = FakeServiceClient()
+        monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
+        return fake
+
+    def config(self, log_path: Path, deterministic: bool, save_every: int = 0) -> train.Config:
+        ahead = train.AsyncConfig(max_steps_off_policy=2, deterministic=deterministic)
+        data = NumberDatasetBuilder(batches=6)
+        return make_config(log_path, data, rolling_save_every=1, save_every=save_every, async_config=ahead)
+
+    def killed_at(self, owner: type, name: str, config: train.Config, step: int | None = None) -> None:
+        original = getattr(owner, name)
+
+        def die(self: Any, at: int, *args: Any, **kwargs: Any) -> Any:
+            if step in (None, at):
+                raise Killed
+            return original(self, at, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(owner, name, die)
+            with pytest.raises(Killed):
+                asyncio.run(train.main(config))
+
+    @pytest.mark.parametrize("deterministic", [True, False])
+    def test_they_go_with_the_checkpoint_and_at_the_end(
+        self, service: FakeServiceClient, tmp_path: Path, deterministic: bool
+    ) -> None:
+        config = self.config(tmp_path, deterministic)
+        self.killed_at(Loop, "train", config, step=4)
+        assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["000004.json.gz"]
+        asyncio.run(train.main(config))
+        assert not (tmp_path / FOLDER).exists()
+        assert sum(row["groups/sampled"] for row in rows(tmp_path)) == 18
+
+    @pytest.mark.parametrize("deterministic", [True, False])
+    def test_the_one_that_a_run_goes_on_from_keeps_its_own_until_the_next_is_safe(
+        self, service: FakeServiceClient, tmp_path: Path, deterministic: bool
+    ) -> None:
+        config = self.config(tmp_path, deterministic, save_every=2)
+        self.killed_at(CheckpointManager, "_save_rolling", config, step=5)
+        *_, third, fourth = rows(tmp_path, "checkpoints.jsonl")
+        assert third["rolling"] and "rolling" not in fourth
+        del service.saved[fourth["state_path"]]
+        self.killed_at(CheckpointManager, "save_periodic", config)
+        asyncio.run(train.main(config))
+        assert [row["step"] for row in rows(tmp_path)] == list(range(6))
+        assert sum(row["groups/sampled"] for row in rows(tmp_path)) == 18

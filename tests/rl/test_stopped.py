@@ -107,6 +107,8 @@ def test_a_run_told_to_stop_while_it_samples_gives_up_the_step(
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
     assert_saved(service, tmp_path, 3)
+    # Only what was sampled ahead is kept. A step that samples for itself samples all of its groups together again.
+    assert ("groups_ahead" in rows(tmp_path, "checkpoints.jsonl")[-1]) == pacing.startswith("async")
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import chz
 import pytest
 
+from tests.child import python_path
 from tests.fakes import FakeServiceClient
 from tests.rl.loop import NumberEnv, NumberGroup, make_config, trains_nothing
 from tests.sweeps import toy
@@ -105,6 +108,23 @@ def test_of_rollouts_whose_environment_tells_it(tmp_path: Path, monkeypatch: pyt
     assert f"asked with {HIDDEN}" in page and f"the key {HIDDEN} is not known; api_key={HIDDEN}" in page
 
 
+@pytest.mark.parametrize("error", ["RuntimeError", "TrainingError"])
+def test_of_the_traceback_of_a_command(error: str) -> None:
+    script = (
+        "import os, chz\n"
+        "from tinker_cookbook.cli_utils import run_recipe\n"
+        "from tinker_cookbook.exceptions import TrainingError\n"
+        "CLIConfig = chz.chz(type('CLIConfig', (), {}))\n"
+        "def main(config):\n"
+        f"    raise {error}('401: the key ' + os.environ['TINKER_API_KEY'])\n"
+        "run_recipe(CLIConfig, main, argv=[])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path(), "TINKER_COOKBOOK_TRACEBACK": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and KEY not in done.stderr
+    assert "Traceback" in done.stderr and f"{error}: 401: the key {HIDDEN}" in done.stderr
+
+
 def test_of_a_sweep_which_goes_on_all_the_same(tmp_path: Path) -> None:
     recipe = Recipe("tests.sweeps.toy", toy.CLIConfig, toy.main)
     points: list[dict[str, Any]] = [{"learning_rate": 1.0}]
@@ -112,6 +132,16 @@ def test_of_a_sweep_which_goes_on_all_the_same(tmp_path: Path) -> None:
         (result,) = asyncio.run(run_sweep(recipe, points, tmp_path, fixed={"text": f"key {KEY}"}, processes=0))
         assert (result.status, result.earlier) == ("finished", earlier)
     assert files_with_secrets(tmp_path) == {}
+
+
+def test_of_a_sweep_whose_run_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def fail(config: Any) -> None:
+        raise ConnectionError(f"the key {KEY} is not known")
+
+    recipe = Recipe("tests.sweeps.toy", toy.CLIConfig, fail)
+    (result,) = asyncio.run(run_sweep(recipe, [{"learning_rate": 1.0}], tmp_path, processes=0))
+    assert result.error == f"ConnectionError: the key {HIDDEN} is not known"
+    assert "Traceback" in (told := capsys.readouterr().err) and KEY not in told
 
 
 def test_what_only_looks_like_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:

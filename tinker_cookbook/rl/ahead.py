@@ -29,7 +29,6 @@ from tinker_cookbook.rl.kept_groups import FOLDER, GroupKey, Kept, read_kept, wr
 from tinker_cookbook.rl.loop import AHEAD_KEY, Loop, WrappedTrajectoryGroup
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
-from tinker_cookbook.runs.manager import ROLLING_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +85,7 @@ class SamplingAhead:
             self._next_batch = kept[_BATCHES]
             self._reopen([(batch, place) for batch, place in kept[_LEFT]])
         loop.ahead = self
+        loop.session.checkpoints.on_replaced = self._remove_file
 
     @property
     def _settles(self) -> bool:
@@ -225,7 +225,8 @@ class SamplingAhead:
         about: dict[str, Any] = {}
         kept: dict[GroupKey, Kept] = {}
         for key, group in self._open.items():
-            if (done := group.sampled) is not None:
+            # A synchronous run that is stopped samples its whole batch again: together, as an undisturbed one does.
+            if (done := group.sampled) is not None and self._most_ahead > 0:
                 kept[key] = done.trajectory_group, done.sampling_client_step, done.seconds
         if kept:
             about |= {_FILE: write_kept(log_path, name, kept), _MOST: self._most_ahead}
@@ -233,7 +234,6 @@ class SamplingAhead:
             about |= {_LEFT: [list(key) for key in self._open], _BATCHES: self._next_batch}
         if about:
             state[AHEAD_KEY] = about
-        self._remove_files(about.get(_FILE))
 
     def keep_stopped(self, name: str) -> None:
         """`keep` before an error ends the run. What keeps it from that is logged, so that the error itself is seen."""
@@ -242,18 +242,15 @@ class SamplingAhead:
         except Exception:
             logger.exception("what was sampled ahead is not kept, and is sampled again")
 
-    def _remove_files(self, newest: str | None) -> None:
-        """Those of rolling checkpoints that a newer one has replaced."""
+    def _remove_file(self, state_path: str) -> None:
+        """That of a rolling checkpoint which a newer one has replaced, unless a later one has a file of the same name."""
         log_path = self._loop.session.run.log_path
-        files = {str(path.relative_to(log_path)) for path in (log_path / FOLDER).glob("*.json.gz")}
-        if len(files) <= 2:
-            return
         records = load_checkpoints_file(log_path)
-        needed = {newest, *map(_file, records[-1:])} | {
-            _file(record) for record in records if not record.get(ROLLING_KEY)
-        }
-        for file in files - needed:
-            (log_path / file).unlink()
+        places = [i for i, record in enumerate(records) if record.state_path == state_path]
+        for i in places:
+            file = _file(records[i])
+            if file is not None and file not in map(_file, records[i + 1 :]):
+                (log_path / file).unlink(missing_ok=True)
 
     def finish(self) -> None:
         """The final checkpoint is there: no other one will be gone on from."""

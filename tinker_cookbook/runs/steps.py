@@ -138,7 +138,7 @@ class StepLoop(ABC):
                 with self.session.traced_step(step):
                     metrics = await self._take(step, metrics)
             await self._finish(0)
-            if self.end > start and self.session.progress.trained_tokens == 0:
+            if self.session.progress.trained_tokens == 0:
                 raise TrainingError(
                     f"the run has come to its end and trained nothing: none of its {self.end} batches had a token to train on; "
                     f"logs.log in {self.session.run.log_path} says why rows were left out"

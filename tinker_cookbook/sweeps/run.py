@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinker_cookbook import backends, config_tree
-from tinker_cookbook.cli_utils import RESUME_HINT
+from tinker_cookbook.cli_utils import RESUME_HINT, print_traceback
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.folder import one_writer, open_folder
@@ -149,8 +148,8 @@ async def _run_here(recipe: Recipe, name: str, arguments: list[str]) -> str | No
         try:
             await recipe.main(config_tree.parse(recipe.config_cls, arguments))
         except (Exception, SystemExit) as error:
-            traceback.print_exception(error)
-            return "; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error))
+            print_traceback(type(error), error, error.__traceback__)
+            return redact("; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error)))
     return None
 
 
