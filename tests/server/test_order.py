@@ -8,6 +8,7 @@ import httpx
 import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
+from tinker.proto.response_conv import deserialize_sample_response
 
 from tests.server.serving import Serving, Wire, forward_backward_body
 
@@ -138,7 +139,10 @@ def test_samples_are_known_by_their_number_and_sessions_by_their_key(wire: Wire)
         wire.sample(sampler, 1, seed=1),
     )
     assert first == again and first[1]["request_id"] != other[1]["request_id"]
-    assert wire.result(first[1]) == wire.result(other[1])
+    assert wire.result(first[1]) == wire.result(again[1])
+    same_seed = [deserialize_sample_response(wire.result(reply[1])).sequences[0] for reply in (first, other)]
+    assert same_seed[0].tokens == same_seed[1].tokens
+    assert same_seed[0].logprobs == pytest.approx(same_seed[1].logprobs, abs=1e-5)
     sessions = {
         wire.ask("POST", "/create_session", json={}, headers={"X-Idempotency-Key": key})[1]["session_id"]
         for key in ("a", "a", "b")

@@ -29,7 +29,6 @@ from tinker_cookbook.rl.kept_groups import FOLDER, GroupKey, Kept, read_kept, wr
 from tinker_cookbook.rl.loop import AHEAD_KEY, Loop, WrappedTrajectoryGroup
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
-from tinker_cookbook.runs.manager import ROLLING_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +85,7 @@ class SamplingAhead:
             self._next_batch = kept[_BATCHES]
             self._reopen([(batch, place) for batch, place in kept[_LEFT]])
         loop.ahead = self
+        loop.session.checkpoints.on_replaced = self._remove_file
 
     @property
     def _settles(self) -> bool:
@@ -234,7 +234,6 @@ class SamplingAhead:
             about |= {_LEFT: [list(key) for key in self._open], _BATCHES: self._next_batch}
         if about:
             state[AHEAD_KEY] = about
-        self._remove_files({about.get(_FILE)})
 
     def keep_stopped(self, name: str) -> None:
         """`keep` before an error ends the run. What keeps it from that is logged, so that the error itself is seen."""
@@ -243,18 +242,15 @@ class SamplingAhead:
         except Exception:
             logger.exception("what was sampled ahead is not kept, and is sampled again")
 
-    def _remove_files(self, needed: set[str | None]) -> None:
-        """Those of rolling checkpoints that a newer one has replaced, but not of the one that this run goes on from."""
-        session = self._loop.session
-        if len(list((session.run.log_path / FOLDER).glob("*"))) <= 2:
-            return
-        records = load_checkpoints_file(session.run.log_path)
-        replaced = {_file(record) for record in records[:-1] if record.get(ROLLING_KEY)}
-        needed |= {_file(record) for record in records if not record.get(ROLLING_KEY)}
-        needed |= {_file(record) for record in (session.record, *records[-1:]) if record is not None}
-        for file in replaced - needed:
-            if file is not None:
-                (session.run.log_path / file).unlink(missing_ok=True)
+    def _remove_file(self, state_path: str) -> None:
+        """That of a rolling checkpoint which a newer one has replaced, unless a later one has a file of the same name."""
+        log_path = self._loop.session.run.log_path
+        records = load_checkpoints_file(log_path)
+        places = [i for i, record in enumerate(records) if record.state_path == state_path]
+        for i in places:
+            file = _file(records[i])
+            if file is not None and file not in map(_file, records[i + 1 :]):
+                (log_path / file).unlink(missing_ok=True)
 
     def finish(self) -> None:
         """The final checkpoint is there: no other one will be gone on from."""

@@ -69,6 +69,8 @@ class CheckpointManager:
         self._async, self._clock = async_periodic_saves, clock
         self.loop_state: dict[str, Any] = {}
         """Entries that every record gets, for example the path of a reference policy."""
+        self.on_replaced: Callable[[str], None] | None = None
+        """Called with the path of a rolling checkpoint when it is deleted, for what the loop keeps beside it."""
         self.tokens: int = resumed_from.get(TOKENS_KEY, 0) if resumed_from is not None else 0
         """Tokens trained on so far, before a resume included."""
         self._saved_tokens, self._saved_at = self.tokens, clock()
@@ -162,6 +164,8 @@ class CheckpointManager:
             return
         try:
             await self._service.create_rest_client().delete_checkpoint_from_tinker_path_async(path)
+            if self.on_replaced is not None:
+                self.on_replaced(path)
         except Exception as error:
             # It has a time to live and nobody needs it: not worth ending a run for.
             logger.warning("the replaced rolling checkpoint %s could not be deleted: %s", path, error)

@@ -167,7 +167,7 @@ class Operations:
         if opened is None:
             raise RequestError(f"sampling session {fields['sampler_id']!r} is not loaded: its session has ended")
         arguments = codec.sample_arguments(fields["request"])
-        if fields["stream"]:
+        if fields.get("stream"):
             arguments["on_progress"] = Progress(partial(self._tell, fields["id"]))
         if opened.done():
             return opened.result().sample(**arguments), _sampled

@@ -298,7 +298,7 @@ class _Asked:
 
     def _stop(self, requests: list[Request]) -> None:
         for request in requests:
-            self._service.cancel(request)
+            self._service.requests.cancel(request)
             request.fetched = time.monotonic()  # nobody will ask for it: housekeeping forgets it once it has ended
 
     async def _wait(self, http: HttpRequest, requests: list[Request]) -> None:
@@ -320,13 +320,13 @@ class _Asked:
         self._check(request)
         reply = request.reply
         assert reply is not None
-        self._service.forget(request)
+        self._service.requests.forget(request)
         return deserialize_sample_response(reply.body)
 
     def _check(self, request: Request) -> None:
         """Raise Refused for a request that has failed."""
         reply = request.reply
         if reply is None or "error" in reply.fields:
-            self._service.forget(request)
+            self._service.requests.forget(request)
             fields = {"error": "the result is gone", "category": "server"} if reply is None else reply.fields
             raise Refused(400 if fields["category"] == "user" else 500, fields["error"])

@@ -52,7 +52,7 @@ def router() -> APIRouter:
 
     @routes.post("/retrieve_future")
     async def retrieve_future(body: RetrieveFuture, service: ServiceOf, tenant: TenantOf) -> Response:
-        request = service.request(tenant, body.request_id)
+        request = service.requests.find(tenant, body.request_id)
         if request is None:
             return _forgotten(body.request_id)
         request.session.seen = time.monotonic()
@@ -75,9 +75,9 @@ def router() -> APIRouter:
 
     @routes.post("/cancel_future", status_code=204)
     async def cancel_future(body: RetrieveFuture, service: ServiceOf, tenant: TenantOf) -> None:
-        request = service.request(tenant, body.request_id)
+        request = service.requests.find(tenant, body.request_id)
         if request is not None:
-            service.cancel(request)
+            service.requests.cancel(request)
 
     return routes
 

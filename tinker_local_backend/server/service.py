@@ -15,6 +15,7 @@ from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.requests import Requests
 from tinker_local_backend.server.sessions import Model, Refused, Request, Sampler, Session, Turn
 from tinker_local_backend.storage import registry
 from tinker_local_backend.storage.info import read_info
@@ -34,16 +35,15 @@ class Service:
         self.config = config
         self.link = link
         self.metrics = metrics
+        self.requests = Requests(link, metrics)
         self.closing = False
         self.hurry = asyncio.Event()
         """set when nobody wants to wait for what is still running"""
         self._sessions: dict[str, Session] = {}
         self._standing: dict[str, Session] = {}
         """tenant -> the session of requests that come without one; it never ends"""
-        self._requests: dict[str, Request] = {}
         self._sampling: dict[str, int] = {}
         """tenant -> sampling requests that are waiting or running"""
-        self._replies: set[asyncio.Task[None]] = set()
 
     # Sessions
 
@@ -80,7 +80,7 @@ class Service:
         self._sessions.pop(session.session_id, None)
         for request in session.requests.values():
             if request.reply is None:
-                self.cancel(request)
+                self.requests.cancel(request)
                 request.fail(f"session {session.session_id} has ended: {why}")
         for model in session.models.values():
             model.sequence.clear()
@@ -106,11 +106,11 @@ class Service:
         self.check_open()
         if sum(len(s.models) for s in self._sessions.values() if s.tenant == tenant) >= self.config.max_models:
             raise Refused(403, f"{self.config.max_models} models are being trained (max_models); close a session first")
-        request = self._new_request(session, fields["op"])
+        request = self.requests.new(session, fields["op"])
         model = Model(model_id, session, request, digest)
         session.models[model_id] = model
         place = {"model_id": model_id, "home": str(tenant.home), "session": vars(session.record)}
-        self._dispatch(request, {**fields, **place}, b"", lambda reply: self._model_made(model, reply))
+        self.requests.dispatch(request, {**fields, **place}, b"", lambda reply: self._model_made(model, reply))
         return request, model_id
 
     def _model_made(self, model: Model, reply: Frame) -> Frame:
@@ -157,7 +157,7 @@ class Service:
                 f"{model.queued} requests of model {model_id} are waiting (max_training_requests); wait for results before "
                 "sending more",
             )
-        request = self._new_request(model.session, fields["op"])
+        request = self.requests.new(model.session, fields["op"])
         if fields["op"] == "snapshot":
             fields["sampler_id"] = self._add_snapshot(model, fields.pop("sampling_session_seq_id")).sampler_id
         model.sequence.add(seq_id, Turn(request, {**fields, "model_id": model_id}, body))
@@ -172,7 +172,7 @@ class Service:
             return reply
 
         for turn in model.sequence.ready():
-            self._dispatch(turn.request, turn.fields, turn.body, ended)
+            self.requests.dispatch(turn.request, turn.fields, turn.body, ended)
 
     # Samplers
 
@@ -295,7 +295,7 @@ class Service:
         if sampler.evicted:
             sampler.evicted = False
             self._open(self._add_sampler(sampler))
-        request = self._new_request(sampler.session, "sample")
+        request = self.requests.new(sampler.session, "sample")
         request.sequence_ids = [f"{request.request_id}:{i}" for i in range(fields["num_samples"])]
         if seq_id is not None:
             sampler.known.add(seq_id, digest, request)
@@ -306,10 +306,10 @@ class Service:
             return reply
 
         operation = {"op": "sample", "sampler_id": sampler_id, "request": fields, "stream": on_progress is not None}
-        self._dispatch(request, operation, b"", ended, on_progress)
+        self.requests.dispatch(request, operation, b"", ended, on_progress)
         return request
 
-    # Requests
+    # What is there at all
 
     def check_open(self) -> None:
         """Raise Refused (503) when the server is on its way down."""
@@ -320,48 +320,6 @@ class Service:
         names = [model.name for model in self.link.models]
         if base_model not in names:
             raise Refused(status, f"base model {base_model!r} is not served here; this server has {', '.join(names)}")
-
-    def _new_request(self, session: Session, kind: str) -> Request:
-        request = Request(session.tenant, session, kind)
-        session.requests[request.request_id] = self._requests[request.request_id] = request
-        return request
-
-    def _dispatch(
-        self,
-        request: Request,
-        fields: Mapping[str, Any],
-        body: bytes,
-        ended: Any,
-        on_progress: Callable[[Frame], None] | None = None,
-    ) -> None:
-        """Give a request to the engine; `ended` sees its reply first."""
-        number, reply = self.link.call(fields, body, on_progress)
-        request.number = number
-
-        async def settle() -> None:
-            frame = ended(await reply)
-            self.metrics.ended(request, frame)
-            request.settle(frame)
-
-        task = asyncio.create_task(settle())
-        self._replies.add(task)
-        task.add_done_callback(self._replies.discard)
-
-    def request(self, tenant: Tenant, request_id: str) -> Request | None:
-        """A request whose result may be asked for; None for one that never was, is another tenant's, or is forgotten."""
-        request = self._requests.get(request_id)
-        return request if request is not None and request.tenant == tenant else None
-
-    def forget(self, request: Request) -> None:
-        """Drop a request whose result nobody will ask for again."""
-        self._requests.pop(request.request_id, None)
-        request.session.requests.pop(request.request_id, None)
-        request.reply = None  # what is sent twice is still known, but not by its result
-
-    def cancel(self, request: Request) -> None:
-        """Stop a sampling request. Others are never cancelled: those after them count on them."""
-        if request.kind == "sample" and request.reply is None and request.number is not None:
-            self.link.cancel(request.number)
 
     # Housekeeping
 
@@ -386,26 +344,17 @@ class Service:
                     turn.request.fail(
                         f"request {missing} of model {model.model_id} never arrived, so this later one was not carried out"
                     )
-        for request in list(self._requests.values()):
-            since = request.fetched if request.session.session_id in self._sessions else request.created
-            if request.reply is not None and since is not None and now - since > self.config.result_seconds:
-                self.forget(request)
+        self.requests.forget_older(
+            now - self.config.result_seconds, lambda session: session.session_id in self._sessions
+        )
         for session in self._sessions.values():
-            self._bound_results(session)
-
-    def _bound_results(self, session: Session) -> None:
-        """Forget the oldest results of a client that leaves more of them than it may."""
-        room = self.config.max_results_mib * MIB
-        for request in reversed(list(session.requests.values())):
-            room -= len(request.reply.body) if request.reply is not None else 0
-            if room < 0 and request.reply is not None:
-                self.forget(request)
+            self.requests.bound(session, self.config.max_results_mib * MIB)
 
     @property
     def live(self) -> dict[str, float]:
         """How many there are of each thing, and how long the oldest request has waited, in seconds."""
         sessions, now = self._sessions.values(), time.monotonic()
-        waiting = [request for request in self._requests.values() if request.reply is None]
+        waiting = self.requests.waiting()
         return {
             "sessions": len(self._sessions),
             "models": sum(len(session.models) for session in sessions),
@@ -418,7 +367,7 @@ class Service:
     async def drain(self, seconds: float) -> None:
         """Take nothing new, let what was accepted end (until `hurry` is set), and fail the rest."""
         self.closing = True
-        waiting = [request for request in self._requests.values() if request.reply is None]
+        waiting = self.requests.waiting()
         if waiting:
             logger.info("finishing %d requests, for at most %g s; stop again to fail them", len(waiting), seconds)
             ended = asyncio.gather(*(request.done.wait() for request in waiting))

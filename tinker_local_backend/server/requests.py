@@ -1,0 +1,84 @@
+"""Requests from when the engine is given them until nobody asks for their results any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.frames import Frame
+from tinker_local_backend.server.link import EngineLink
+from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.sessions import Request, Session
+
+
+class Requests:
+    """All requests of a server, and their results. Belongs to one event loop."""
+
+    def __init__(self, link: EngineLink, metrics: Metrics):
+        self._link = link
+        self._metrics = metrics
+        self._requests: dict[str, Request] = {}
+        self._replies: set[asyncio.Task[None]] = set()
+
+    def new(self, session: Session, kind: str) -> Request:
+        """A request of a session, which nobody carries out yet."""
+        request = Request(session.tenant, session, kind)
+        session.requests[request.request_id] = self._requests[request.request_id] = request
+        return request
+
+    def dispatch(
+        self,
+        request: Request,
+        fields: Mapping[str, Any],
+        body: bytes,
+        ended: Callable[[Frame], Frame],
+        on_progress: Callable[[Frame], None] | None = None,
+    ) -> None:
+        """Give a request to the engine; `ended` sees its reply first, and says what becomes the result."""
+        number, reply = self._link.call(fields, body, on_progress)
+        request.number = number
+
+        async def settle() -> None:
+            frame = ended(await reply)
+            self._metrics.ended(request, frame)
+            request.settle(frame)
+
+        task = asyncio.create_task(settle())
+        self._replies.add(task)
+        task.add_done_callback(self._replies.discard)
+
+    def find(self, tenant: Tenant, request_id: str) -> Request | None:
+        """A request whose result may be asked for; None for one that never was, is another tenant's, or is forgotten."""
+        request = self._requests.get(request_id)
+        return request if request is not None and request.tenant == tenant else None
+
+    def waiting(self) -> list[Request]:
+        """Those without a result."""
+        return [request for request in self._requests.values() if request.reply is None]
+
+    def cancel(self, request: Request) -> None:
+        """Stop a sampling request. Others are never cancelled: those after them count on them."""
+        if request.kind == "sample" and request.reply is None and request.number is not None:
+            self._link.cancel(request.number)
+
+    def forget(self, request: Request) -> None:
+        """Drop a request whose result nobody will ask for again."""
+        self._requests.pop(request.request_id, None)
+        request.session.requests.pop(request.request_id, None)
+        request.reply = None  # what is sent twice is still known, but not by its result
+
+    def forget_older(self, before: float, is_alive: Callable[[Session], bool]) -> None:
+        """Drop results that were fetched before this time, and of sessions that have ended those that were asked for before."""
+        for request in list(self._requests.values()):
+            since = request.fetched if is_alive(request.session) else request.created
+            if request.reply is not None and since is not None and since < before:
+                self.forget(request)
+
+    def bound(self, session: Session, room: int) -> None:
+        """Forget the oldest results of a client that leaves more bytes of them than it may."""
+        for request in reversed(list(session.requests.values())):
+            room -= len(request.reply.body) if request.reply is not None else 0
+            if room < 0 and request.reply is not None:
+                self.forget(request)
