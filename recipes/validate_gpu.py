@@ -225,6 +225,7 @@ def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
             lambda log: (True, "complete, and their numbers fit each other"),
             "the run's folder lacks files, or their numbers do not fit each other: the log says which",
             hidden=[f"log_path={folder}"],
+            shown=[f"log_path={run.folder}"],
         )
     yield _row(
         "utilisation",
@@ -250,8 +251,9 @@ def _command(
     check: Callable[[str], tuple[bool, str]],
     if_it_fails: str,
     hidden: Sequence[str] = (),
+    shown: Sequence[str] = (),
 ) -> Row:
-    """The row of a command, which is judged by `check(what it printed)` when it ends well. The report leaves out `hidden`."""
+    """The row of a command, judged by `check(what it printed)` when it ends well. The report has `shown` in place of `hidden`."""
 
     def run() -> tuple[bool, str]:
         command = [sys.executable, "-u", *arguments, *hidden]
@@ -267,7 +269,7 @@ def _command(
             return False, f"exit code {done.returncode}: {last}; see {log.name}"
         return check(printed)
 
-    return _row(name, run, if_it_fails, shlex.join(["python", *arguments]))
+    return _row(name, run, if_it_fails, shlex.join(["python", *arguments, *shown]))
 
 
 def write_report(cli: CLIConfig, rows: list[Row], output: Path) -> None:

@@ -16,6 +16,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.distillation import sdft
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.rl.rollout_files import read_rollouts
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -108,6 +109,20 @@ def test_a_row_says_what_was_sampled_and_what_was_learnt(service: FakeServiceCli
     assert {"time/sampling", "time/teacher", "time/train", "optim/lr", "progress/done_frac"} <= row.keys()
 
 
+def test_every_rollout_of_a_step_is_written_unless_the_key_says_otherwise(
+    service: FakeServiceClient, tmp_path: Path
+) -> None:
+    run(make_config(tmp_path / "run", max_steps=2))
+    about, turns = read_rollouts(tmp_path / "run" / "iteration_000001" / "rollouts.parquet")
+    assert about["run"]["step"] == 1 and len(turns) == 4
+    sampled = [call.prompt for call in service.sampled if call.weights == 1]
+    assert [turn["prompt"].tolist() for turn in turns] == sampled[:4]
+    assert sum(len(turn["sampled_logprobs"]) for turn in turns) == 20
+    assert all(turn["advantages"] is None and turn["sampling_client_step"] == 1 for turn in turns)
+    run(make_config(tmp_path / "none", max_steps=1, write_records=False))
+    assert not [*(tmp_path / "none").glob("iteration_*")]
+
+
 def test_reverse_kl_is_a_loss_of_our_own(service: FakeServiceClient, tmp_path: Path) -> None:
     run(make_config(tmp_path, max_steps=1, reverse=True))
     assert [step.loss_fn for step in service.trainers[0].passes] == ["custom"]
@@ -116,13 +131,14 @@ def test_reverse_kl_is_a_loss_of_our_own(service: FakeServiceClient, tmp_path: P
 
 
 def test_without_top_tokens_it_is_a_policy_gradient(service: FakeServiceClient, tmp_path: Path) -> None:
-    run(make_config(tmp_path, max_steps=1, topk=0, loss_fn="importance_sampling", num_substeps=2))
+    # To the fakes the teacher finds every token as likely as the student did, so that nothing is learnt.
+    with pytest.raises(TrainingError, match="come to its end and trained nothing"):
+        run(make_config(tmp_path, max_steps=1, topk=0, loss_fn="importance_sampling", num_substeps=2))
     passes = service.trainers[0].passes
     assert [(step.loss_fn, len(step.data)) for step in passes] == [("importance_sampling", 2)] * 2
     inputs = passes[0].data[0].loss_fn_inputs
     assert set(inputs) == {"target_tokens", "logprobs", "advantages"}
     (row,) = rows(tmp_path)
-    # To the fakes the teacher finds every token as likely as the student did.
     assert row["sdft/mean_advantage"] == 0 and row["sdft/mean_student_lp"] < 0
     assert row["train/loss"] == 4 / 4
 

@@ -63,6 +63,8 @@ def test_a_row_that_fails_says_what_it_means_and_the_others_go_on(
     assert "means: sampler and trainer disagree: do not train" in shown.out
     assert "again: python -m recipes.single_turn task=qa" in shown.out
     assert "FAILED: logprobs, single-turn QA, single-turn summary" in shown.err
+    told = rows["files of single-turn QA"]["command"]
+    assert told == "python -m recipes.check_artifacts log_path=single-turn_QA", "within the report's folder"
     text = (tmp_path / "report" / "report.md").read_text()
     assert "failed" in text.splitlines()[0] and "- **logprobs**: sampler and trainer disagree" in text
 

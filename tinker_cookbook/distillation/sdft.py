@@ -18,6 +18,7 @@ See Shenfeld et al. 2026, "Self-Distillation Enables Continual Learning" (arXiv 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,9 +44,11 @@ from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.algorithms import LOSS_FNS, loss_datum
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
+from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_rollouts
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.runs.config import RunConfig, RunOptions
+from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.reference import move_reference, open_reference
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
@@ -119,6 +122,9 @@ class SDFTOptions(RunOptions):
     )
     grad_clip_norm: float = chz.field(
         default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
+    )
+    write_records: bool = chz.field(
+        default=True, doc="write every rollout of a step, tokens and logprobs, to rollouts.parquet in its folder"
     )
 
 
@@ -241,6 +247,9 @@ class _Loop(StepLoop):
             )
         with timed("sampling", metrics):
             groups = await self._sample(step, builders)
+        if self._config.write_records:
+            with timed("write_records", metrics):
+                await asyncio.to_thread(self._write_records, step, groups)
         metrics |= compute_trajectory_metrics(groups)
         data_D, metadata_D = assemble_training_data(
             groups, [torch.zeros(len(group.trajectories_G)) for group in groups], keep_zero=True
@@ -261,6 +270,23 @@ class _Loop(StepLoop):
             student, config.max_tokens, config.temperature, seed=derive_seed(config.seed, "rollouts", step)
         )
         return finished_groups(await do_batch_rollout(builders, policy))
+
+    def _write_records(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """What was sampled; how it is trained on is the teacher's to say later."""
+        config = self._config
+        about = {
+            "step": step,
+            "model": config.model_name,
+            "max_tokens_per_turn": config.max_tokens,
+            "temperature": config.temperature,
+            "learning_rate": learning_rate_at(config, step, self.end),
+            "loss_fn": config.loss_fn,
+            "seed": config.seed,
+        }
+        zeros_P = [[0.0] * len(group.trajectories_G) for group in groups]
+        folder = iteration_folder(self.session.run.log_path, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_rollouts(folder / FILE_NAME, StepRollouts(groups, [step] * len(groups), zeros_P, run=about))
 
     def _teacher_prompt(self, question: str, answer: str) -> tinker.ModelInput:
         config = self._config
