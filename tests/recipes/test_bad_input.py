@@ -65,7 +65,11 @@ class TestBeforeAnyModelIsLoaded:
             (debate_rs_grpo, "judge_model_path=x", "this key is now judge.weights.load_checkpoint_path"),
             (debate_rs_grpo, "judge_max_tokens=9", "judge_max_tokens=9: this key is now judge.max_tokens"),
             (debate_rs_grpo, "judge.max_retries=-1", "judge.max_retries=-1: must be at least 0"),
-            (debate_rs_grpo, "judge=moc", "judge.name='moc' is unknown; use mock, confidence, lm, endpoint, scripted:A"),
+            (
+                debate_rs_grpo,
+                "judge=moc",
+                "judge.name='moc' is unknown; use mock, confidence, lm, endpoint, scripted:A",
+            ),
             (debate_rs_grpo, "debate_train=dpo", "debate_train"),
             (
                 debate_rs_grpo,
