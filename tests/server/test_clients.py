@@ -4,6 +4,8 @@ Each needs its package and is skipped without it: openai, litellm (and mcp), ins
 versions of openai, so each lives in an environment of its own.
 """
 
+# pyright: reportMissingImports=false
+
 import asyncio
 import json
 import math
