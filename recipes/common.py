@@ -14,6 +14,7 @@ from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.hyperparam_utils import known_lr
 from tinker_cookbook.own_parts import full_reference, is_reference
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path
@@ -30,6 +31,8 @@ SHIPPED_MODELS = (TINY_CHAT, TINY_DEBATE)
 TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
 """What suits the shipped models, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
+RL_SHARE = 0.1
+"""Of `get_lr`, which is for supervised learning; with less, a loop over rewards or preferences warns."""
 """What suits real models to begin with; rank does not matter, model size and data do."""
 
 
@@ -44,16 +47,17 @@ def _positive(owner: Any, attribute: str) -> None:
         raise ConfigurationError(f"{attribute.removeprefix('X_')}: must be greater than 0, got {value:g}")
 
 
-def by_model(doc: str, tiny: float, usual: float, known: Callable[[str], float | None] | None = None) -> Any:
+def by_model(doc: str, tiny: float, usual: float, share_of_get_lr: float | None = None) -> Any:
     """A field that is positive and has one default for the shipped models and another for all others; `settle` fills it in.
 
     Args:
-        known: the default for a model, by name; None where it does not know: then `usual`.
+        share_of_get_lr: of a learning rate, so much of `get_lr` is the default for a model that it knows, instead of `usual`.
     """
-    rule = "" if known is None else "hyperparam_utils.get_lr where it knows the model, else "
+    share = "" if share_of_get_lr in (None, 1) else f"{share_of_get_lr:g} times "
+    rule = "" if share_of_get_lr is None else f"{share}hyperparam_utils.get_lr where it knows the model, else "
     doc = f"{doc}; default: {tiny:g} for {' and '.join(SHIPPED_MODELS)}, {rule}{usual:g} for other models"
     return chz.field(
-        default=None, doc=doc, validator=_positive, metadata={"tiny": tiny, "usual": usual, "known": known}
+        default=None, doc=doc, validator=_positive, metadata={"tiny": tiny, "usual": usual, "share": share_of_get_lr}
     )
 
 
@@ -104,11 +108,11 @@ def settle(cli: C) -> C:
     return chz.replace(cli, model_name=model, renderer_name=renderer_name, **missing)
 
 
-def _default(
-    cli: CommonConfig, model: str, tiny: float, usual: float, known: Callable[[str], float | None] | None
-) -> float:
-    found = known(model) if known is not None and not cli.is_tiny else None
-    return found if found is not None else tiny if cli.is_tiny else usual
+def _default(cli: CommonConfig, model: str, tiny: float, usual: float, share: float | None) -> float:
+    if cli.is_tiny:
+        return tiny
+    found = known_lr(model) if share is not None else None
+    return usual if found is None or share is None else share * found
 
 
 def resolve_model(config: CommonConfig) -> tuple[str, str]:

@@ -23,7 +23,7 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
-from recipes.common import RL_LEARNING_RATE, by_model, open_log_path, settle
+from recipes.common import RL_LEARNING_RATE, RL_SHARE, by_model, open_log_path, settle
 from recipes.rl_common import TaskConfig, check_groups
 from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
@@ -54,7 +54,7 @@ class CLIConfig(TaskConfig):
     task: str = with_default(TaskConfig, "task", "collatz")
     protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
-    learning_rate: float | None = by_model("Adam's learning rate", 2e-3, RL_LEARNING_RATE)
+    learning_rate: float | None = by_model("Adam's learning rate", 2e-3, RL_LEARNING_RATE, RL_SHARE)
     tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
     step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
     batch_tokens: int | None = chz.field(

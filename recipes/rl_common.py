@@ -8,6 +8,7 @@ import chz
 from recipes.common import (
     MAX_TOKENS,
     RL_LEARNING_RATE,
+    RL_SHARE,
     TINY_LEARNING_RATE,
     TINY_MAX_TOKENS,
     CommonConfig,
@@ -109,7 +110,7 @@ class RLConfig(CommonConfig, RLOptions):
         default_factory=lambda: _ADVANTAGE, munger=_advantages, doc=chz.chz_fields(RLOptions)["advantage"]._doc
     )
     remove_constant_reward_groups: bool = _by_preset("remove_constant_reward_groups")
-    learning_rate: float | None = by_model("Adam's learning rate", TINY_LEARNING_RATE, RL_LEARNING_RATE)
+    learning_rate: float | None = by_model("Adam's learning rate", TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE)
     max_tokens: int | None = by_model("longest completion of one turn", TINY_MAX_TOKENS, MAX_TOKENS)
     max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
     eval_every: int = with_default(RLOptions, "eval_every", 10)

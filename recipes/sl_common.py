@@ -8,7 +8,6 @@ import chz
 from recipes.common import SL_LEARNING_RATE, TINY_LEARNING_RATE, CommonConfig, by_model, run_config
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.rows import OnBadRow
-from tinker_cookbook.hyperparam_utils import known_lr
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.runs.outcome import print_changes
 from tinker_cookbook.supervised import train
@@ -38,7 +37,7 @@ class SLConfig(CommonConfig, train.SupervisedOptions):
         "the thinking of earlier replies",
     )
     num_epochs: int = with_default(train.SupervisedOptions, "num_epochs", 4)
-    learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE, known_lr)
+    learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE, 1)
     lr_schedule: str | Callable[..., Any] = with_default(train.SupervisedOptions, "lr_schedule", "linear")
     eval_every: int = with_default(train.SupervisedOptions, "eval_every", 6)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import chz
 
-from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, CommonConfig, by_model
+from recipes.common import RL_LEARNING_RATE, RL_SHARE, SL_LEARNING_RATE, CommonConfig, by_model
 from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
@@ -64,7 +64,7 @@ class WarmUpConfig(RLConfig):
 class GentleConfig(WarmUpConfig):
     """Keys of the recipes whose warm-up teaches more than a form: a lower learning rate keeps it. Not that of the warm-up."""
 
-    learning_rate: float | None = by_model("Adam's learning rate", GENTLE_RATE, RL_LEARNING_RATE)
+    learning_rate: float | None = by_model("Adam's learning rate", GENTLE_RATE, RL_LEARNING_RATE, RL_SHARE)
 
 
 def warm_up_steps(cli: WarmUpConfig, tiny_steps: int) -> int:

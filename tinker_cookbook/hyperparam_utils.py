@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
 
+LOW_SHARE = 0.1
 logger = logging.getLogger(__name__)
 
 BASE_LEARNING_RATE = 5e-5
@@ -79,19 +80,14 @@ def known_lr(model_name: str) -> float | None:
         return None
 
 
-def warn_if_low(learning_rate: float, model_name: str, below: float) -> None:
-    """Log a warning for a learning rate with which LoRA hardly moves: less than `below` times `get_lr`.
-
-    The rates of full fine-tuning are of that kind: about a tenth of LoRA's in supervised learning, a hundredth of them where
-    rewards or preferences are learnt.
-    """
+def warn_if_low(learning_rate: float, model_name: str) -> None:
+    """Log a warning for a learning rate below a tenth of `get_lr`: one for full fine-tuning, with which LoRA hardly moves."""
     usual = known_lr(model_name)
-    if usual is not None and learning_rate < below * usual:
+    if usual is not None and learning_rate < LOW_SHARE * usual:
         logger.warning(
-            "learning_rate=%g is below %g times %.2g, the rate of supervised learning with LoRA on this model (get_lr): the "
+            "learning_rate=%g is below a tenth of %.2g, the rate of supervised learning with LoRA on this model (get_lr): the "
             "weights will hardly move",
             learning_rate,
-            below,
             usual,
         )
 

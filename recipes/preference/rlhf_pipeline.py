@@ -20,6 +20,7 @@ import chz
 from recipes.common import (
     MAX_TOKENS,
     RL_LEARNING_RATE,
+    RL_SHARE,
     SL_LEARNING_RATE,
     TINY_LEARNING_RATE,
     TINY_MAX_TOKENS,
@@ -70,7 +71,7 @@ class CLIConfig(ComparisonConfig, RLOptions):
     preference_epochs: int = chz.field(default=3, doc="passes of the preference model", validator=chz.validators.gt(0))
     sft_learning_rate: float | None = by_model("of the warm start", TINY_SFT_RATE, SL_LEARNING_RATE)
     preference_learning_rate: float | None = by_model("of the preference model", TINY_PREFERENCE_RATE, SL_LEARNING_RATE)
-    rl_learning_rate: float | None = by_model("of the last stage", TINY_LEARNING_RATE, RL_LEARNING_RATE)
+    rl_learning_rate: float | None = by_model("of the last stage", TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE)
     rl_steps: int = chz.field(default=10, doc="steps of the last stage", validator=chz.validators.gt(0))
     groups_per_batch: int = chz.field(
         default=8, doc="prompts per step of the last stage", validator=chz.validators.gt(0)

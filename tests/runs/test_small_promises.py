@@ -8,9 +8,9 @@ from weakref import WeakValueDictionary
 import datasets
 import pytest
 
-from recipes import chat_sl, eval_inspect, sl_basic
-from recipes.common import RL_LEARNING_RATE, SL_LEARNING_RATE, settle
-from recipes.preference.train import DPO_LEARNING_RATE
+from recipes import chat_sl, eval_inspect, single_turn, sl_basic
+from recipes.common import settle
+from recipes.preference import train as preference_train
 from tests.fakes import FakeServiceClient
 from tests.preference.test_train_dpo import make_config as dpo_config
 from tests.rl.loop import NumberDataset, make_config
@@ -108,7 +108,7 @@ class TestLearningRates:
 
     @pytest.mark.parametrize(
         ("share", "warned"),
-        [(1 / 9, []), (1 / 11, ["supervised"]), (1 / 90, ["supervised"]), (1 / 110, ["supervised", "rl", "dpo"])],
+        [(1 / 9, []), (1 / 11, ["supervised", "rl", "dpo"])],
     )
     def test_a_rate_far_below_it_is_pointed_out(
         self,
@@ -118,7 +118,6 @@ class TestLearningRates:
         share: float,
         warned: list[str],
     ) -> None:
-        """Rewards and preferences are learnt with smaller rates than conversations."""
         monkeypatch.setattr(backends, "check_backend", lambda *args, **kwargs: "local")
         keys: dict[str, Any] = {"model_name": self.KNOWN, "learning_rate": share * get_lr(self.KNOWN)}
         checks = {
@@ -133,9 +132,11 @@ class TestLearningRates:
             found += [name] if "the weights will hardly move" in caplog.text else []
         assert found == warned
 
-    def test_the_defaults_are_not(self) -> None:
-        shares = {RL_LEARNING_RATE: 0.01, DPO_LEARNING_RATE: 0.01, SL_LEARNING_RATE: 0.1}
-        assert [rate for rate, share in shares.items() if rate < share * get_lr(self.KNOWN)] == []
+    @pytest.mark.parametrize("recipe", [chat_sl, single_turn, preference_train], ids=["supervised", "rl", "dpo"])
+    def test_the_defaults_are_not(self, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("recipes.common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
+        rate = settle(recipe.CLIConfig(model_name=self.KNOWN)).learning_rate
+        assert rate is not None and rate >= 0.1 * get_lr(self.KNOWN)
 
 
 class TestBatchesAreNotMadeToBeCounted:

@@ -99,7 +99,7 @@ def _read(config: Config) -> EpochData:
     backends.check_backend(config.backend, config.model_name, config.base_url)
     if (reference := config.named_reference()) is not None:
         reference.check("reference", config.backend, config.base_url)
-    warn_if_low(config.learning_rate, config.model_name, below=0.01)
+    warn_if_low(config.learning_rate, config.model_name)
     return EpochData(config, partial(check_pairs, context=model_info.get_context_length(config.model_name)))
 
 

@@ -197,7 +197,7 @@ def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
     backend = backends.check_backend(config.backend, config.model_name, config.base_url)
     check_loss(config.loss_fn, config.loss_fn_config, backend)
-    warn_if_low(config.learning_rate, config.model_name, below=0.01)
+    warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)
     if config.top_k != -1 or config.top_p < 1:
         logger.warning(

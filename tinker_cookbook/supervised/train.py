@@ -65,7 +65,7 @@ def check_config(config: Config) -> EpochData:
 
 def _read(config: Config) -> EpochData:
     backends.check_backend(config.backend, config.model_name, config.base_url)
-    warn_if_low(config.learning_rate, config.model_name, below=0.1)
+    warn_if_low(config.learning_rate, config.model_name)
     return EpochData(config, partial(_check_lengths, model_info.get_context_length(config.model_name)))
 
 
