@@ -173,6 +173,8 @@ def _page_entry(root: Path, path: Path) -> str:
 
 
 def _first_sentence(text: str) -> str:
+    """Links as their text: they lead from the page, not from the index."""
+    text = re.sub(r"\[([^]]+)]\([^)]+\)", r"\1", text)
     return re.split(r"(?<=[.?!])\s", " ".join(text.split()), maxsplit=1)[0]
 
 

@@ -17,9 +17,12 @@ KV_HEADS, GROUP, DIM = 2, 3, 8
 class Cache:
     """Sequences with random keys in pages at random places; some share their first pages."""
 
-    def __init__(self, lengths: list[int], shared: list[int], seed: int, spread: int = 1):
-        """Sequence i begins with the first `shared[i]` pages of sequence 0; there are `spread` times as many places as pages."""
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, lengths: list[int], shared: list[int], seed: int, spread: int = 1, places: int = 0):
+        """Sequence i begins with the first `shared[i]` pages of sequence 0; there are `spread` times as many places as pages.
+
+        `seed` draws what the pages hold, `places` where they lie.
+        """
+        self.rng = np.random.default_rng(places)
         self.generator = torch.Generator().manual_seed(seed)
         needed = sum(pages_of(length + 1) for length in lengths)
         self.slots = self.rng.permutation(needed * spread).tolist()
@@ -110,6 +113,17 @@ def test_pages_that_lie_apart_are_brought_together_and_hold_the_same(monkeypatch
     assert used == list(range(len(used)))
     assert all(isinstance(part.pages, slice) for part in arranged.layout(None, np.array(cache.lengths)).classes)
     cache.attend_and_compare(arranged)
+
+
+def test_not_a_bit_depends_on_where_pages_lie() -> None:
+    results = []
+    for places in range(3):
+        cache = Cache(LENGTHS, SHARED, seed=3, spread=1 + places, places=places)
+        query = cache.random(1, KV_HEADS * GROUP, len(LENGTHS), DIM)
+        new = cache.random(2, 1, KV_HEADS, len(LENGTHS), DIM)
+        plan = DecodePlan(cache.cache, cache.make_tables(), np.array(LENGTHS))
+        results.append(decode_attention(LayerAttention(0, 0.7, None, None), query, new[0], new[1], plan))
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_nothing_is_moved_while_little_is_wasted() -> None:

@@ -83,6 +83,10 @@ class _Layout:
     """(U,): row * KV + key head; any, where there is no reader"""
     results: torch.Tensor
     """(U,): the same; those of row R, which nobody looks at, where there is no reader"""
+    in_order: torch.Tensor
+    """(N,): the units with a reader, by result and then by position. Sums in this order do not depend on where pages lie."""
+    sums: torch.Tensor
+    """(N,): their results"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +191,7 @@ class Tables:
 
     def _lay_out(self, groups: Sequence[_Group]) -> _Layout:
         classes: list[_Class] = []
-        queries, results, units = [], [], 0
+        queries, results, positions, units = [], [], [], 0
         heads = np.arange(self._kv_heads)[None, :, None]
         for group in groups:
             width = int(group.counts.max())
@@ -209,6 +213,7 @@ class Tables:
                 starts[index] = self._starts_N[group.pairs[last - 1]]
             queries.append((readers[:, None, :] * self._kv_heads + heads).reshape(-1))
             results.append((own[:, None, :] * self._kv_heads + heads).reshape(-1))
+            positions.append(np.repeat(starts, width * self._kv_heads))
             size = pages * width * self._kv_heads
             classes.append(
                 _Class(
@@ -221,7 +226,11 @@ class Tables:
                 )
             )
             units += size
-        return _Layout(classes, self._tensor(np.concatenate(queries)), self._tensor(np.concatenate(results)))
+        result = np.concatenate(results)
+        in_order = np.lexsort((np.concatenate(positions), result))
+        in_order = in_order[: np.count_nonzero(result < self.rows * self._kv_heads)]
+        arrays = (np.concatenate(queries), result, in_order, result[in_order])
+        return _Layout(classes, *map(self._tensor, arrays))
 
     def _tensor(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -292,7 +301,8 @@ def decode_attention(
     largest = scores.new_full(((rows + 1) * kv_heads, group), HIDDEN)
     largest.scatter_reduce_(0, results[:, None].expand(units, group), scores.amax(dim=-1), "amax")
     scores.sub_(largest.index_select(0, results)[:, :, None]).exp_()
-    total = scores.new_zeros((rows + 1) * kv_heads, group).index_add_(0, results, scores.sum(dim=-1))
+    by_page = scores.sum(dim=-1).index_select(0, layout.in_order)
+    total = scores.new_zeros(rows * kv_heads, group).index_add_(0, layout.sums, by_page)
     weighted = torch.empty(units, group, dim, device=query.device)
     weights = scores.to(query.dtype)
     for pages in layout.classes:
@@ -300,9 +310,9 @@ def decode_attention(
         values = all_values[pages.pages].view(n * kv_heads, PAGE_TOKENS, dim)
         into = weighted[pages.units].view(n * kv_heads, width * group, dim)
         _multiply(weights[pages.units].view(n * kv_heads, width * group, PAGE_TOKENS), values, into)
-    out = scores.new_zeros((rows + 1) * kv_heads, group * dim).index_add_(0, results, weighted.flatten(1))
-    out = out.view(rows + 1, heads, dim)[:rows] / total.view(rows + 1, heads, 1)[:rows]
-    return out.to(query.dtype)[None]
+    by_page = weighted.flatten(1).index_select(0, layout.in_order)
+    out = scores.new_zeros(rows * kv_heads, group * dim).index_add_(0, layout.sums, by_page)
+    return (out.view(rows, heads, dim) / total.view(rows, heads, 1)).to(query.dtype)[None]
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor) -> None:
