@@ -30,33 +30,43 @@ class Storage(Protocol):
 
     def url(self, path: str = "") -> str:
         """Where a file, or the root, is."""
+        ...
 
     def read(self, path: str) -> bytes:
         """All of a file. Raises FileNotFoundError."""
+        ...
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, and the folders above it."""
+        ...
 
     def append(self, path: str, data: bytes) -> None:
         """Add to the end of a file, which is made if it is missing."""
+        ...
 
     def exists(self, path: str) -> bool:
         """Whether there is a file or a folder of this path."""
+        ...
 
     def stat(self, path: str) -> StorageStat | None:
         """Of a file; None: there is none."""
+        ...
 
     def read_range(self, path: str, offset: int, length: int | None = None) -> bytes:
         """`length` bytes from `offset`, or all from there; fewer where the file ends. Raises FileNotFoundError."""
+        ...
 
     def list_dir(self, prefix: str) -> list[str]:
         """The names in a folder, sorted; none if it is missing."""
+        ...
 
     def remove(self, path: str) -> None:
         """Remove a file; nothing happens if it is missing."""
+        ...
 
     def remove_dir(self, path: str) -> None:
         """Remove an empty folder; nothing happens if it is missing. Raises OSError if there is something in it."""
+        ...
 
     def flush(self) -> None:
         """Write what is held back. The storages here hold nothing back."""

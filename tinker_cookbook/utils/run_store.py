@@ -12,15 +12,20 @@ class RunStore(Protocol):
 
     def url(self, path: str = "") -> str:
         """Where a file of the run is; that of a file on disk is its resolved path as `file://...`."""
+        ...
 
     def read_config(self) -> dict[str, Any] | None:
         """The config that was written; None: none was."""
+        ...
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write the config, whole or not at all."""
+        ...
 
     def write_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
         """Append a line to the metrics."""
+        ...
 
     def write_checkpoint(self, record: dict[str, Any]) -> None:
         """Append a line to the list of checkpoints."""
+        ...
