@@ -9,7 +9,7 @@ import pytest
 from tests.child import python_path
 from tinker_cookbook.utils.lazy import exports
 
-PACKAGES = ("rl", "supervised", "eval", "preference", "distillation")
+PACKAGES = ("rl", "supervised", "eval", "preference", "distillation", "stores")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

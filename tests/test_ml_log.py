@@ -57,8 +57,15 @@ class TestPrettyPrintLogger:
         logger.log_metrics({f"[x{i}]": i for i in range(8)}, step=None)
         assert out.getvalue() == "metrics  [x0]=0  [x1]=1  [x2]=2  [x3]=3  [x4]=4  [x5]=5\n"
 
+    def test_a_long_text_is_printed_as_it_is(self) -> None:
+        logger, out = printed()
+        ml_log.MultiplexLogger([logger]).log_long_text("sample", "[b]first[/b]\n" + "x" * 100)
+        assert out.getvalue() == f"sample\n[b]first[/b]\n{'x' * 100}\n"
+
 
 class FakeWandbRun:
+    url = "https://wandb.test/p/runs/1"
+
     def __init__(self) -> None:
         self.logged: list[tuple[dict[str, Any], int | None]] = []
         self.finished = False
@@ -88,6 +95,7 @@ class TestWandbLogger:
         monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
         for _ in range(2):
             logger = ml_log.setup_logging(tmp_path, wandb_project="p", wandb_name="n", config={"lr": 1})
+            assert logger.get_logger_url() == run.url
             logger.log_metrics({"a": 1}, step=2)
             logger.close()
         assert calls[0] == calls[1]
@@ -178,6 +186,7 @@ class TestTensorBoardLogger:
         logger = ml_log.TensorBoardLogger(tmp_path)
         logger.log_hparams({"optim": {"lr": 1}})
         logger.log_metrics({"reward": 0.5, "path": "p"}, step=3)
+        logger.log_long_text("sample", "a\nb")
         logger.close()
         logger.close()
         table = "| key | value |\n| --- | --- |\n| optim.lr | 1 |"
@@ -189,6 +198,9 @@ class TestTensorBoardLogger:
             ("scalar", "reward", 0.5, 3),
             ("text", "path", "p", 3),
             ("flush",),
+            ("open", "tensorboard", None, ".text"),
+            ("text", "sample", "a\nb"),
+            ("close",),
             ("close",),
         ]
 
@@ -227,6 +239,24 @@ class TestMultiplexLogger:
         with pytest.raises(OSError, match="disk"):
             ml_log.MultiplexLogger(children, on_close=lambda: undone.append(True)).close()
         assert all(child.closed for child in children) and undone == [True]
+
+    def test_what_is_asked_of_all(self) -> None:
+        class Asked(Failing):
+            def __init__(self, url: str | None) -> None:
+                self.url, self.synced = url, False
+
+            def sync(self) -> None:
+                self.synced = True
+
+            def get_logger_url(self) -> str | None:
+                return self.url
+
+        children = [Failing(), Asked(None), Asked("https://a"), Asked("https://b")]
+        multiplex = ml_log.MultiplexLogger(children)
+        multiplex.sync()
+        assert [child.synced for child in children if isinstance(child, Asked)] == [True] * 3
+        assert multiplex.get_logger_url() == "https://a"
+        assert ml_log.MultiplexLogger(children[:2]).get_logger_url() is None
 
 
 class TestSetupLogging:

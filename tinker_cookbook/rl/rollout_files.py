@@ -90,13 +90,17 @@ def write_rollouts(path: Path, step: StepRollouts, records: Sequence[str] = ()) 
     write_bytes(path, buffer.getvalue())
 
 
-def read_about(path: Path) -> dict[str, Any]:
-    """What is said of the run, without the turns. Raises DataFormatError: the file is damaged, or of another version."""
+def read_about(path: Path | str, content: bytes | None = None) -> dict[str, Any]:
+    """What is said of the run, without the turns. `content`: as `read_rollouts`.
+
+    Raises:
+        DataFormatError: the file is damaged, or of another version.
+    """
     import pyarrow
     from pyarrow import parquet
 
     try:
-        metadata = parquet.read_schema(path).metadata or {}
+        metadata = parquet.read_schema(path if content is None else pyarrow.BufferReader(content)).metadata or {}
         about = {key.decode(): json.loads(value) for key, value in metadata.items() if key != b"ARROW:schema"}
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
@@ -105,10 +109,14 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
-def read_rollouts(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What is said of the run, and the turns in order, each a dict of COLUMNS with its whole `prompt`.
 
     Lists of numbers are numpy arrays, JSON texts are parsed, `tags` is a list.
+
+    Args:
+        path: the file.
+        content: the bytes of a file that is not on disk; `path` only names it in errors then.
 
     Raises:
         DataFormatError: the file is damaged, or of another version.
@@ -116,9 +124,9 @@ def read_rollouts(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     import pyarrow
     from pyarrow import parquet
 
-    about = read_about(path)
+    about = read_about(path, content)
     try:
-        table = parquet.read_table(path)
+        table = parquet.read_table(path if content is None else pyarrow.BufferReader(content))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
     if missing := [name for name in COLUMNS if name not in table.column_names]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, DataFormatError
-from tinker_cookbook.utils.files import append_jsonl, iterate_jsonl
+from tinker_cookbook.utils.files import append_jsonl, parse_jsonl
+from tinker_cookbook.utils.run_store import RunStore
 
 CHECKPOINTS_BASE_NAME = "checkpoints.jsonl"
 
@@ -99,11 +100,14 @@ def load_checkpoints_file(log_dir: str | Path) -> list[CheckpointRecord]:
         CheckpointError: a line is not a checkpoint. The message begins with `path:line:` and names the fix.
     """
     path = Path(log_dir).expanduser() / CHECKPOINTS_BASE_NAME
-    if not path.exists():
-        return []
+    return parse_checkpoints(path.read_bytes(), path) if path.exists() else []
+
+
+def parse_checkpoints(content: bytes, path: str | Path) -> list[CheckpointRecord]:
+    """`load_checkpoints_file` of bytes that are at hand; `path` names them in errors."""
     records = []
     try:
-        for line in iterate_jsonl(path, tolerate_torn_tail=True):
+        for line in parse_jsonl(content, path, tolerate_torn_tail=True):
             try:
                 records.append(CheckpointRecord.from_dict(line.row))
             except CheckpointError as error:
@@ -181,6 +185,8 @@ class PendingCheckpoint:
     log_path: str | Path
     loop_state: Mapping[str, Any]
     saves: Mapping[str, Any]
+    store: RunStore | None = None
+    """lists the checkpoint too"""
 
     async def finish(self) -> dict[str, str]:
         """Wait until the weights are safe, then add the line to the run's `checkpoints.jsonl`. Returns the paths."""
@@ -191,7 +197,12 @@ class PendingCheckpoint:
         return self._list({key: save.result().path for key, save in self.saves.items()})
 
     def _list(self, paths: dict[str, str]) -> dict[str, str]:
-        append_checkpoint(self.log_path, CheckpointRecord.from_dict({**self.loop_state, "name": self.name, **paths}))
+        record = CheckpointRecord.from_dict({**self.loop_state, "name": self.name, **paths})
+        append_checkpoint(self.log_path, record)
+        own = (Path(self.log_path).expanduser() / CHECKPOINTS_BASE_NAME).resolve().as_uri()
+        # A store of this very folder has the line already.
+        if self.store is not None and self.store.url(CHECKPOINTS_BASE_NAME) != own:
+            self.store.write_checkpoint(record.to_dict())
         return paths
 
 
@@ -202,6 +213,7 @@ def submit_checkpoint(
     loop_state: Mapping[str, Any],
     kind: Kind = "state",
     ttl_seconds: int | None = None,
+    store: RunStore | None = None,
 ) -> PendingCheckpoint:
     """Start saving: the saves are queued when this returns, so what is submitted later does not change what they hold.
 
@@ -212,6 +224,7 @@ def submit_checkpoint(
         loop_state: where the loop is: `batch` (the next batch to run) and optionally `epoch`, `final` and other keys.
         kind: weights with optimizer state, weights to sample from, or both.
         ttl_seconds: time after which the saved weights may be deleted; None keeps them.
+        store: lists the checkpoint besides the folder, from which the run resumes. A store of the same folder adds nothing.
 
     Raises:
         ConfigurationError: unknown `kind`.
@@ -227,7 +240,7 @@ def submit_checkpoint(
         saves["state_path"] = training_client.save_state(name, ttl_seconds=ttl_seconds)
     if kind in ("sampler", "both"):
         saves["sampler_path"] = training_client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)
-    return PendingCheckpoint(name, log_path, dict(loop_state), saves)
+    return PendingCheckpoint(name, log_path, dict(loop_state), saves, store)
 
 
 async def save_checkpoint_async(
@@ -237,13 +250,14 @@ async def save_checkpoint_async(
     loop_state: dict[str, Any],
     kind: Kind = "state",
     ttl_seconds: int | None = None,
+    store: RunStore | None = None,
 ) -> dict[str, str]:
     """Save weights and, once they are safe, list the checkpoint. Arguments and errors are those of `submit_checkpoint`.
 
     Returns:
         `state_path` and/or `sampler_path`.
     """
-    return await submit_checkpoint(training_client, name, log_path, loop_state, kind, ttl_seconds).finish()
+    return await submit_checkpoint(training_client, name, log_path, loop_state, kind, ttl_seconds, store).finish()
 
 
 def save_checkpoint(
@@ -253,6 +267,7 @@ def save_checkpoint(
     loop_state: dict[str, Any],
     kind: Kind = "state",
     ttl_seconds: int | None = None,
+    store: RunStore | None = None,
 ) -> dict[str, str]:
     """`save_checkpoint_async` for a program that is not asynchronous: the checkpoint is safe and listed when this returns."""
-    return submit_checkpoint(training_client, name, log_path, loop_state, kind, ttl_seconds).wait()
+    return submit_checkpoint(training_client, name, log_path, loop_state, kind, ttl_seconds, store).wait()

@@ -42,6 +42,14 @@ class Holder:
     def myself(cls) -> Holder:
         return cls(socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds"))
 
+    @classmethod
+    def parse(cls, content: bytes) -> Holder | None:
+        """Whom the lock file names: nobody, also while somebody is just about to say so, is None."""
+        try:
+            return cls(**json.loads(content))
+        except (ValueError, TypeError):
+            return None
+
     @property
     def has_died(self) -> bool:
         """Whether it was a process of this machine that is no more."""
@@ -70,7 +78,12 @@ def open_folder(path: str | Path, field: str) -> Path:
 
 def iteration_folder(log_path: Path, step: int) -> Path:
     """Where what is written of a single step lies, its rollouts, transcripts and timing."""
-    return log_path / f"iteration_{step:06d}"
+    return log_path / iteration_name(step)
+
+
+def iteration_name(step: int) -> str:
+    """What the folder of a single step is called."""
+    return f"iteration_{step:06d}"
 
 
 @contextmanager
@@ -132,10 +145,7 @@ def _in_use(holder: Holder | None, folder: Path, field: str, note: str) -> Confi
 
 def _read(file: BinaryIO) -> Holder | None:
     file.seek(0)
-    try:
-        return Holder(**json.loads(file.read()))
-    except (ValueError, TypeError):
-        return None  # nobody, or somebody who is just about to say so
+    return Holder.parse(file.read())
 
 
 def _say(file: BinaryIO, holder: Holder | None) -> None:

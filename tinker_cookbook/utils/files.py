@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import enum
 import errno
+import io
 import json
 import math
 import os
@@ -27,6 +28,8 @@ from tinker_cookbook.utils.lazy import np
 
 CLASS_KEY = "class"
 """Key under which a chz object names its class. A Python keyword, so that no field can have the same name."""
+
+_TEMPORARY = ".tmp"
 
 
 def to_jsonable(obj: Any, key_path: str = "") -> Any:
@@ -102,7 +105,7 @@ def flatten(obj: Any, key_path: str = "") -> dict[str, Any]:
 def write_bytes(path: str | Path, content: bytes | memoryview) -> None:
     """Write a file whole or not at all: readers see the old content or the new, never a part."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_TEMPORARY}")
     try:
         with open(temporary, "xb") as file:
             file.write(content)
@@ -113,6 +116,11 @@ def write_bytes(path: str | Path, content: bytes | memoryview) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a file is what `write_bytes` has not finished."""
+    return path.name.startswith(".") and path.name.endswith(_TEMPORARY)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -126,23 +134,37 @@ def write_json(path: str | Path, obj: Any, indent: int | None = 2) -> None:
     Raises:
         DataValidationError: as `to_jsonable`; nothing is written then.
     """
+    write_bytes(path, json_bytes(obj, indent))
+
+
+def json_bytes(obj: Any, indent: int | None = 2) -> bytes:
+    """What `write_json` writes."""
     separators = (",", ":") if indent is None else None
     text = json.dumps(to_jsonable(obj), indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
-    write_text(path, text + "\n")
+    return text.encode() + b"\n"
+
+
+def json_line(row: dict[str, Any]) -> bytes:
+    """The line that `append_jsonl` appends, with its end."""
+    return json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def read_json_object(path: str | Path, fix: str) -> dict[str, Any]:
     """The object of a JSON file. Raises DataFormatError, `path: what is wrong; fix`, if it holds none."""
+    return parse_json_object(Path(path).read_bytes(), path, fix)
+
+
+def parse_json_object(content: bytes, path: str | Path, fix: str) -> dict[str, Any]:
+    """`read_json_object` of bytes that are at hand; `path` names them in errors."""
     try:
-        return _parse_object(Path(path).read_bytes())[1]
+        return _parse_object(content)[1]
     except ValueError as error:
         raise DataFormatError(f"{path}: {error}; {fix}") from error
 
 
 def write_jsonl(path: str | Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows as JSON lines, whole or not at all. Raises DataValidationError as `to_jsonable`; nothing is written then."""
-    lines = [json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False) for row in rows]
-    write_text(path, "".join(line + "\n" for line in lines))
+    write_bytes(path, b"".join([json_line(row) for row in rows]))
 
 
 def append_jsonl(path: str | Path, row: dict[str, Any]) -> None:
@@ -155,7 +177,7 @@ def append_jsonl(path: str | Path, row: dict[str, Any]) -> None:
         DataValidationError: as `to_jsonable`; nothing is written then.
         OSError: the disk took only a part of the line; the part is removed again.
     """
-    line = json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    line = json_line(row)
     with open(path, "a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         if end > 0:
@@ -163,18 +185,24 @@ def append_jsonl(path: str | Path, row: dict[str, Any]) -> None:
             if file.read(1) != b"\n":
                 file.seek(0)
                 content = file.read()
-                tail = content[content.rfind(b"\n") + 1 :]
-                if _is_object(tail):
-                    line = b"\n" + line
-                else:
-                    end -= len(tail)
-                    file.truncate(end)
-        # Unbuffered: one write call, hence one line or a short count, never two interleaved halves.
-        written = file.write(line)
-        if written != len(line):
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, "only a part of the line could be written", str(path))
-        os.fsync(file.fileno())
+                whole = without_torn_tail(content)
+                line = whole[len(content) :] + line
+                file.truncate(min(len(content), len(whole)))
+        _append(file, line, path)
+
+
+def append_bytes(path: str | Path, content: bytes) -> None:
+    """Append bytes in one write and put them on disk. Raises OSError as `append_jsonl`."""
+    with open(path, "ab", buffering=0) as file:
+        _append(file, content, path)
+
+
+def without_torn_tail(content: bytes) -> bytes:
+    """JSON lines whose last one ends: the line end that it lacks is added, and a torn line is left out."""
+    tail = content[content.rfind(b"\n") + 1 :]
+    if not tail:
+        return content
+    return content + b"\n" if _is_object(tail) else content[: len(content) - len(tail)]
 
 
 def read_jsonl(path: str | Path, tolerate_torn_tail: bool = False) -> list[dict[str, Any]]:
@@ -210,15 +238,26 @@ def iterate_jsonl(
     Args:
         on_bad_line: is given the number and the error of each wrong line, which is then passed over unless it raises.
     """
+    yield from parse_jsonl(Path(path).read_bytes(), path, tolerate_torn_tail, on_bad_line)
+
+
+def parse_jsonl(
+    content: bytes,
+    path: str | Path,
+    tolerate_torn_tail: bool = False,
+    on_bad_line: Callable[[int, DataFormatError], None] | None = None,
+    first: int = 1,
+) -> Iterator[JsonLine]:
+    """`iterate_jsonl` of bytes that are at hand; `path` names them in errors, `first` is the number of their first line."""
     # Split on b"\n" alone: str.splitlines also splits at U+2028 and others, which JSON strings may contain.
-    lines = Path(path).read_bytes().split(b"\n")
-    for number, raw in enumerate(lines, start=1):
+    lines = content.split(b"\n")
+    for number, raw in enumerate(lines, start=first):
         if not raw.strip():
             continue
         try:
             text, row = _parse_object(raw)
         except ValueError as error:
-            if tolerate_torn_tail and number == len(lines):
+            if tolerate_torn_tail and number == first + len(lines) - 1:
                 return
             wrong = DataFormatError(f"{path}:{number}: {error}")
             if on_bad_line is None:
@@ -248,6 +287,16 @@ def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> 
     if text.encode() != path.read_bytes():
         write_text(path, text)
     return len(lines) - len(kept)
+
+
+def _append(file: io.FileIO, content: bytes, path: str | Path) -> None:
+    # Unbuffered: one write call, hence all of it or a short count, never two interleaved halves.
+    end = file.seek(0, os.SEEK_END)
+    written = file.write(content)
+    if written != len(content):
+        file.truncate(end)
+        raise OSError(errno.ENOSPC, "only a part of the line could be written", str(path))
+    os.fsync(file.fileno())
 
 
 def _parse_object(raw: bytes) -> tuple[str, dict[str, Any]]:

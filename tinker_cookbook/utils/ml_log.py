@@ -1,7 +1,7 @@
 """Metrics and log output of a run: `metrics.jsonl`, the terminal, Weights & Biases, trackio, TensorBoard, and `logs.log`.
 
 A loop calls `log_metrics(metrics, step)` on one logger; `setup_logging` decides where that goes. What the metrics mean
-is for the loops to say.
+is for the loops to say. Other places than a folder are stores (`tinker_cookbook.stores`).
 """
 
 import importlib
@@ -20,6 +20,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, Data
 from tinker_cookbook.utils.files import append_jsonl, flatten, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
+from tinker_cookbook.utils.run_store import RunStore
 from tinker_cookbook.utils.secrets import redact
 
 METRICS_BASE_NAME = "metrics.jsonl"
@@ -103,16 +104,42 @@ class Logger(ABC):
     def log_hparams(self, config: Any) -> None:  # noqa: B027 - most loggers have nothing to do here
         """Record the config of the run."""
 
+    def log_long_text(self, key: str, text: str) -> None:  # noqa: B027
+        """Show a text that is no metric: on the terminal, and in TensorBoard. Other loggers leave it out."""
+
+    def sync(self) -> None:  # noqa: B027 - whatever is logged here is written at once
+        """Write what is outstanding."""
+
+    def get_logger_url(self) -> str | None:
+        """Where the run can be looked at in a browser; None if there is no such place."""
+        return None
+
+    @property
+    def store(self) -> RunStore | None:
+        """The store that metrics go to; None: they go to a folder."""
+        return None
+
     def close(self) -> None:  # noqa: B027
         """Write what is outstanding and let go of files and connections."""
 
 
 class JsonLogger(Logger):
-    """Appends `{"step": step, ...metrics}` to `metrics.jsonl`; each line is on disk when `log_metrics` returns."""
+    """Appends `{"step": step, ...metrics}` to `metrics.jsonl`; each line is on disk when `log_metrics` returns.
 
-    def __init__(self, log_dir: str | Path) -> None:
+    Args:
+        log_dir: the run's folder.
+        store: takes metrics and config in place of the folder, such as `tinker_cookbook.stores.TrainingRunStore`.
+    """
+
+    def __init__(self, log_dir: str | Path, store: RunStore | None = None) -> None:
         self.log_dir = Path(log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._store = store
+
+    @property
+    def store(self) -> RunStore | None:
+        """The store that was given."""
+        return self._store
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Append one line; without a step the line has no "step".
@@ -120,14 +147,17 @@ class JsonLogger(Logger):
         Raises:
             DataValidationError: a value is NaN or infinite, or the metrics have a key "step" besides the step.
         """
-        if step is not None and "step" in metrics:
-            raise DataValidationError(f"metrics have a key 'step' ({metrics['step']!r}) besides step={step}; rename it")
-        append_jsonl(self.log_dir / METRICS_BASE_NAME, {**({} if step is None else {"step": step}), **metrics})
+        if self._store is not None:
+            self._store.write_metrics(metrics, step)
+        else:
+            append_jsonl(self.log_dir / METRICS_BASE_NAME, metrics_row(metrics, step))
 
     def log_hparams(self, config: Any) -> None:
-        """Write `config.json`, unless the folder has one: a resumed run keeps the config of its first start."""
-        path = self.log_dir / "config.json"
-        if not path.exists():
+        """Write `config.json`, unless there is one: a resumed run keeps the config of its first start."""
+        if self._store is not None:
+            if self._store.read_config() is None:
+                self._store.write_config(dump_config(config))
+        elif not (path := self.log_dir / "config.json").exists():
             write_json(path, dump_config(config))
 
 
@@ -154,6 +184,10 @@ class PrettyPrintLogger(Logger):
         values = (f"{label}={_show(value)}" for label, value in shown.items())
         line = "  ".join([f"{label_prefix()}{title}", *values])
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def log_long_text(self, key: str, text: str) -> None:
+        """Print the text below its key."""
+        self.console.print(f"{label_prefix()}{key}\n{text}", markup=False, highlight=False, soft_wrap=True)
 
 
 class _TrackerLogger(Logger):
@@ -194,6 +228,10 @@ class WandbLogger(_TrackerLogger):
             id=_remembered(Path(log_dir) / WANDB_ID_BASE_NAME, uuid4().hex) if log_dir is not None else None,
             resume="allow",
         )
+
+    def get_logger_url(self) -> str | None:
+        """The page of the run; None offline."""
+        return self._run.url
 
 
 class TrackioLogger(_TrackerLogger):
@@ -251,6 +289,11 @@ class TensorBoardLogger(Logger):
         with self._writer_class(self._folder, filename_suffix=".config") as writer:
             writer.add_text("config", markdown_table(rows))
 
+    def log_long_text(self, key: str, text: str) -> None:
+        """Write the text under its key."""
+        with self._writer_class(self._folder, filename_suffix=".text") as writer:
+            writer.add_text(key, text)
+
     def close(self) -> None:
         """Close the events file."""
         if self._writer is not None:
@@ -279,6 +322,25 @@ class MultiplexLogger(Logger):
         """Log to each."""
         for child in self.loggers:
             child.log_hparams(config)
+
+    def log_long_text(self, key: str, text: str) -> None:
+        """Pass on to each."""
+        for child in self.loggers:
+            child.log_long_text(key, text)
+
+    def sync(self) -> None:
+        """Sync each."""
+        for child in self.loggers:
+            child.sync()
+
+    def get_logger_url(self) -> str | None:
+        """The first that one of them has."""
+        return next((url for child in self.loggers if (url := child.get_logger_url()) is not None), None)
+
+    @property
+    def store(self) -> RunStore | None:
+        """The first that one of them has."""
+        return next((child.store for child in self.loggers if child.store is not None), None)
 
     def close(self) -> None:
         """Close each, also when one of them fails; then raise the first failure."""
@@ -332,6 +394,13 @@ def setup_logging(
         multiplex.close()
         raise
     return multiplex
+
+
+def metrics_row(metrics: Metrics, step: int | None) -> dict[str, Any]:
+    """What a line of `metrics.jsonl` says. Raises DataValidationError: the metrics have a key "step" besides the step."""
+    if step is not None and "step" in metrics:
+        raise DataValidationError(f"metrics have a key 'step' ({metrics['step']!r}) besides step={step}; rename it")
+    return {**({} if step is None else {"step": step}), **metrics}
 
 
 def dump_config(config: Any) -> Any:

@@ -1,0 +1,118 @@
+"""The runs that storages hold, and how far each is."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME
+from tinker_cookbook.runs.folder import LOCK_BASE_NAME, Holder
+from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, METADATA_BASE_NAME
+from tinker_cookbook.stores.storage import Storage, storage_join
+from tinker_cookbook.stores.training_store import TrainingRunStore
+from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
+
+Status: TypeAlias = Literal["running", "completed", "idle"]
+
+MAX_DEPTH = 3
+"""Folders between a storage's root and a run: recipe, sweep, run."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run that was found."""
+
+    run_id: str
+    """its path below the root; the URL of a run at the root, or whose path is taken by a run of an earlier storage"""
+    prefix: str
+    """its path below the root of its storage"""
+    has_config: bool
+    has_metrics: bool
+    has_checkpoints: bool
+    iteration_count: int
+    """steps that have a folder"""
+    status: Status
+    """running: a process holds the folder, and is not known to have died; completed: its last checkpoint is final; else idle"""
+    last_updated: float | None
+    """seconds since 1970: when metrics, checkpoints or config were last written, where the storage keeps it"""
+
+
+class RunRegistry:
+    """Finds runs: folders with a metadata, metrics or checkpoints file of a run. Folders below a run are not looked into.
+
+    Args:
+        storages: where to look.
+    """
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = list(storages)
+        self._found: dict[str, tuple[RunInfo, Storage]] | None = None
+
+    def refresh(self) -> list[RunInfo]:
+        """Look again.
+
+        Raises:
+            DataFormatError, CheckpointError: a run's list of checkpoints is damaged.
+        """
+        found: dict[str, tuple[RunInfo, Storage]] = {}
+        for storage in self._storages:
+            for prefix, names in _runs(storage, "", 0):
+                run_id = prefix if prefix and prefix not in found else storage.url(prefix)
+                found[run_id] = (_info(storage, prefix, names, run_id), storage)
+        self._found = found
+        return self.get_runs()
+
+    def get_runs(self) -> list[RunInfo]:
+        """The runs as they were found last; the first call looks."""
+        return [info for info, _ in self._known().values()]
+
+    def get_run(self, run_id: str) -> RunInfo | None:
+        """A run as it was found last; None: there is none of this id."""
+        return self._known()[run_id][0] if run_id in self._known() else None
+
+    def storage_for(self, run_id: str) -> Storage:
+        """Where a run was found. Raises ConfigurationError for an id that is no run's."""
+        known = self._known()
+        if run_id not in known:
+            raise ConfigurationError(
+                f"run_id={run_id!r}: no such run; there are {sorted(known)}. refresh() looks again"
+            )
+        return known[run_id][1]
+
+    def get_training_store(self, run_id: str) -> TrainingRunStore:
+        """The files of a run. Raises as `storage_for`."""
+        storage = self.storage_for(run_id)
+        return TrainingRunStore(storage, self._known()[run_id][0].prefix)
+
+    def _known(self) -> dict[str, tuple[RunInfo, Storage]]:
+        if self._found is None:
+            self.refresh()
+        return self._found or {}
+
+
+def _runs(storage: Storage, prefix: str, depth: int) -> Iterator[tuple[str, list[str]]]:
+    """The folder of each run with the names in it, in order."""
+    names = storage.list_dir(prefix)
+    if {METADATA_BASE_NAME, METRICS_BASE_NAME, CHECKPOINTS_BASE_NAME} & set(names):
+        yield prefix, names
+    elif depth < MAX_DEPTH:
+        for name in names:
+            yield from _runs(storage, storage_join(prefix, name), depth + 1)
+
+
+def _info(storage: Storage, prefix: str, names: list[str], run_id: str) -> RunInfo:
+    store = TrainingRunStore(storage, prefix)
+    files = (CONFIG_BASE_NAME, METRICS_BASE_NAME, CHECKPOINTS_BASE_NAME)
+    stats = [storage.stat(storage_join(prefix, name)) for name in files]
+    lock = storage_join(prefix, LOCK_BASE_NAME)
+    holder = Holder.parse(storage.read(lock)) if storage.stat(lock) is not None else None
+    checkpoints = store.read_checkpoint_records()
+    status: Status = "completed" if checkpoints and checkpoints[-1].final else "idle"
+    return RunInfo(
+        run_id,
+        prefix,
+        *(name in names for name in files),
+        iteration_count=len(store.list_iterations()),
+        status="running" if holder is not None and not holder.has_died else status,
+        last_updated=max((stat.mtime for stat in stats if stat is not None and stat.mtime is not None), default=None),
+    )

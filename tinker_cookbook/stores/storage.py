@@ -1,0 +1,250 @@
+"""Places for files: a folder of this machine, or what fsspec reaches (object stores, SSH, memory).
+
+A path is relative to the root of its storage, has `/` between its parts, and cannot leave the root. What a file means is for
+the stores to say.
+"""
+
+import errno
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.files import append_bytes, is_temporary, write_bytes
+
+
+@dataclass(frozen=True)
+class StorageStat:
+    """Size and age of a file."""
+
+    size: int
+    """bytes"""
+    mtime: float | None
+    """seconds since 1970; None where the storage does not keep it"""
+
+
+class Storage(Protocol):
+    """A place for files. Every method raises ConfigurationError for a path that leaves the root."""
+
+    def url(self, path: str = "") -> str:
+        """Where a file, or the root, is."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """All of a file. Raises FileNotFoundError."""
+        ...
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file, and the folders above it."""
+        ...
+
+    def append(self, path: str, data: bytes) -> None:
+        """Add to the end of a file, which is made if it is missing."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or a folder of this path."""
+        ...
+
+    def stat(self, path: str) -> StorageStat | None:
+        """Of a file; None: there is none."""
+        ...
+
+    def read_range(self, path: str, offset: int, length: int | None = None) -> bytes:
+        """`length` bytes from `offset`, or all from there; fewer where the file ends. Raises FileNotFoundError."""
+        ...
+
+    def list_dir(self, prefix: str) -> list[str]:
+        """The names in a folder, sorted; none if it is missing."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Remove a file; nothing happens if it is missing."""
+        ...
+
+    def remove_dir(self, path: str) -> None:
+        """Remove an empty folder; nothing happens if it is missing. Raises OSError if there is something in it."""
+        ...
+
+    def flush(self) -> None:
+        """Write what is held back. The storages here hold nothing back."""
+
+
+class LocalStorage(Storage):
+    """A folder. Files are written whole or not at all, what is appended goes in one write; both are on disk on return.
+
+    Args:
+        root: the folder.
+        mkdir: make it now, if it is missing; else the first write does.
+    """
+
+    def __init__(self, root: str | Path, *, mkdir: bool = True) -> None:
+        self.root = Path(root).expanduser().resolve()
+        if mkdir:
+            self.root.mkdir(parents=True, exist_ok=True)
+
+    def _place(self, path: str) -> Path:
+        place = self.root / _inside(path, self.root)
+        if not place.resolve().is_relative_to(self.root):
+            raise ConfigurationError(f"path {path!r}: a link leads out of {self.root}; name the file where it is")
+        return place
+
+    def url(self, path: str = "") -> str:
+        """`file://` and the resolved path."""
+        return self._place(path).resolve().as_uri()
+
+    def read(self, path: str) -> bytes:
+        return self._place(path).read_bytes()
+
+    def write(self, path: str, data: bytes) -> None:
+        place = self._place(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(place, data)
+
+    def append(self, path: str, data: bytes) -> None:
+        place = self._place(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        append_bytes(place, data)
+
+    def exists(self, path: str) -> bool:
+        return self._place(path).exists()
+
+    def stat(self, path: str) -> StorageStat | None:
+        place = self._place(path)
+        if not place.is_file():
+            return None
+        found = place.stat()
+        return StorageStat(found.st_size, found.st_mtime)
+
+    def read_range(self, path: str, offset: int, length: int | None = None) -> bytes:
+        with open(self._place(path), "rb") as file:
+            file.seek(offset)
+            return file.read() if length is None else file.read(length)
+
+    def list_dir(self, prefix: str) -> list[str]:
+        place = self._place(prefix)
+        if not place.is_dir():
+            return []
+        return sorted(entry.name for entry in place.iterdir() if not is_temporary(entry))
+
+    def remove(self, path: str) -> None:
+        self._place(path).unlink(missing_ok=True)
+
+    def remove_dir(self, path: str) -> None:
+        place = self._place(path)
+        if place.is_dir():
+            place.rmdir()
+
+
+class FsspecStorage(Storage):
+    """A folder of an fsspec filesystem, such as `fsspec.filesystem("s3")`.
+
+    Object stores cannot append, so the whole file is read and written anew; one process at a time may append to it.
+
+    Args:
+        fs: the filesystem. One that remembers listings does not see what others write: `use_listings_cache=False`.
+        root: the folder there.
+    """
+
+    def __init__(self, fs: Any, root: str = "") -> None:
+        self._fs = fs
+        self._root = fs._strip_protocol(root).rstrip("/")
+
+    def _place(self, path: str) -> str:
+        relative = _inside(path, self.url())
+        return f"{self._root}/{relative}" if relative else self._root
+
+    def url(self, path: str = "") -> str:
+        return self._fs.unstrip_protocol(self._place(path) if path else self._root)
+
+    def read(self, path: str) -> bytes:
+        return self._fs.cat_file(self._place(path))
+
+    def write(self, path: str, data: bytes) -> None:
+        place = self._place(path)
+        try:
+            self._fs.pipe_file(place, data)
+        except FileNotFoundError:  # a filesystem that has folders
+            self._fs.makedirs(place.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(place, data)
+
+    def append(self, path: str, data: bytes) -> None:
+        self.write(path, (self.read(path) if self.stat(path) is not None else b"") + data)
+
+    def exists(self, path: str) -> bool:
+        return self._fs.exists(self._place(path))
+
+    def stat(self, path: str) -> StorageStat | None:
+        place = self._place(path)
+        if not self._fs.isfile(place):
+            return None
+        try:
+            mtime = self._fs.modified(place).timestamp()
+        except NotImplementedError:
+            mtime = None
+        return StorageStat(self._fs.size(place), mtime)
+
+    def read_range(self, path: str, offset: int, length: int | None = None) -> bytes:
+        place = self._place(path)
+        size = self._fs.size(place)
+        end = size if length is None else min(size, offset + length)
+        # Beyond its end an object store answers with an error.
+        return self._fs.cat_file(place, start=offset, end=end) if offset < end else b""
+
+    def list_dir(self, prefix: str) -> list[str]:
+        place = self._place(prefix)
+        if not self._fs.isdir(place):
+            return []
+        names = {str(entry).rstrip("/").rpartition("/")[2] for entry in self._fs.ls(place, detail=False)}
+        return sorted(names)
+
+    def remove(self, path: str) -> None:
+        if self.stat(path) is not None:
+            self._fs.rm_file(self._place(path))
+
+    def remove_dir(self, path: str) -> None:
+        if self.list_dir(path):
+            raise OSError(errno.ENOTEMPTY, "the folder is not empty; remove its files first", self.url(path))
+        if self._fs.isdir(self._place(path)):
+            self._fs.rmdir(self._place(path))
+
+
+def storage_from_uri(uri: str, **kwargs: Any) -> Storage:
+    """The storage of a folder: a path or `file://...` is a LocalStorage, `s3://bucket/runs` and its like an FsspecStorage.
+
+    Args:
+        uri: the folder.
+        kwargs: those of LocalStorage, or of the fsspec filesystem.
+
+    Raises:
+        ConfigurationError: fsspec does not know the protocol, or its package is not installed.
+    """
+    protocol, separator, _ = uri.partition("://")
+    if not separator:
+        return LocalStorage(uri, **kwargs)
+    if protocol == "file":
+        return LocalStorage(url2pathname(urlsplit(uri).path), **kwargs)
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, root = url_to_fs(uri, **{"use_listings_cache": False, **kwargs})
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(
+            f"uri={uri!r}: {error}; install the package of {protocol}://, or give a path"
+        ) from error
+    return FsspecStorage(fs, root)
+
+
+def storage_join(*parts: str) -> str:
+    """A path of its parts; those that are empty are left out."""
+    return "/".join(stripped for part in parts if (stripped := part.strip("/")))
+
+
+def _inside(path: str, root: object) -> str:
+    """The path without empty parts and dots. Raises ConfigurationError if it leaves the root."""
+    parts = PurePosixPath(path).parts
+    if ".." in parts or path.startswith("/") or "\0" in path:
+        raise ConfigurationError(f"path {path!r}: must be a path below {root}, without '..' and not absolute")
+    return "/".join(parts)

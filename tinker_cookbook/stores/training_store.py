@@ -1,0 +1,148 @@
+"""The files of one training run in a storage: docs/runs.md and docs/records.md say what they hold.
+
+What a loop writes beside metrics, config and checkpoints (rollouts, transcripts) it writes into its own folder; they are read
+here, and there is nothing to write them with.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
+from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME, CheckpointRecord, parse_checkpoints
+from tinker_cookbook.runs.folder import iteration_name
+from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.stores.incremental import IncrementalReader
+from tinker_cookbook.stores.storage import Storage, storage_join
+from tinker_cookbook.utils.files import json_bytes, json_line, parse_json_object, parse_jsonl, without_torn_tail
+from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME, metrics_row, naming_fix_of_metrics
+
+_ITERATION = re.compile(r"iteration_(\d+)")
+_LOGTREE = "_logtree.json"
+TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class IterationInfo:
+    """What a step left in its folder."""
+
+    iteration: int
+    """the step"""
+    has_train_rollouts: bool
+    has_train_logtree: bool
+    eval_labels: tuple[str, ...]
+    """transcripts of evaluations, by the `base_name` that `read_logtree` takes"""
+
+
+class TrainingRunStore:
+    """Reads a run, also while it is being written, and takes config, metrics and checkpoints of a loop.
+
+    Args:
+        storage: where the run is.
+        prefix: its folder there; "" is the root.
+    """
+
+    def __init__(self, storage: Storage, prefix: str = "") -> None:
+        self.storage, self.prefix = storage, prefix
+        self._new_metrics = IncrementalReader(storage, self._path(METRICS_BASE_NAME))
+        self._whole: set[str] = set()
+
+    def url(self, path: str = "") -> str:
+        """Where a file of the run is."""
+        return self.storage.url(self._path(path))
+
+    def read_config(self) -> dict[str, Any] | None:
+        """The config of the first start; None: there is none. Raises DataFormatError if it is no JSON object."""
+        content = self._read(CONFIG_BASE_NAME)
+        return (
+            None if content is None else parse_json_object(content, self.url(CONFIG_BASE_NAME), "it is no run's config")
+        )
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl. Errors as `ml_log.read_metrics`."""
+        content = self._read(METRICS_BASE_NAME) or b""
+        with naming_fix_of_metrics():
+            return [line.row for line in parse_jsonl(content, self.url(METRICS_BASE_NAME), tolerate_torn_tail=True)]
+
+    def read_new_metrics(self) -> list[dict[str, Any]]:
+        """The rows since the last call of this object; steps that a resumed run does again come again."""
+        with naming_fix_of_metrics():
+            return self._new_metrics.read()
+
+    def metric_keys(self) -> set[str]:
+        """The names of all metrics, without "step"."""
+        return {key for row in self.read_metrics() for key in row} - {"step"}
+
+    def read_checkpoints(self) -> list[dict[str, Any]]:
+        """The lines of checkpoints.jsonl. Errors as `read_checkpoint_records`."""
+        return [record.to_dict() for record in self.read_checkpoint_records()]
+
+    def read_checkpoint_records(self) -> list[CheckpointRecord]:
+        """The checkpoints, oldest first. Errors as `checkpoint_utils.load_checkpoints_file`."""
+        return parse_checkpoints(self._read(CHECKPOINTS_BASE_NAME) or b"", self.url(CHECKPOINTS_BASE_NAME))
+
+    def list_iterations(self) -> list[IterationInfo]:
+        """The steps that have a folder, in order."""
+        found = (_ITERATION.fullmatch(name) for name in self.storage.list_dir(self.prefix))
+        return [self._iteration(step) for step in sorted(int(match[1]) for match in found if match)]
+
+    def _iteration(self, step: int) -> IterationInfo:
+        names = self.storage.list_dir(self._path(iteration_name(step)))
+        trees = [name.removesuffix(_LOGTREE) for name in names if name.endswith(_LOGTREE)]
+        return IterationInfo(step, FILE_NAME in names, TRAIN in trees, tuple(name for name in trees if name != TRAIN))
+
+    def read_rollouts(self, iteration: int) -> list[dict[str, Any]]:
+        """The turns of a step's rollouts, as `rl.rollout_files.read_rollouts` gives them; none if none were written.
+
+        Raises:
+            DataFormatError: the file is damaged, or of another version.
+        """
+        name = storage_join(iteration_name(iteration), FILE_NAME)
+        content = self._read(name)
+        return [] if content is None else read_rollouts(self.url(name), content)[1]
+
+    def read_single_rollout(self, iteration: int, group_idx: int, traj_idx: int) -> list[dict[str, Any]]:
+        """The turns of one member of one group (`group` and `member` of docs/records.md), in order; none: there is none."""
+        turns = self.read_rollouts(iteration)
+        return [turn for turn in turns if (turn["group"], turn["member"]) == (group_idx, traj_idx)]
+
+    def list_logtrees(self, iteration: int) -> list[str]:
+        """The transcripts of a step: `train`, `eval_<name>`."""
+        info = self._iteration(iteration)
+        return [*([TRAIN] if info.has_train_logtree else []), *info.eval_labels]
+
+    def read_logtree(self, iteration: int, base_name: str = TRAIN) -> dict[str, Any] | None:
+        """A transcript as a tree; None: there is none. Raises DataFormatError if it is damaged."""
+        name = storage_join(iteration_name(iteration), base_name + _LOGTREE)
+        content = self._read(name)
+        return None if content is None else parse_json_object(content, self.url(name), "it was not written whole")
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Write the config as it is. `ml_log.dump_config` makes it of a config object, without secrets."""
+        self.storage.write(self._path(CONFIG_BASE_NAME), json_bytes(config))
+
+    def write_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
+        """Append a line to metrics.jsonl. Errors as `ml_log.JsonLogger.log_metrics`."""
+        self._append(METRICS_BASE_NAME, metrics_row(metrics, step))
+
+    def write_checkpoint(self, record: dict[str, Any]) -> None:
+        """Append a line to checkpoints.jsonl. Raises CheckpointError if it is no checkpoint."""
+        self._append(CHECKPOINTS_BASE_NAME, CheckpointRecord.from_dict(record).to_dict())
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        line, path = json_line(row), self._path(name)
+        if path not in self._whole:
+            # Before this object's first line: that of an earlier writer may be torn, if it was killed.
+            content = self._read(name) or b""
+            if (whole := without_torn_tail(content)) != content:
+                self.storage.write(path, whole)
+            self._whole.add(path)
+        self.storage.append(path, line)
+
+    def _read(self, name: str) -> bytes | None:
+        path = self._path(name)
+        return None if self.storage.stat(path) is None else self.storage.read(path)
+
+    def _path(self, name: str) -> str:
+        return storage_join(self.prefix, name)
