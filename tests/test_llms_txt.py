@@ -72,8 +72,8 @@ INDEX_ENTRIES = """\
 
 ## recipes
 
-- [recipes.one](recipes/one.py): What the module is for. `Config, go, Plain`
-- [recipes.sub](recipes/sub/__init__.py): A sub-package.
+- [one](recipes/one.py): What the module is for. `Config, go, Plain`
+- [sub](recipes/sub/__init__.py): A sub-package.
 """
 
 

@@ -140,15 +140,19 @@ def _index(pages: Sequence[str], modules: dict[str, list[_Module]], shown: int) 
         "Recipes, run as `python -m NAME key=value`": [_index_entry(m, 0) for m in recipes],
     }
     for package, found in modules.items():
-        sections[package] = [_index_entry(m, shown) for m in found if m not in recipes and (m.names or m.summary)]
+        sections[package] = [
+            _index_entry(m, shown, below=package) for m in found if m not in recipes and (m.names or m.summary)
+        ]
     for title, entries in sections.items():
         if entries:
             lines += [f"## {title}\n", "\n".join(entries) + "\n"]
     return "\n".join(lines)
 
 
-def _index_entry(module: _Module, shown: int) -> str:
-    text = f"- [{module.name}]({module.path})"
+def _index_entry(module: _Module, shown: int, below: str = "") -> str:
+    """`below`: the package whose name the heading says already."""
+    name = module.name.removeprefix(f"{below}.")
+    text = f"- [{name}]({module.path})"
     if module.summary:
         text += f": {_first_sentence(module.summary)}"
     names = module.names
