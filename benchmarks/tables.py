@@ -3,6 +3,7 @@
 python -m benchmarks.tables
 """
 
+import json
 from pathlib import Path
 
 import chz
@@ -26,8 +27,9 @@ class Config:
 
 
 def render(results: Path) -> str:
-    """All reports of the folder as markdown, in order of their names."""
-    reports = [Report.read(path) for path in sorted(results.glob("*.json"))]
+    """All reports of the folder as markdown, in order of their names. Other commands keep files there that are no reports."""
+    paths = [path for path in sorted(results.glob("*.json")) if "tables" in json.loads(path.read_text())]
+    reports = [Report.read(path) for path in paths]
     return "\n".join(markdown(report, heading="###") for report in reports) or NO_RESULTS
 
 

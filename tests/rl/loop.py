@@ -1,5 +1,6 @@
 """What the loop's tests share: a dataset over token ids, a config on the fakes, and the rows that a run wrote."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -107,3 +108,13 @@ def rows(log_path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 def untimed(log_path: Path) -> list[dict[str, Any]]:
     """The metrics without what a clock measured."""
     return [untimed_row(row) for row in rows(log_path)]
+
+
+def run(config: train.Config) -> None:
+    """Train, but never for longer than a hanging test may take."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await train.main(config)
+
+    asyncio.run(bounded())

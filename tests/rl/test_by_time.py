@@ -13,26 +13,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeServiceClient
-from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, rows, untimed
+from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, rows, run, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.loop import Loop
-
-
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> FakeServiceClient:
-    fake = FakeServiceClient()
-    monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
-    return fake
-
-
-def run(config: train.Config) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await train.main(config)
-
-    asyncio.run(bounded())
 
 
 def ahead(steps: int, **settings: Any) -> dict[str, Any]:

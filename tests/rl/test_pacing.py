@@ -21,6 +21,7 @@ from tests.rl.loop import (
     WhichWeights,
     make_config,
     rows,
+    run,
     trains_nothing,
     untimed,
 )
@@ -32,21 +33,6 @@ from tinker_cookbook.rl.rollout_executor import get_rollout_executor
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.types import InitialObservationOverflow
 from tinker_cookbook.utils.misc_utils import gather_all, with_tasks
-
-
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> FakeServiceClient:
-    fake = FakeServiceClient()
-    monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
-    return fake
-
-
-def run(config: train.Config) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await train.main(config)
-
-    asyncio.run(bounded())
 
 
 def ahead(steps: int, **settings: Any) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.fakes import FakeServiceClient, FakeTrainingClient, said
 from tests.rl.handmade import trajectory, turn
 from tests.rl.loop import NumberDatasetBuilder, make_config, rows, untimed
-from tinker_cookbook import backends
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.data_processing import assemble_training_data, replace_inputs
@@ -111,13 +110,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes | None) -> None:
         path.write_bytes(content)
     with pytest.raises(DataFormatError, match=FILE_NAME):
         read_rollouts(path)
-
-
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> FakeServiceClient:
-    fake = FakeServiceClient()
-    monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
-    return fake
 
 
 MODES: dict[str, dict[str, Any]] = {

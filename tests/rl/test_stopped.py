@@ -9,7 +9,6 @@ import pytest
 
 from tests.fakes import FakeServiceClient, FakeTrainingClient, Pending
 from tests.rl.loop import NumberEnv, make_config, rows
-from tinker_cookbook import backends
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
@@ -21,13 +20,6 @@ PACINGS: dict[str, dict[str, Any]] = {
     "stream": {"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=3)},
     "stream by time": {"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=3, deterministic=False)},
 }
-
-
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> FakeServiceClient:
-    fake = FakeServiceClient()
-    monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
-    return fake
 
 
 class SlowStep(Pending[Any]):

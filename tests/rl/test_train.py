@@ -12,7 +12,7 @@ import pytest
 import tinker
 
 from tests.fakes import FakeServiceClient, FakeTrainingClient, Pending, fake_logprob, said
-from tests.rl.loop import NumberDatasetBuilder, NumberEnv, WhichWeights, make_config, rows, trains_nothing, untimed
+from tests.rl.loop import NumberDatasetBuilder, NumberEnv, WhichWeights, make_config, rows, run, trains_nothing, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl import train
@@ -24,21 +24,6 @@ from tinker_cookbook.rl.rollout_limits import RolloutLimits, TerminationRewardPo
 from tinker_cookbook.rl.types import StepResult, Trajectory, Transition
 from tinker_cookbook.runs import session
 from tinker_cookbook.runs.progress import Progress
-
-
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> FakeServiceClient:
-    fake = FakeServiceClient()
-    monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
-    return fake
-
-
-def run(config: train.Config) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await train.main(config)
-
-    asyncio.run(bounded())
 
 
 def datums(count: int) -> list[tinker.Datum]:

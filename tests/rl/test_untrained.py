@@ -10,19 +10,11 @@ import pytest
 
 from tests.fakes import FakeServiceClient
 from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, rows, trains_nothing, untimed
-from tinker_cookbook import backends
 from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import InitialObservationOverflow
 
 ALL_ALIKE = NumberDatasetBuilder(batches=5, groups=2, constant_groups=2)
-
-
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> FakeServiceClient:
-    fake = FakeServiceClient()
-    monkeypatch.setattr(backends, "create_service_client", lambda *_: fake)
-    return fake
 
 
 @pytest.fixture
