@@ -26,6 +26,7 @@ from tinker_local_backend.errors import (
     ModelLoadError,
     RequestError,
 )
+from tinker_local_backend.samplers.choice import make_sampler
 from tinker_local_backend.server import frames
 from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.operations import Operations
@@ -45,7 +46,7 @@ class EngineProcess:
 
     def __init__(self, sock: socket.socket):
         self._socket = sock
-        self._engine = Engine()
+        self._engine = Engine(make_sampler=make_sampler)
         self._operations = Operations(self._engine, lambda number, frame: self._outgoing.put((number, frame)))
         self._running: dict[int, Future[Any]] = {}
         self._outgoing: queue.SimpleQueue[tuple[int, Frame | _Ended] | None] = queue.SimpleQueue()
