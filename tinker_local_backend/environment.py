@@ -137,7 +137,9 @@ VARIABLES = {
         "prompt and completion together, for vLLM; default: the model's context", _integer(1)
     ),
     "TINKER_LOCAL_VLLM_TENSOR_PARALLEL_SIZE": Variable("GPUs that vLLM spreads the model over; default 1", _integer(1)),
-    "TINKER_LOCAL_VLLM_ENFORCE_EAGER": Variable("1: vLLM captures no CUDA graphs", lambda text: int(_one_of("0", "1")(text))),
+    "TINKER_LOCAL_VLLM_ENFORCE_EAGER": Variable(
+        "1: vLLM captures no CUDA graphs", lambda text: int(_one_of("0", "1")(text))
+    ),
     "TINKER_LOCAL_VLLM_RESTART_EVERY": Variable(
         "vLLM's process is replaced after so many adapters; default 0: never", _integer(0)
     ),

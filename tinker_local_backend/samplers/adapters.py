@@ -38,9 +38,7 @@ class AdapterShelf:
         post: the engine's; a snapshot may be collected on any thread.
     """
 
-    def __init__(
-        self, folder: Path, base_model: str, slots: int, unload: Callable[[AdapterFiles], None], post: Post
-    ):
+    def __init__(self, folder: Path, base_model: str, slots: int, unload: Callable[[AdapterFiles], None], post: Post):
         self._folder, self._base_model, self._slots = folder, base_model, slots
         self._unload, self._post = unload, post
         self._numbers = itertools.count(1)

@@ -57,7 +57,9 @@ class Rules:
         return None
 
 
-def first_answers(transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, where: str) -> tuple[Ready, Rules]:
+def first_answers(
+    transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, where: str
+) -> tuple[Ready, Rules]:
     """Wait until it is ready, check that it serves the model, and find out its rules.
 
     Raises ModelLoadError.

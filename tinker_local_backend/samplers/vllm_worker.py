@@ -109,7 +109,9 @@ class Worker:
             number, name, folder = command["adapter"]
             lora = self._lora_request(name, number, folder)
             if number not in self._loaded:
-                self._engine.add_lora(lora)  # here, so that an adapter that does not load fails its requests and no others
+                self._engine.add_lora(
+                    lora
+                )  # here, so that an adapter that does not load fails its requests and no others
                 self._loaded.add(number)
         params = self._vllm.SamplingParams(
             temperature=command["temperature"],
