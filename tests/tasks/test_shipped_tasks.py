@@ -331,7 +331,7 @@ class TestConstrainedWriting:
 
     def test_every_rule_is_told(self) -> None:
         item = TaskItem("i", "rain", ", ".join(f"{n}:3" if rule.takes_argument else n for n, rule in RULES.items()))
-        asked = get_task("constrained_writing").messages(item)[-1]["content"]
+        asked = str(get_task("constrained_writing").messages(item)[-1]["content"])
         assert len(asked.split("; ")) == len(RULES) and get_task("constrained_writing").judge_context(item) == asked
 
 

@@ -23,7 +23,7 @@ from tinker_cookbook.utils.reward_threads import call_reward
 if TYPE_CHECKING:
     from nltk.stem.porter import PorterStemmer
     from rouge_score.rouge_scorer import RougeScorer
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
 
 RewardFn = Callable[[str, str, str], float]
 
@@ -130,7 +130,7 @@ def _rouge_scorer() -> RougeScorer:
 
 @cache
 def _embedding_model() -> SentenceTransformer:
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
 
     return SentenceTransformer(EMBEDDING_MODEL)
 
