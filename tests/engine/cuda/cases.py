@@ -112,9 +112,9 @@ def lora_case(slots: Sequence[int], dtype: torch.dtype, features: tuple[int, int
 
     a, b = random(count, rank, features[0]) / features[0] ** 0.5, random(count, features[1], rank)
     a[0, rank // 2 :], b[0, :, rank // 2 :] = 0.0, 0.0
-    tensors = (random(len(slots), features[1]), random(len(slots), features[0]), a, b)
-    scales = torch.linspace(0.5, 2.0, count, device=device)
-    return LoraCase(*(tensor.to(device, dtype) for tensor in tensors), slots, scales)
+    y, x = random(len(slots), features[1]), random(len(slots), features[0])
+    y, x, a, b = (tensor.to(device, dtype) for tensor in (y, x, a, b))
+    return LoraCase(y, x, a, b, slots, torch.linspace(0.5, 2.0, count, device=device))
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

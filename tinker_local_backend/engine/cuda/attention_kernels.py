@@ -5,9 +5,6 @@ splits of a row follow from its own length alone and nothing is added atomically
 in the batch.
 """
 
-# pyright: reportMissingImports=false, reportArgumentType=false
-# Triton is there where it is needed; its types know nothing of what a kernel is given.
-
 import torch
 import triton
 import triton.language as tl

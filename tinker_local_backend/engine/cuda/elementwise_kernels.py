@@ -1,8 +1,5 @@
 """Triton kernels for what lies between the matrix products of a layer: SwiGLU and rotary positions, forward and backward."""
 
-# pyright: reportMissingImports=false, reportArgumentType=false
-# Triton is there where it is needed; its types know nothing of what a kernel is given.
-
 import torch
 import triton
 import triton.language as tl

@@ -4,9 +4,6 @@ Rows come in blocks of one adapter each (slots.py lays them out), so an adapter'
 products run on tensor cores. The inner sum is divided into parts that are added in a fixed order, without atomics.
 """
 
-# pyright: reportMissingImports=false, reportArgumentType=false
-# Triton is there where it is needed; its types know nothing of what a kernel is given.
-
 import torch
 import triton
 import triton.language as tl
