@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
-from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.sessions import Request, Session
+from tinker_local_backend.wire.frames import Frame
 
 
 class Requests:

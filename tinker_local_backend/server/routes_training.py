@@ -13,7 +13,6 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.server import codec
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.direct import DirectRoute
 from tinker_local_backend.server.routes_common import ServiceOf, TenantOf, digest, digest_bytes
@@ -30,6 +29,7 @@ from tinker_local_backend.server.schemas import (
 )
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.wire import codec
 
 ON_A_THREAD = 1 << 18
 """Messages from this size on are parsed off the event loop."""
