@@ -15,6 +15,7 @@ import socket
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,8 @@ BACKLOG = 128
 class Sampler(Protocol):
     """What of a SamplingClient is asked from elsewhere."""
 
-    def sample(self, **arguments: Any) -> EngineFuture[tinker.types.SampleResponse]: ...
+    @property
+    def sample(self) -> Callable[..., EngineFuture[tinker.types.SampleResponse]]: ...
 
     def compute_logprobs(
         self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None
