@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict
 
 import chz
 
-from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.completers import StopCondition, TokensWithLogprobs
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
 
@@ -25,6 +25,8 @@ Metrics: TypeAlias = dict[str, float | int]
 Logs: TypeAlias = dict[str, str | int | float]
 
 if TYPE_CHECKING:
+    from tinker_cookbook.rl.run_clients import RunClients
+
     Observation: TypeAlias = tinker.ModelInput
 
 
@@ -192,15 +194,15 @@ class EnvGroupBuilder(ABC):
         another call. What it opens it may keep on `self`: a retry calls it, and then `cleanup`, on a copy of the builder.
         """
 
+    def with_clients(self, clients: RunClients) -> Self:
+        """The builder for a group that these clients play: a copy that has them, if its rewards or opponents ask them."""
+        return self
+
     @property
     def coordinated(self) -> bool:
         """Whether members depend on each other while they play (opponents, a shared world). Then none is ever run
         without its peers: a failure of one means that the whole group is played again, or given up."""
         return False
-
-    def with_policy(self, policy: TokenCompleter) -> Self:
-        """The builder that makes and rewards the group when this policy plays it: itself, unless a reward asks the policy."""
-        return self
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
