@@ -129,7 +129,7 @@ def make_dialogue(
 ) -> Dialogue:
     """The dialogue of a protocol with the wording of user, task and library, in this order. See `Dialogue.make`."""
     protocol = protocol or ProtocolConfig()
-    wording = (prompts or DebatePrompts()).settle(task.debate_prompts)
+    wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
     return Dialogue.make(task, renderer, protocol, wording, answer_request(protocol), max_tokens, context_window)
 
 
