@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, TypeVar
 
 from tinker_cookbook.clients import SamplingClient
@@ -42,6 +41,7 @@ from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
@@ -292,7 +292,13 @@ class Loop:
             about,
         )
         folder = iteration_folder(self.session.run.log_path, step)
-        self.records.submit(partial(write_step_records, folder, rollouts, metrics, config.num_groups_to_log))
+
+        def write() -> None:
+            write_vocabulary(self.session.run.log_path, tokenizer)
+            write_step_records(folder, rollouts, metrics, config.num_groups_to_log)
+
+        tokenizer = self.session.training_client.get_tokenizer()
+        self.records.submit(write)
 
     async def _update(
         self, step: int, batch: Minibatch, update: Update | None
