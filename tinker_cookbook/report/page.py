@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from tinker_cookbook.report import health, rollouts
-from tinker_cookbook.report.runs import RunData, columns, read_spans, seeds_together, setting, swept_keys
+from tinker_cookbook.report.runs import SEED_KEY, RunData, columns, read_spans, seeds_together, setting, swept_keys
 from tinker_cookbook.utils.secrets import redact
 
 SCRIPTS = ("uPlot.iife.min.js", "base.js", "source.js", "curves.js", "compare.js", "rollouts.js", "panels.js", "main.js")
@@ -67,14 +67,14 @@ def summary(runs: Sequence[RunData]) -> dict[str, Any]:
     together = seeds_together(runs)
     return redact(
         {
-            "runs": [_run(run, keys) for run in runs],
+            "runs": [_run(run, runs, keys) for run in runs],
             "swept": keys,
             "seeds": together,
         }
     )
 
 
-def _run(run: RunData, keys: Sequence[str]) -> dict[str, Any]:
+def _run(run: RunData, runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, Any]:
     found = columns(run.rows)
     return {
         "label": run.label,
@@ -82,8 +82,8 @@ def _run(run: RunData, keys: Sequence[str]) -> dict[str, Any]:
         "recipe": run.recipe,
         "status": run.info.status,
         "updated": run.info.last_updated,
-        "setting": setting(run, keys),
-        "seed": run.flat_config.get("seed"),
+        "setting": setting(run, runs, keys),
+        "seed": run.flat_config.get(SEED_KEY),
         "config": run.flat_config,
         "metadata": run.metadata,
         "metrics": {key: [_finite(value) for value in values] for key, values in found.items()},

@@ -12,6 +12,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.stores.registry import RunInfo, RunRegistry
 from tinker_cookbook.stores.storage import LocalStorage
 from tinker_cookbook.stores.training_store import TrainingRunStore
+from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
 from tinker_cookbook.utils.files import flatten, iterate_jsonl
 from tinker_cookbook.utils.trace import EVENTS_BASE_NAME
 
@@ -35,6 +36,8 @@ class RunData:
     config: dict[str, Any] = field(default_factory=dict)
     """nested, as config.json has it"""
     metadata: dict[str, Any] = field(default_factory=dict)
+    point: dict[str, Any] = field(default_factory=dict)
+    """of a sweep: the swept keys and their values; empty for other runs"""
 
     @property
     def flat_config(self) -> dict[str, Any]:
@@ -87,6 +90,8 @@ def read_run(run: RunData) -> None:
     run.rows = run.store.read_metrics()
     run.config = run.store.read_config() or {}
     run.metadata = run.store.read_metadata() or {}
+    status = run.folder / STATUS_BASE_NAME
+    run.point = read_status(status)["point"] if status.exists() else {}
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
@@ -113,22 +118,26 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def swept_keys(runs: Sequence[RunData]) -> list[str]:
-    """Keys of the configs in which the runs differ, the seed last, without those that explain nothing."""
-    configs = [run.flat_config for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    told = [
-        key
-        for key in keys
-        if key.rsplit(".", 1)[-1] not in UNTOLD_KEYS
-        and len({json.dumps(config.get(key), sort_keys=True) for config in configs}) > 1
-    ]
-    return sorted(told, key=lambda key: key.rsplit(".", 1)[-1] == SEED_KEY)
+    """Keys in which the runs differ, the seed last: those that a sweep went through, or, of runs that are not all of a sweep,
+    those of the configs, without what explains nothing."""
+    told = [_told(run, runs) for run in runs]
+    keys = dict.fromkeys(key for one in told for key in one)
+    differing = [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in told}) > 1]
+    return sorted((key for key in differing if _last(key) not in UNTOLD_KEYS), key=lambda key: _last(key) == SEED_KEY)
 
 
-def setting(run: RunData, keys: Sequence[str]) -> dict[str, Any]:
-    """What the config says under these keys, but for the seed: runs of one setting are seeds of each other."""
-    config = run.flat_config
-    return {key: config.get(key) for key in keys if key.rsplit(".", 1)[-1] != SEED_KEY}
+def setting(run: RunData, runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, Any]:
+    """What a run says under these keys, which are those of `swept_keys`."""
+    told = _told(run, runs)
+    return {key: told.get(key) for key in keys}
+
+
+def _told(run: RunData, runs: Sequence[RunData]) -> dict[str, Any]:
+    return run.point if all(one.point for one in runs) else run.flat_config
+
+
+def _last(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
 
 
 def seeds_together(runs: Sequence[RunData]) -> list[list[int]]:
@@ -136,7 +145,8 @@ def seeds_together(runs: Sequence[RunData]) -> list[list[int]]:
     keys = swept_keys(runs)
     groups: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
-        told = json.dumps([run.recipe, setting(run, keys)], sort_keys=True, default=str)
+        own = {key: value for key, value in setting(run, runs, keys).items() if _last(key) != SEED_KEY}
+        told = json.dumps([run.recipe, own], sort_keys=True, default=str)
         groups.setdefault(told, []).append(i)
     return list(groups.values())
 

@@ -176,6 +176,8 @@ class _Handler(BaseHTTPRequestHandler):
                     return reports.search(int(number), query.get("text", [""])[0], _steps(query))
                 case _:
                     raise _NotFound("there is nothing at this address")
+        except TinkerCookbookError:
+            raise
         except ValueError as error:
             raise _NotFound(f"no number: {error}") from None
 

@@ -59,7 +59,9 @@ class Session:
         """For the body of a step: draws its spans, if this step is one of those that are drawn (span_chart_every)."""
         every = self.config.span_chart_every
         if every == 0 or step % every:
-            yield
+            with trace.scope_span_sync("iteration"):
+                trace.update_scope_context({"step": step})
+                yield
             return
         with trace.trace_iteration(step) as window:
             yield

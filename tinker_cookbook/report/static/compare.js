@@ -1,6 +1,7 @@
 "use strict";
 // Runs beside each other: a table that sorts, parallel coordinates of a sweep, and the configs where they differ.
 
+const MOST_AXES = 8;
 const LOWER_IS_BETTER = /(nll|loss|kl|error|invalid|gap|seconds)$/;
 
 function lastOf(values) {
@@ -30,13 +31,15 @@ const compare = {
     if (this.at === null || !along) return lastOf(values);
     return lastOf(values.filter((_, i) => isNumber(along[i]) && along[i] <= this.at));
   },
-  content(app, keys, runs, swept, draw) {
+  content(app, keys, runs, differing, draw) {
     if (!this.metric) return [h("p", { class: "none" }, "No metrics yet.")];
+    // Runs that have little in common differ in dozens of keys: those below the table say all.
+    const swept = differing.filter((key) => runs.every((run) => show(flat(run.setting[key])).length < 60)).slice(0, MOST_AXES);
     const lower = this.best === null ? LOWER_IS_BETTER.test(this.metric) : this.best === "lowest";
     const shared = Math.min(...runs.map((run) => lastOf(run.metrics[this.axis]) ?? 0));
     const rows = runs.map((run, i) => ({
       run: run.label, index: i, status: run.status, steps: run.metrics.step.length, seed: run.seed,
-      tokens: lastOf(run.metrics["progress/sampled_tokens"]), ...Object.fromEntries(swept.map((key) => ["key " + key, flat(run.config[key])])), value: this.value(run),
+      tokens: lastOf(run.metrics["progress/sampled_tokens"]), ...Object.fromEntries(swept.map((key) => ["key " + key, flat(run.setting[key])])), value: this.value(run),
     }));
     const ranked = rows.filter((row) => isNumber(row.value)).sort((a, b) => (lower ? a.value - b.value : b.value - a.value));
     const best = ranked.length && runs.length > 1 ? ranked[0].index : null;
@@ -112,5 +115,6 @@ function configDiff(app, chosen) {
   const rows = keys.filter((key) => new Set(runs.map((run) => JSON.stringify(run.config[key]))).size > 1)
     .map((key) => ({ key, ...Object.fromEntries(runs.map((run, i) => [`run${i}`, run.config[key]])) }));
   if (!rows.length) return h("p", { class: "none" }, runs.length > 1 ? "Nowhere." : "Choose two runs or more.");
-  return h("div", { class: "scroll" }, sortable([{ key: "key", title: "key" }, ...runs.map((run, i) => ({ key: `run${i}`, title: run.label }))], rows));
+  const columns = [{ key: "key", title: "key" }, ...runs.map((run, i) => ({ key: `run${i}`, title: run.label }))];
+  return h("div", { class: "scroll" }, sortable(columns, rows, { cell: (column, row) => h("div", { class: "short", title: show(row[column.key]) }, show(row[column.key])) }));
 }

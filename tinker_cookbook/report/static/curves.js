@@ -52,7 +52,7 @@ function seriesOf(app, key, { x, smoothing, bands }) {
 
 function settingName(app, run) {
   const { setting, label } = app.content.runs[run];
-  const told = Object.entries(setting).map(([key, value]) => `${key.split(".").pop()}=${show(value)}`);
+  const told = Object.entries(setting).filter(([key, value]) => key.split(".").pop() !== "seed" && show(flat(value)).length < 40).slice(0, 4).map(([key, value]) => `${key.split(".").pop()}=${show(value)}`);
   return told.length ? told.join(" ") : label;
 }
 
@@ -106,7 +106,7 @@ function drawChart(holder, app, key, settings) {
     width: Math.max(280, holder.clientWidth - 18), height: 180, series: options, bands,
     cursor: { y: false, points: { size: 6 } }, legend: { show: false },
     scales: { x: { time: false } },
-    axes: [{ ...axis, size: 28, values: size }, { ...axis, size: 52, values: size }],
+    axes: [{ ...axis, size: 28, values: size }, { ...axis, size: 62, values: size }],
     hooks: { setCursor: [(u) => tell(u.cursor.idx ?? null)] },
   }, columns, plot);
   tell(null);

@@ -3,7 +3,7 @@
 
 const COLOURINGS = [["none", "no colour"], ["advantage", "advantage"], ["sampled", "logprob when sampled"], ["trainer", "logprob of the trainer"], ["difference", "trainer minus sampled"]];
 const ROW_HEIGHT = 24;
-const LIST_COLUMNS = "4.2em 4em 3.2em 5em 5.4em 4.4em 1fr";
+const LIST_COLUMNS = "3.2em 3.4em 2.4em 3.8em 4.8em 4.8em 1fr";
 
 const browser = {
   run: 0,
@@ -17,7 +17,7 @@ const browser = {
     if (!app.content.runs[this.run]) this.run = 0;
     this.app = app;
     this.detail = h("div", { "aria-live": "polite" }, h("p", { class: "none" }, "Choose a rollout."));
-    this.count = h("span", { class: "dim" });
+    this.count = h("span", { class: "dim count", role: "status" });
     this.list = h("div", { class: "list", tabindex: 0, role: "listbox", "aria-label": "rollouts" });
     this.list.addEventListener("scroll", () => this.drawRows());
     this.list.addEventListener("keydown", (event) => this.step(event));
@@ -40,7 +40,11 @@ const browser = {
       take(await this.app.source.index(run, take));
       this.drawBar();
       const asked = address.read();
-      if (asked.rollout) this.open(...asked.rollout.split("-").map(Number));
+      if (asked.rollout) {
+        const at = this.found.findIndex((i) => `${this.index.step[i]}-${this.index.group[i]}-${this.index.member[i]}` === asked.rollout);
+        if (at >= 0) this.list.scrollTop = Math.max(0, at * ROW_HEIGHT - this.list.clientHeight / 2);
+        this.open(...asked.rollout.split("-").map(Number));
+      }
     } catch (error) {
       this.count.textContent = String(error.message || error);
     }
@@ -130,8 +134,9 @@ const browser = {
     for (let place = first; place < last; place++) {
       const i = found[place];
       const id = `${index.step[i]}-${index.group[i]}-${index.member[i]}`;
-      const outcome = [index.verdict[i] && `verdict ${index.verdict[i]}`, index.trained[i] ? null : "not trained", index.stop[i], index.tags[i]].filter(Boolean).join(", ");
-      rows.push(h("div", { class: "row" + (id === this.shown ? " chosen" : ""), role: "option", "data-id": id, "aria-selected": String(id === this.shown), style: `top:${place * ROW_HEIGHT}px;grid-template-columns:${LIST_COLUMNS}`,
+      const ended = index.stop[i] === "completed" ? null : index.stop[i];
+      const outcome = [index.verdict[i], index.trained[i] ? null : "left out", ended, index.tags[i]].filter(Boolean).join(", ");
+      rows.push(h("div", { class: "row" + (id === this.shown ? " chosen" : ""), role: "option", "data-id": id, title: outcome, "aria-selected": String(id === this.shown), style: `top:${place * ROW_HEIGHT}px;grid-template-columns:${LIST_COLUMNS}`,
         onclick: () => this.open(index.step[i], index.group[i], index.member[i]) },
       [index.step[i], index.group[i], index.member[i], index.tokens[i], show(index.reward[i]), show(index.advantage[i]), outcome].map((value) => h("span", {}, String(value)))));
     }
@@ -223,7 +228,7 @@ function factsOf(one) {
   const facts = { reward: one.reward, advantage: one.advantage, trained: one.trained, end: one.stop, "weights after": `${one.weights} updates`, ...(one.seat ? { role: one.seat } : {}), ...one.metrics, ...info };
   const rows = Object.entries(facts).filter(([, value]) => value !== null && value !== "" && value !== undefined);
   return h("details", { open: rows.length < 9 }, h("summary", {}, `reward ${show(one.reward)}, advantage ${show(one.advantage)}, ${one.trained ? "trained on" : "not trained on"}, ${one.stop || ""}`),
-    h("table", {}, h("tbody", {}, rows.map(([key, value]) => h("tr", {}, h("td", { class: "dim" }, key), h("td", { style: "white-space:pre-wrap;overflow-wrap:anywhere", dir: "auto" }, visible(show(value))))))));
+    h("table", {}, h("tbody", {}, rows.map(([key, value]) => h("tr", {}, h("td", { class: "dim" }, key), h("td", { class: "wrap", dir: "auto" }, visible(show(value))))))));
 }
 
 function turnsOf(one, colouring) {
@@ -234,9 +239,11 @@ function turnOf(turn, number, colouring, folded) {
   const told = { ...turn.metrics, ...turn.logs };
   const label = number === 0 ? "prompt" : turn.extends ? "answer of the environment" : "new prompt, which does not continue the turn before";
   const prompt = h("details", { open: !folded && turn.prompt.length < 4000 }, h("summary", { class: "dim" }, `${label}, ${turn.prompt_tokens} tokens with all before`), h("pre", { class: "said prompt", dir: "auto" }, visible(turn.prompt)));
-  const facts = Object.entries(told).map(([key, value]) => h("span", {}, `${key} ${visible(show(value)).slice(0, 300)}`));
+  const facts = Object.entries(told);
+  const more = facts.length ? h("details", {}, h("summary", {}, `${facts.length} metrics and logs`), h("table", {}, h("tbody", {}, facts.map(([key, value]) =>
+    h("tr", {}, h("td", { class: "dim" }, key), h("td", { class: "wrap", dir: "auto" }, visible(show(value)))))))) : null;
   return h("div", { class: "turn" }, prompt,
-    h("div", { class: "head" }, h("span", {}, `turn ${number + 1}: ${turn.tokens.length} tokens`), h("span", {}, `end: ${turn.stop}`), h("span", {}, `reward ${show(turn.reward)}`), turn.masked ? h("span", {}, "masked: not trained on") : null, facts),
+    h("div", { class: "head" }, h("span", {}, `turn ${number + 1}: ${turn.tokens.length} tokens`), h("span", {}, `end: ${turn.stop}`), h("span", {}, `reward ${show(turn.reward)}`), turn.masked ? h("span", {}, "masked: not trained on") : null, more),
     stripOf(turn, colouring));
 }
 
