@@ -34,7 +34,9 @@ class CLIConfig:
     title: str | None = chz.field(default=None, doc="of the page; None: the name of the first folder")
     serve: bool = chz.field(default=False, doc="serve the page on this machine instead, until Ctrl-C")
     port: int = chz.field(
-        default=8420, doc="with serve=true: where; 0 takes a free one", validator=[chz.validators.ge(0), chz.validators.lt(65536)]
+        default=8420,
+        doc="with serve=true: where; 0 takes a free one",
+        validator=[chz.validators.ge(0), chz.validators.lt(65536)],
     )
 
 

@@ -120,7 +120,9 @@ def test_two_runs_of_a_sweep_are_compared(watched: Watched, real_run: RealRun, t
     assert page.locator("svg polyline").count() == 4
     names = [text.split(" (best)")[0] for text in page.locator("tbody tr td:first-child label").all_text_contents()[:4]]
     page.get_by_role("button", name="learning_rate", exact=True).click()
-    sorted_names = [t.split(" (best)")[0] for t in page.locator("tbody tr td:first-child label").all_text_contents()[:4]]
+    sorted_names = [
+        t.split(" (best)")[0] for t in page.locator("tbody tr td:first-child label").all_text_contents()[:4]
+    ]
     assert sorted(names) == sorted(sorted_names) and [("0.001" in name) for name in sorted_names] in (
         [True, True, False, False],
         [False, False, True, True],

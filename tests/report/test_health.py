@@ -13,9 +13,7 @@ def levels(**metrics: list[Any]) -> dict[str, str]:
     return {finding.what: finding.level for finding in findings({**steps, **named})}
 
 
-@pytest.mark.parametrize(
-    ("worst", "level"), [(2e-4, "fine"), (1e-3, "fine"), (2e-3, "look"), (0.02, "bad")]
-)
+@pytest.mark.parametrize(("worst", "level"), [(2e-4, "fine"), (1e-3, "fine"), (2e-3, "look"), (0.02, "bad")])
 def test_the_kl_between_sampler_and_trainer(worst: float, level: str) -> None:
     assert levels(optim__kl_sample_train_v2=[1e-6, worst]) == {"sampler and trainer": level}
 
@@ -40,7 +38,13 @@ def test_steps_and_groups_without_signal() -> None:
 
 
 def test_failures_are_counted_by_name() -> None:
-    metrics = {"step": [0], "groups/sampled": [10], "groups/trained": [7], "groups/failed": [3], "rollout_errors/EnvError": [5]}
+    metrics = {
+        "step": [0],
+        "groups/sampled": [10],
+        "groups/trained": [7],
+        "groups/failed": [3],
+        "rollout_errors/EnvError": [5],
+    }
     found = {finding.what: finding for finding in findings(metrics)}
     assert found["failures"].level == "bad"
     assert found["failures"].sentence == "3 of 10 groups were given up; errors: EnvError 5."

@@ -15,7 +15,9 @@ from tinker_cookbook.runs.vocabulary import VOCABULARY_BASE_NAME
 @pytest.fixture
 def run(tmp_path: Path) -> RunData:
     folder = write_run(tmp_path / "run", {}, [{"step": 0, "a": 1.0}])
-    write_step(folder, 0, [[("2 + 2?", "four", 1.0), ("2 + 2?", "Grüße 漢字", 0.0)], [("hm", "yes", 0.5), ("hm", "no", 0.25)]])
+    write_step(
+        folder, 0, [[("2 + 2?", "four", 1.0), ("2 + 2?", "Grüße 漢字", 0.0)], [("hm", "yes", 0.5), ("hm", "no", 0.25)]]
+    )
     write_step(folder, 3, [[("hm", "other", 1.0), ("hm", "<script>", 0.0)]])
     return open_runs([str(folder)])[0]
 

@@ -14,6 +14,8 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.serve import Reports, Server
 from tinker_cookbook.utils.files import append_jsonl
 
+MANY = "index/0?steps=" + "1," * 300
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -69,16 +71,32 @@ def test_a_row_and_a_run_that_are_new_are_seen(server: Server, root: Path) -> No
 
 
 def test_nothing_outside_the_runs_can_be_read(server: Server) -> None:
-    for path in ("/../secret.txt", "/%2e%2e/secret.txt", "/api/group/0/../../secret.txt", "/secret.txt", "/one/config.json", "//etc/passwd"):
+    for path in (
+        "/../secret.txt",
+        "/%2e%2e/secret.txt",
+        "/api/group/0/../../secret.txt",
+        "/secret.txt",
+        "/one/config.json",
+        "//etc/passwd",
+    ):
         status, body = ask(server, path)
         assert status == 404 and "secret" not in str(body) and "root:" not in str(body), path
 
 
 @pytest.mark.parametrize(
-    "path", ["/api/run/7", "/api/run/-1", "/api/run/x", "/api/index/0?steps=5", "/api/index/0?steps=a", "/api/nothing", "/api/index/0?steps=" + "1," * 300]
+    "path",
+    [
+        "/api/run/7",
+        "/api/run/-1",
+        "/api/run/x",
+        "/api/index/0?steps=5",
+        "/api/index/0?steps=a",
+        "/api/nothing",
+        "/api/index/0?steps=" + "1," * 300,
+    ],
 )
 def test_what_is_not_there_is_said(server: Server, path: str) -> None:
-    status, body = ask(server, path)
+    status, body = ask(server, f"/api/{path}")
     assert status == 404 and body and "Traceback" not in body
 
 

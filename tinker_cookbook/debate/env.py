@@ -35,6 +35,7 @@ from tinker_cookbook.rl.types import (
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.terminal import reach
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class DebateEnv(Env):
         malformed = renderer.holds_control_token(action)
         turn = Turn(action, reply_text(renderer, action), decode_reply(renderer, action), malformed)
         await transcript.speak(self.seat, turn)
+        reach(f"[debate] Round {round_ + 1}")
         opponent = await transcript.hear(self.seat.opponent, round_)
         done, reward = round_ + 1 == NUM_ROUNDS, 0.0
         if not done:

@@ -45,7 +45,9 @@ def told(columns: Columns) -> list[dict[str, Any]]:
 
 def _kl(columns: Columns) -> Iterator[Finding]:
     depths = {
-        int(key.rsplit("/", 1)[1]): key for key in columns if key.startswith("optim/kl_by_depth/") and _values(columns, key)
+        int(key.rsplit("/", 1)[1]): key
+        for key in columns
+        if key.startswith("optim/kl_by_depth/") and _values(columns, key)
     }
     key = "optim/kl_sample_train_v2"
     if not _values(columns, key):
@@ -105,7 +107,9 @@ def _failures(columns: Columns) -> Iterator[Finding]:
     failed, sampled = _sum(columns, "groups/failed"), _sum(columns, "groups/sampled")
     errors = {key.removeprefix("rollout_errors/"): key for key in columns if key.startswith("rollout_errors/")}
     counts = {name: _values(columns, key)[-1] for name, key in errors.items() if _values(columns, key)}
-    by_name = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if name not in ("total", "groups_skipped"))
+    by_name = ", ".join(
+        f"{name} {count:.0f}" for name, count in counts.items() if name not in ("total", "groups_skipped")
+    )
     if failed or by_name:
         yield Finding(
             "bad" if sampled and failed > 0.1 * sampled else "look",
@@ -160,7 +164,10 @@ def _gradients(columns: Columns) -> Iterator[Finding]:
     total = sum(_sum(columns, key) for key in skipped)
     if total:
         yield Finding(
-            "bad", "numbers that are not finite", f"{total:.0f} passes or updates were not finite and were skipped.", tuple(skipped)
+            "bad",
+            "numbers that are not finite",
+            f"{total:.0f} passes or updates were not finite and were skipped.",
+            tuple(skipped),
         )
     norms = _values(columns, "optim/grad_norm")
     if len(norms) > RECENT and max(norms[-RECENT:]) > 20 * max(_mean(norms), 1e-12):

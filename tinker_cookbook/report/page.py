@@ -16,7 +16,16 @@ from tinker_cookbook.report import health, rollouts
 from tinker_cookbook.report.runs import SEED_KEY, RunData, columns, read_spans, seeds_together, setting, swept_keys
 from tinker_cookbook.utils.secrets import redact
 
-SCRIPTS = ("uPlot.iife.min.js", "base.js", "source.js", "curves.js", "compare.js", "rollouts.js", "panels.js", "main.js")
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    "base.js",
+    "source.js",
+    "curves.js",
+    "compare.js",
+    "rollouts.js",
+    "panels.js",
+    "main.js",
+)
 STYLES = ("uPlot.min.css", "style.css")
 
 MOST_BYTES = 60_000_000
@@ -106,7 +115,9 @@ def _logged_groups(run: RunData, step: int, words: rollouts.Words, count: int) -
 
 def pack(value: Any) -> str:
     """JSON, compressed and as text."""
-    content = json.dumps(redact(value), ensure_ascii=False, separators=(",", ":")).encode("utf-8", errors="surrogatepass")
+    content = json.dumps(redact(value), ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", errors="surrogatepass"
+    )
     return base64.b64encode(gzip.compress(content, compresslevel=6, mtime=0)).decode()
 
 

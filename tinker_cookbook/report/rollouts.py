@@ -45,7 +45,9 @@ def index_step(run: RunData, step: int) -> dict[str, list[Any]]:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{name}: its rollouts cannot be read ({error})") from error
     group, member = table["group"].to_numpy(), table["member"].to_numpy()
-    first = np.flatnonzero(np.r_[True, (np.diff(group) != 0) | (np.diff(member) != 0)]) if len(group) else np.zeros(0, int)
+    first = (
+        np.flatnonzero(np.r_[True, (np.diff(group) != 0) | (np.diff(member) != 0)]) if len(group) else np.zeros(0, int)
+    )
     last = np.r_[first[1:], len(group)] if len(first) else first
     lengths = np.r_[0, np.cumsum(compute.list_value_length(table["completion"]).fill_null(0).to_numpy())]
     rows = table.select([name for name in _READ if name != "completion"]).take(first)

@@ -67,7 +67,9 @@ def open_runs(paths: Sequence[str]) -> list[RunData]:
     for given in paths:
         root = Path(given).expanduser().resolve()
         if not root.is_dir():
-            raise ConfigurationError(f"log_path: {given!r} is no folder; give the folder of a run, or one with runs in it")
+            raise ConfigurationError(
+                f"log_path: {given!r} is no folder; give the folder of a run, or one with runs in it"
+            )
         registry = RunRegistry([LocalStorage(root)])
         infos = registry.refresh()
         if not infos:

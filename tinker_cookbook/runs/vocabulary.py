@@ -16,7 +16,12 @@ from tinker_cookbook.utils.files import write_bytes
 
 VOCABULARY_BASE_NAME = "vocabulary.parquet"
 
-_PROBES = ("Plain words, 12 + 34 = 46.", "  two  spaces\nand\tlines\n\n", "naïve Ωμέγα 漢字 🙂 e\u0301", "def f(x):\n    return x")
+_PROBES = (
+    "Plain words, 12 + 34 = 46.",
+    "  two  spaces\nand\tlines\n\n",
+    "naïve Ωμέγα 漢字 🙂 e\u0301",
+    "def f(x):\n    return x",
+)
 """Texts whose tokens must join to what the tokenizer says of them, before the joining is trusted."""
 
 
@@ -63,7 +68,9 @@ def parse_vocabulary(content: bytes, name: str) -> list[bytes]:
     try:
         return parquet.read_table(pyarrow.BufferReader(content), columns=["bytes"])["bytes"].to_pylist()
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-        raise DataFormatError(f"{name}: cannot be read as a vocabulary ({error}). Remove it: ids are shown then") from error
+        raise DataFormatError(
+            f"{name}: cannot be read as a vocabulary ({error}). Remove it: ids are shown then"
+        ) from error
 
 
 def split_text(pieces: Sequence[bytes]) -> list[str]:

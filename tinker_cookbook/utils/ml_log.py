@@ -7,7 +7,6 @@ is for the loops to say. Other places than a folder are stores (`tinker_cookbook
 import importlib
 import json
 import logging
-import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -26,7 +25,7 @@ from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.run_store import RunStore
 from tinker_cookbook.utils.secrets import redact
-from tinker_cookbook.utils.terminal import wrapped
+from tinker_cookbook.utils.step_line import KEY_METRICS, step_line
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
@@ -35,29 +34,6 @@ TRACKIO_NAME_BASE_NAME = "trackio_name"
 TENSORBOARD_FOLDER = "tensorboard"
 
 Metrics = Mapping[str, float | int | str]
-
-KEY_METRICS = {
-    "progress/done_frac": "done",
-    "env/all/reward/total": "reward",
-    "env/all/correct": "correct",
-    "env/all/debate/judge_accuracy": "judge",
-    "train_mean_nll": "nll",
-    "dpo_loss": "dpo_loss",
-    "accuracy": "accuracy",
-    "teacher_kl": "teacher_kl",
-    "train_questions/env/all/correct": "train_questions/correct",
-    "test/env/all/correct": "test/correct",
-    "test/env/all/task_reward": "test/task_reward",
-    "test/nll": "test/nll",
-    "train/loss_sum": "loss",
-    "train/trained_tokens_sum": "tokens",
-    "optim/kl_sample_train_v1": "kl",
-    "optim/entropy": "entropy",
-    "optim/lr": "lr",
-    "learning_rate": "lr",
-    "time/total": "seconds",
-}
-"""What the terminal shows of a step, and under which name; everything else is in metrics.jsonl."""
 
 
 @chz.chz(typecheck=True)
@@ -169,15 +145,6 @@ class JsonLogger(Logger):
             write_json(path, dump_config(config))
 
 
-OWN = "env/all/"
-"""What an environment measures begins so in the metrics of a step."""
-
-_OF_EVERY_ENVIRONMENT = re.compile(
-    r"(ac|ob)_tokens_per_turn|turns_per_episode|total_.*|reward/.*|by_group/.*|stop/.*|trained_fraction|num_truncations.*|"
-    r"debate/.*|correct|parsed|format|task_reward|context_overflow|.*_len"
-)
-
-
 class PrettyPrintLogger(Logger):
     """Shows each step on the terminal: on one line, or where that is too long for the terminal on as many as it takes.
 
@@ -188,27 +155,14 @@ class PrettyPrintLogger(Logger):
         console: where to print; None: the process's own.
     """
 
-    FALLBACK = 6
-    MOST_OWN = 4
-    """metrics of an environment that are shown unasked"""
-
     def __init__(self, key_metrics: Mapping[str, str] = KEY_METRICS, console: Console | None = None) -> None:
         self.key_metrics = dict(key_metrics)
         self.console = console if console is not None else get_console()
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Print one step."""
-        shown = {label: metrics[key] for key, label in self.key_metrics.items() if key in metrics}
-        own = [key for key in metrics if key.startswith(OWN) and not _OF_EVERY_ENVIRONMENT.fullmatch(key[len(OWN) :])]
-        shown |= {key[len(OWN) :]: metrics[key] for key in own[: self.MOST_OWN] if key not in self.key_metrics}
-        if not shown:
-            shown = dict(list(metrics.items())[: self.FALLBACK])
-        shown |= _groups(metrics)
-        title = "metrics" if step is None else f"step {step:4d}"
-        first = f"{label_prefix()}{title}"
         width = self.console.width if self.console.is_terminal else sys.maxsize
-        values = [f"{label}={_show(value)}" for label, value in shown.items()]
-        line = wrapped([first, *values], width, " " * (len(first) + 2))
+        line = step_line(metrics, step, self.key_metrics, width, label_prefix())
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def log_long_text(self, key: str, text: str) -> None:
@@ -452,16 +406,3 @@ def _remembered(path: Path, fresh: str) -> str:
     if not path.exists():
         write_text(path, fresh)
     return path.read_text(encoding="utf-8").strip()
-
-
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _groups(metrics: Metrics) -> dict[str, str]:
-    """How many groups were trained on, where that is not all; and what became of the others."""
-    sampled, trained = metrics.get("groups/sampled"), metrics.get("groups/trained")
-    if not isinstance(sampled, int) or not isinstance(trained, int) or trained == sampled:
-        return {}
-    others = {name: metrics.get(f"groups/{name}") for name in ("filtered", "failed", "stale")}
-    return {"groups": f"{trained}/{sampled}"} | {name: str(count) for name, count in others.items() if count}

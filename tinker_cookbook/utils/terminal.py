@@ -6,6 +6,8 @@ from the loop reports a stage of a step with `reach`, which counts.
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Generator
@@ -18,7 +20,9 @@ from rich import get_console
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tinker_cookbook.utils.run_logs import label_prefix
+from tinker_cookbook.utils.run_logs import FILE_ONLY, label_prefix
+
+logger = logging.getLogger(__name__)
 
 _current: ContextVar[StepDisplay | None] = ContextVar("step_display", default=None)
 _alive: list[StepDisplay] = []
@@ -64,7 +68,13 @@ class StepDisplay:
     def begin_step(self, step: int, end: int) -> None:
         """A step begins, of a run that ends before step `end`."""
         self._stages.clear()
-        if self._progress is None and not self._quiet and self._console.is_terminal and not _alive and not label_prefix():
+        if (
+            self._progress is None
+            and not self._quiet
+            and self._console.is_terminal
+            and not _alive
+            and not label_prefix()
+        ):
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=12),
@@ -81,9 +91,9 @@ class StepDisplay:
         self._show()
 
     @contextmanager
-    def phase(self, name: str, total: int = 0) -> Generator[None]:
-        """What the step does in the body; `total` groups, or none that can be counted."""
-        self._phase, self._total, self._done, self._failed, self._tokens = name, total, 0, 0, 0
+    def phase(self, name: str) -> Generator[None]:
+        """What the step does in the body."""
+        self._phase, self._total, self._done, self._failed, self._tokens = name, 0, 0, 0, 0
         self._begun = time.monotonic()
         self._show()
         try:
@@ -91,6 +101,11 @@ class StepDisplay:
         finally:
             self._phase = ""
             self._show()
+
+    def expect(self, groups: int) -> None:
+        """How many groups the phase waits for."""
+        self._total = groups
+        self._show()
 
     def advance(self, tokens: int = 0, failed: bool = False) -> None:
         """One more of the phase's groups is there, with so many sampled tokens, or was given up."""
@@ -105,14 +120,16 @@ class StepDisplay:
         self._show()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """A line that stays, on stderr and in the run's `logs.log`."""
+        logger.info("%s", text, extra=FILE_ONLY)
         if not self._quiet:
-            self._console.print(f"{label_prefix()}{text}", markup=False, highlight=False, soft_wrap=True)
+            print(f"{label_prefix()}{text}", file=sys.stderr)
 
     def say_stages(self, unit: str) -> None:
-        """What the step has reached, a line for each stage in the order in which they were first reached."""
-        for stage, count in self._stages.items():
-            self.say(f"{stage}: {count} {unit}")
+        """What the step has reached, in the order in which it was first reached, on one line; nothing where there is none."""
+        if self._stages:
+            told = [f"{stage}: {count}" for stage, count in self._stages.items()]
+            self.say(f"{told[0]} {unit}" + "".join(f", {one}" for one in told[1:]))
         self._stages.clear()
 
     def _show(self) -> None:
@@ -127,15 +144,3 @@ class StepDisplay:
         if self._tokens and seconds > 0:
             told.append(f"{self._tokens / seconds:,.0f} tokens/s")
         self._progress.update(self._task, doing="  ".join(part for part in told if part))
-
-
-def wrapped(items: list[str], width: int, indent: str) -> str:
-    """Items two spaces apart, on as many lines as they need; none is cut, and lines after the first are indented."""
-    lines: list[str] = []
-    for item in items:
-        if lines and len(lines[-1]) + 2 + len(item) <= width:
-            lines[-1] += "  " + item
-        else:
-            lines.append(item if not lines else indent + item)
-    return "\n".join(lines)
-
