@@ -19,6 +19,7 @@ from recipes.common import settle
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
+    graded_evaluators,
     run_folder,
     train_and_show,
     train_config,
@@ -86,7 +87,8 @@ def build_config(cli: CLIConfig) -> train.Config:
         context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder.check()
-    return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli, CONFIDENCE_REQUEST)])
+    evaluators = [train_questions_evaluator(cli, CONFIDENCE_REQUEST), *graded_evaluators(cli, CONFIDENCE_REQUEST)]
+    return train_config(cli, RECIPE, dataset_builder, folder, evaluators)
 
 
 def _judge_weights(cli: CLIConfig) -> WeightsConfig:
