@@ -45,7 +45,7 @@ class SamplingClient:
         self._owner = owner  # keeps the service client, and with it the engine, alive
         self._model = model
         self._adapter = adapter
-        self._kv_budget = engine.kv_budget(model.name)
+        self._limits = engine.limits(model.name)
         self._id = uuid.uuid4().hex
         self._counter = itertools.count()
 
@@ -94,7 +94,7 @@ class SamplingClient:
             tokens,
             num_samples,
             sampling_params,
-            self._kv_budget,
+            self._limits,
             prompt_scoring(
                 self._model,
                 len(tokens),

@@ -24,6 +24,7 @@ from tinker_local_backend.errors import (
     ModelLoadError,
     RequestError,
 )
+from tinker_local_backend.samplers.choice import make_sampler
 from tinker_local_backend.server.operations import Operations
 from tinker_local_backend.storage.files import CheckpointWriteError
 from tinker_local_backend.wire.channel import Channel
@@ -39,7 +40,7 @@ class EngineProcess:
 
     def __init__(self, sock: socket.socket):
         self._channel = Channel(sock, "tinker-local-answers")
-        self._engine = Engine()
+        self._engine = Engine(make_sampler=make_sampler)
         self._operations = Operations(self._engine, self._send)
         self._running: dict[int, Future[Any]] = {}
 
