@@ -240,6 +240,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
                 "question": self.item.question[:100],
                 "instance_id": self.item.id,
                 "agent": seat.name,
+                "role": transcript.role(seat),
                 "ground_truth": self.item.reference,
                 "verdict": transcript.verdict.winner.value if transcript.verdict is not None else None,
                 "judge": transcript.verdict.raw_response or transcript.verdict.reasoning
