@@ -230,9 +230,16 @@ class Tables:
         present = np.flatnonzero(padded < units * group)
         counts_R = np.bincount(self._rows_N[seen], minlength=self.rows)
         counts = np.repeat(counts_R, kv_heads * group)
-        arrays = [*map(np.concatenate, (starts, readers, queries)), padded, padded[present], present]
-        *tensors, places, offsets = [self._tensor(array) for array in (*arrays, np.cumsum(counts) - counts)]
-        return _Layout(classes, *tensors, None if len(present) == len(padded) else places, offsets)
+        return _Layout(
+            classes,
+            starts=self._tensor(np.concatenate(starts)),
+            readers=self._tensor(np.concatenate(readers)),
+            queries=self._tensor(np.concatenate(queries)),
+            padded=self._tensor(padded),
+            in_order=self._tensor(padded[present]),
+            present=None if len(present) == len(padded) else self._tensor(present),
+            offsets=self._tensor(np.cumsum(counts) - counts),
+        )
 
     def layout(self, window: int | None, lengths_R: Ints) -> _Layout:
         """For layers with this window. Pages that no query sees any more are left out."""
