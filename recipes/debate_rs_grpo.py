@@ -19,6 +19,7 @@ from recipes.common import settle
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
+    graded_evaluators,
     run_folder,
     train_and_show,
     train_config,
@@ -98,9 +99,9 @@ def build_config(cli: CLIConfig) -> train.Config:
         context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder.check()
-    return train_config(
-        cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli, dataset_builder.added_request)]
-    )
+    request = dataset_builder.added_request
+    evaluators = [train_questions_evaluator(cli, request), *graded_evaluators(cli, request)]
+    return train_config(cli, RECIPE, dataset_builder, folder, evaluators)
 
 
 def _judge(cli: CLIConfig, judge: JudgeConfig) -> JudgeConfig:
