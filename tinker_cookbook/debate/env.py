@@ -42,6 +42,7 @@ from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.utils.terminal import reach
 
 TOO_LONG = "the question is too long for a debate"
 FORGED = "a turn holds a control token before its end"
@@ -69,6 +70,7 @@ class DebateEnv(Env):
         stopped = (extra or {}).get("stop_reason") == "stop"
         is_first = not transcript.sampled_turns(seat)
         await transcript.speak(seat, self._spoken.turn(action, slot, stopped))
+        reach(f"[debate] Round {slot.round + 1}")
         following = transcript.next_slot(seat)
         if following is not None:
             await self._spoken.go_on(action, following)
@@ -129,7 +131,7 @@ def make_dialogue(
 ) -> Dialogue:
     """The dialogue of a protocol with the wording of user, task and library, in this order. See `Dialogue.make`."""
     protocol = protocol or ProtocolConfig()
-    wording = (prompts or DebatePrompts()).settle(task.debate_prompts)
+    wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
     return Dialogue.make(task, renderer, protocol, wording, answer_request(protocol), max_tokens, context_window)
 
 
@@ -238,6 +240,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
                 "question": self.item.question[:100],
                 "instance_id": self.item.id,
                 "agent": seat.name,
+                "role": transcript.role(seat),
                 "ground_truth": self.item.reference,
                 "verdict": transcript.verdict.winner.value if transcript.verdict is not None else None,
                 "judge": transcript.verdict.raw_response or transcript.verdict.reasoning
