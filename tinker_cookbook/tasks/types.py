@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.tasks.rewards import RewardSpec
+from tinker_cookbook.tasks.rewards import RewardFn, RewardSpec
 
-_SOLUTION = re.compile(r"<SOLUTION>(.*?)</SOLUTION>", re.DOTALL)
-_CONFIDENCE = re.compile(r"<CONFIDENCE>\s*([0-9]*\.?[0-9]+)\s*</CONFIDENCE>")
+# Replies may be long and hostile: no pattern here takes more than linear time.
+_CONFIDENCE = re.compile(r"<CONFIDENCE>\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s*</CONFIDENCE>")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Task(ABC):
 
     Class attributes: `name`, `system_prompt`, `columns` (question and reference column of a dataset row), `record_kind`
     (how single-turn records are named), `shipped` (name of a dataset -> files of its train and test split, below
-    example_data), `default_dataset`, `default_reward`.
+    example_data), `default_dataset`, `default_reward`, `rewards` (name -> reward functions that make sense for this task
+    alone; they mix with the others).
     """
 
     name: str
@@ -49,9 +50,10 @@ class Task(ABC):
     shipped: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
     default_dataset: str
     default_reward: str
+    rewards: ClassVar[Mapping[str, RewardFn]] = MappingProxyType({})
 
     def __init__(self, reward: RewardSpec | None = None):
-        self.reward = reward or RewardSpec.parse(self.default_reward)
+        self.reward = reward or RewardSpec.parse(self.default_reward, self.rewards)
 
     def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:
         """The prompt of one item; `extra_request` is appended to the system prompt. An empty one is left out."""
@@ -75,8 +77,9 @@ class Task(ABC):
 
 def parse_solution(text: str) -> str | None:
     """What stands between the first <SOLUTION> tags, stripped; None without them."""
-    match = _SOLUTION.search(text)
-    return match.group(1).strip() if match else None
+    _, opened, rest = text.partition("<SOLUTION>")
+    solution, closed, _ = rest.partition("</SOLUTION>")
+    return solution.strip() if opened and closed else None
 
 
 def parse_confidence(text: str) -> float | None:

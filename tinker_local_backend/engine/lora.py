@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from tinker_local_backend.engine.products import linear
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -164,7 +165,7 @@ class LoraLinear(nn.Module):
         self.routing = routing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
         for rows, adapter in self.routing.spans:
             a = adapter.a.get(self.name)
             if a is None:
