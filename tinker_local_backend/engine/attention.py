@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention, decode_attention
+from tinker_local_backend.engine.execution import AttentionPlan
 from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.errors import RequestError
 
@@ -78,7 +79,7 @@ def packed_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    plan: PackedPlan | DecodePlan | None = None,
+    plan: PackedPlan | DecodePlan | AttentionPlan | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D). Signature is transformers'; masks are ours, not its."""
@@ -86,8 +87,11 @@ def packed_attention(
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     layer = LayerAttention(int(module.layer_idx), scale, softcap, sliding_window)  # pyright: ignore[reportArgumentType]
-    attend = decode_attention if isinstance(plan, DecodePlan) else _packed
-    return attend(layer, query, key, value, plan), None  # pyright: ignore[reportArgumentType]
+    if isinstance(plan, DecodePlan):
+        return decode_attention(layer, query, key, value, plan), None
+    if isinstance(plan, PackedPlan):
+        return _packed(layer, query, key, value, plan), None
+    return plan.attend(layer, query, key, value), None
 
 
 def _packed(

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine.admission import Admission
 from tinker_local_backend.engine.allowance import Allowance
@@ -34,7 +33,7 @@ from tinker_local_backend.errors import RequestError, SamplingError
 
 
 @dataclass(eq=False)
-class _Running:
+class Running:
     """A sequence that has pages of the KV cache."""
 
     ticket: Ticket
@@ -66,7 +65,6 @@ class _Batch:
 
     params: RowParams
     spans: Spans
-    stop_texts: bool
 
 
 class Generator:
@@ -78,6 +76,9 @@ class Generator:
         random_seed: draws a seed for a request that names none.
     """
 
+    fixed_pages = False
+    """the KV cache is allocated once"""
+
     def __init__(
         self,
         model: BaseModel,
@@ -88,11 +89,12 @@ class Generator:
     ):
         self._model = model
         self.kv_budget_tokens = kv_budget_tokens
-        self._cache = model.new_cache()
-        self._pool = PagePool(pages_of(kv_budget_tokens))
+        pages = pages_of(kv_budget_tokens)
+        self._cache = model.new_cache(pages if self.fixed_pages else None)
+        self._pool = PagePool(pages, self.fixed_pages)
         self._allowance = Allowance(max_running, prefill_tokens or most_tokens(model.device), self._pool.most)
         self._line = Admission(self._pool, self._allowance, random_seed)
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
         self._batch: _Batch | None = None
         self._tables: Tables | None = None
         self._waits = WaitTimes()
@@ -223,7 +225,7 @@ class Generator:
             PackedPlan(packed.segments, self._cache, prefill.places),
             prefill.spans,
         )
-        started: list[_Running] = []
+        started: list[Running] = []
         last_rows: list[int] = []
         for i, part in enumerate(joining):
             rows = prefill.rows[i]
@@ -266,12 +268,12 @@ class Generator:
                 ticket.succeed()
         return spoiled
 
-    def _start(self, part: Joining) -> list[_Running]:
+    def _start(self, part: Joining) -> list[Running]:
         """Sequences of the samples of a prompt that is there. The first one goes on in its last page, the others in copies."""
         table, length = part.table, len(part.request.prompt)
         begun = length % PAGE_TOKENS > 0
         whole = table.pages[:-1] if begun else table.pages
-        running: list[_Running] = []
+        running: list[Running] = []
         copies: list[int] = []
         for ticket, indices in part.entries:
             for index in indices:
@@ -282,7 +284,7 @@ class Generator:
                     copies.extend([own.pages[-1].slot] if begun else [])
                 assert ticket.seed is not None
                 running.append(
-                    _Running(ticket, index, ticket.sequences[index], mix_seed(ticket.seed, index), own, length)
+                    Running(ticket, index, ticket.sequences[index], mix_seed(ticket.seed, index), own, length)
                 )
             if indices:
                 self._served(ticket)
@@ -373,7 +375,7 @@ class Generator:
         """Sequences have joined or left."""
         self._batch = self._tables = None
 
-    def _new_batch(self, rows: Sequence[_Running]) -> _Batch:
+    def _new_batch(self, rows: Sequence[Running]) -> _Batch:
         requests = [row.ticket.request for row in rows]
         params = RowParams(
             [request.temperature for request in requests],
@@ -383,16 +385,20 @@ class Generator:
             self._model.device,
         )
         spans = group_rows([request.adapter for request in requests], self._model.device)
-        return _Batch(params, spans, any(request.stop.texts for request in requests))
+        return _Batch(params, spans)
 
-    def _emit(self, rows: Sequence[_Running], batch: _Batch, hidden_RH: torch.Tensor) -> None:
+    def _emit(self, rows: Sequence[Running], batch: _Batch, hidden_RH: torch.Tensor) -> None:
         """Sample one token for each of these rows, and let finished ones go."""
         positions = np.array([len(row.sequence.tokens) for row in rows], dtype=np.uint64)
         logits_RV = self._model.logits(hidden_RH, batch.spans)
         tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, positions)
         self._record_topk(rows, tempered_RV)
-        finished: list[_Running] = []
-        for row, token, logprob in zip(rows, tokens_R.tolist(), logprobs_R.tolist(), strict=True):
+        self._append(rows, tokens_R.tolist(), logprobs_R.tolist())
+
+    def _append(self, rows: Sequence[Running], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Running]:
+        """One more token for each of these rows. Those that end with it go, and are returned."""
+        finished: list[Running] = []
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             sequence, request = row.sequence, row.ticket.request
             if not math.isfinite(logprob):
                 row.broken = True
@@ -401,9 +407,7 @@ class Generator:
                 continue
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            if token in request.stop.token_ids or (
-                batch.stop_texts and _ends_with_stop_text(sequence.tokens, request.stop.texts, self._model.tokenizer)
-            ):
+            if request.stop.met(sequence.tokens, self._model.tokenizer):
                 sequence.stop_reason = "stop"
             elif len(sequence.tokens) < request.max_tokens:
                 continue
@@ -412,8 +416,9 @@ class Generator:
             self._remove(finished)
         for row in finished:
             row.ticket.sample_done()
+        return finished
 
-    def _record_topk(self, rows: Sequence[_Running], tempered_RV: torch.Tensor) -> None:
+    def _record_topk(self, rows: Sequence[Running], tempered_RV: torch.Tensor) -> None:
         asking = [i for i, row in enumerate(rows) if row.ticket.request.topk_logprobs]
         if not asking:
             return
@@ -423,7 +428,7 @@ class Generator:
             k = rows[i].ticket.request.topk_logprobs
             rows[i].sequence.topk.append((own_ids[:k], own_values[:k]))
 
-    def _remove(self, rows: Sequence[_Running]) -> None:
+    def _remove(self, rows: Sequence[Running]) -> None:
         """End these sequences; what their pages hold stays findable until somebody needs them."""
         gone = {id(row) for row in rows}
         self._running = [row for row in self._running if id(row) not in gone]
@@ -434,16 +439,3 @@ class Generator:
             elif not row.table.dropped:
                 self._pool.hold(row.ticket.request.adapter, row.held, row.table.pages)
             self._cache.erase(self._pool.release(row.table.pages))
-
-
-def _ends_with_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the newest token completed a stop string, also across token borders.
-
-    Only the tail can hold a new match: every token adds at least one byte, so as many tokens as the longest stop string
-    has bytes (plus a few that decode to nothing by themselves) are enough.
-    """
-    if not texts:
-        return False
-    window = max(len(text.encode()) for text in texts) + 8
-    tail = tokenizer.decode(tokens[-window:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return any(text in tail for text in texts)

@@ -12,6 +12,7 @@ from numbers import Integral
 import numpy as np
 import numpy.typing as npt
 import tinker
+from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter
@@ -26,6 +27,20 @@ class StopRule:
 
     token_ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
+
+    def met(self, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether the newest of these tokens is a stop or completed a stop string, also across token borders.
+
+        Only the tail can hold a new match: every token adds at least one byte, so as many tokens as the longest stop string
+        has bytes (plus a few that decode to nothing by themselves) are enough.
+        """
+        if tokens[-1] in self.token_ids:
+            return True
+        if not self.texts:
+            return False
+        window = max(len(text.encode()) for text in self.texts) + 8
+        tail = tokenizer.decode(tokens[-window:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(text in tail for text in self.texts)
 
 
 @dataclass(frozen=True, eq=False)
