@@ -64,6 +64,12 @@ class PackedPlan:
             self._masks[key] = mask if window is None else mask & (keys > own - window)
         return self._masks[key]
 
+    def attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Segment by segment: query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D)."""
+        return _packed(layer, query, key, value, self)
+
     @classmethod
     def whole(cls, lengths: Sequence[int]) -> PackedPlan:
         """Whole sequences of these lengths, end to end."""
@@ -79,7 +85,7 @@ def packed_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    plan: PackedPlan | DecodePlan | AttentionPlan | None = None,
+    plan: DecodePlan | AttentionPlan | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D). Signature is transformers'; masks are ours, not its."""
@@ -89,8 +95,6 @@ def packed_attention(
     layer = LayerAttention(int(module.layer_idx), scale, softcap, sliding_window)  # pyright: ignore[reportArgumentType]
     if isinstance(plan, DecodePlan):
         return decode_attention(layer, query, key, value, plan), None
-    if isinstance(plan, PackedPlan):
-        return _packed(layer, query, key, value, plan), None
     return plan.attend(layer, query, key, value), None
 
 

@@ -194,6 +194,15 @@ class BaseModel:
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self.context_length: int = self._check_passes(expected)
+        self.execution = self.start() or self.execution
+
+    def start(self) -> Execution | None:
+        """The execution of a model that has passed its checks; None: the reference."""
+        if self.device.type != "cuda":
+            return None
+        from tinker_local_backend.engine.cuda.selfcheck import checked_execution
+
+        return checked_execution(self)
 
     def _wrap_layers(self) -> None:
         """Let each decoder layer drop its activations and compute them again in the backward pass when `recompute` says so."""
@@ -298,6 +307,11 @@ class BaseModel:
         return min(limits)
 
     @property
+    def module(self) -> PreTrainedModel:
+        """transformers' module tree, with the engine's parts in it."""
+        return self._model
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """What ends a turn when a request names no stop: the model's own end-of-sequence ids."""
         for config in (getattr(self._model, "generation_config", None), self.config):
@@ -333,12 +347,12 @@ class BaseModel:
         self,
         tokens_T: torch.Tensor,
         positions_T: torch.Tensor,
-        plan: PackedPlan | AttentionPlan,
+        plan: DecodePlan | AttentionPlan,
         adapters: Adapter | Spans | None,
     ) -> torch.Tensor:
         """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
         if isinstance(plan, PackedPlan):
-            plan = self.execution.packed(plan, self)
+            plan = self.execution.packed(plan)
         with self.routed(adapters):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]

@@ -261,7 +261,7 @@ class Engine:
     def adopt(self, model: BaseModel) -> None:
         """Serve a base model that the caller made, under its name. Only within an operation."""
         tokens = self._kv_tokens or self._default_kv_tokens(model)
-        self._generators[model.name] = Generator(model, tokens, self.random_seed)
+        self._generators[model.name] = model.execution.generator(model, tokens, self.random_seed)
         self._models[model.name] = model
         self.context_lengths[model.name] = model.context_length
 

@@ -28,7 +28,7 @@ class AttentionPlan(Protocol):
 class Execution(Protocol):
     """One way. It belongs to one model, and may have changed modules of it."""
 
-    def packed(self, plan: PackedPlan, model: BaseModel) -> PackedPlan | AttentionPlan:
+    def packed(self, plan: PackedPlan) -> AttentionPlan:
         """What attends in a packed pass (training, prefill)."""
         ...
 
@@ -44,7 +44,7 @@ class Execution(Protocol):
 class Reference:
     """Plain torch."""
 
-    def packed(self, plan: PackedPlan, model: BaseModel) -> PackedPlan:
+    def packed(self, plan: PackedPlan) -> AttentionPlan:
         return plan
 
     def generator(self, model: BaseModel, kv_budget_tokens: int, random_seed: Callable[[], int]) -> Generator:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.engine.cuda.cases import relative_error
 from tests.engine.devices import here
@@ -73,7 +74,7 @@ def test_results_and_gradients_are_those_of_a_masked_matrix(
 ) -> None:
     packed = packed_groups(chosen)
     layer = LayerAttention(0, 0.3, None, window)
-    plan = VarlenPlan.of(packed.segments, torch.device("cpu"))
+    plan = VarlenPlan.of(PackedPlan(packed.segments), torch.device("cpu"))
     tensors = random_tensors(len(packed.tokens), seed=len(packed.tokens))
     found = with_gradients(lambda q, k, v: plan.attend(layer, q, k, v), tensors)
     wanted = with_gradients(lambda q, k, v: masked_attention(packed, layer, q, k, v), tensors)
@@ -85,7 +86,7 @@ def test_windows_count_the_token_itself() -> None:
     """varlen_attn is told of one less than the engine's window, which a window of 1 shows: the result is the token's value."""
     packed = packed_groups([(0, [5])])
     query, key, value, _ = random_tensors(5, seed=0)
-    plan = VarlenPlan.of(packed.segments, torch.device("cpu"))
+    plan = VarlenPlan.of(PackedPlan(packed.segments), torch.device("cpu"))
     out = plan.attend(LayerAttention(0, 1.0, None, 1), query, key, value)
     assert relative_error(out, value.repeat_interleave(2, dim=1).transpose(1, 2)) < 1e-12
 
@@ -104,7 +105,7 @@ def test_it_agrees_with_the_engines_segments_where_the_tests_run() -> None:
         plan = PackedPlan(packed.segments)
         return packed_attention(Layer(), q, k, v, None, 0.3, None, 16, plan)[0]
 
-    plan = VarlenPlan.of(packed.segments, here().device)
+    plan = VarlenPlan.of(PackedPlan(packed.segments), here().device)
     layer = LayerAttention(0, 0.3, None, 16)
     found = with_gradients(lambda q, k, v: plan.attend(layer, q, k, v), tensors)
     for mine, theirs in zip(found, with_gradients(reference, tensors), strict=True):
@@ -114,7 +115,7 @@ def test_it_agrees_with_the_engines_segments_where_the_tests_run() -> None:
 def test_gradients_of_copies_are_summed_in_float32() -> None:
     """In bfloat16 256 + 1 is 256, so a sum of 40 ones on top of it would be lost."""
     packed = packed_groups([(8, [1] * 40)])
-    copies = VarlenPlan.of(packed.segments, here().device).copies
+    copies = VarlenPlan.of(PackedPlan(packed.segments), here().device).copies
     assert copies is not None
     rows = torch.zeros(len(packed.tokens), 1, dtype=torch.bfloat16, device=here().device, requires_grad=True)
     gathered = gather_rows(rows, copies)
@@ -125,19 +126,32 @@ def test_gradients_of_copies_are_summed_in_float32() -> None:
 
 
 def test_keys_are_not_copied_where_no_prefix_is_shared() -> None:
-    plan = VarlenPlan.of(PackedPlan.whole([3, 7]).segments, torch.device("cpu"))
+    plan = VarlenPlan.of(PackedPlan.whole([3, 7]), torch.device("cpu"))
     assert plan.copies is None and plan.keys.tolist() == plan.queries.tolist() == [0, 3, 10]
     assert (plan.most_queries, plan.most_keys) == (7, 7)
 
 
 def test_what_the_kernel_cannot_do_is_left_to_the_segments() -> None:
-    whole = PackedPlan.whole([4])
-    assert varlen.suits(whole, torch.bfloat16, 128, None)
-    assert not varlen.suits(whole, torch.float32, 128, None)
-    assert not varlen.suits(whole, torch.bfloat16, 512, None)
-    assert not varlen.suits(whole, torch.bfloat16, 12, None)
-    assert not varlen.suits(whole, torch.bfloat16, 128, 50.0)
-    cached = [Segment(0, 4, before=3, table=torch.tensor([0]))]
-    assert not varlen.suits(PackedPlan(cached), torch.bfloat16, 128, None)
+    full, capped = LayerAttention(0, 0.3, None, None), LayerAttention(0, 0.3, 5.0, None)
+
+    def query(dim: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+        return torch.empty(1, HEADS, 7, dim, dtype=dtype, device=device)
+
+    with FakeTensorMode():
+        assert varlen.suits(full, query(128, torch.bfloat16, "cuda"))
+        assert varlen.suits(full, query(128, torch.float32, "cpu"))
+        assert not varlen.suits(full, query(128, torch.float32, "cuda"))
+        assert not varlen.suits(full, query(512, torch.bfloat16, "cuda"))
+        assert not varlen.suits(full, query(12, torch.bfloat16, "cuda"))
+        assert not varlen.suits(capped, query(128, torch.bfloat16, "cuda"))
+    packed = packed_groups([(9, [2, 3])])
+    plan = PackedPlan(packed.segments)
+    tensors = random_tensors(len(packed.tokens), seed=0)[:3]
+    by_call, by_segment = (
+        VarlenPlan.of(plan, torch.device("cpu")).attend(capped, *tensors),
+        plan.attend(capped, *tensors),
+    )
+    assert torch.equal(by_call, by_segment)
+    cached = PackedPlan([Segment(0, 4, before=3, table=torch.tensor([0]))])
     with pytest.raises(ValueError, match="KV cache"):
         VarlenPlan.of(cached, torch.device("cpu"))

@@ -46,7 +46,9 @@ class BurstGenerator(Generator):
         for row in self._running:
             self._drop_unseen(row.table, row.length)
         while steps > 1:
-            missing = [pages_of(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS for row in self._running]
+            missing = [
+                pages_of(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS for row in self._running
+            ]
             if sum(missing) <= self._pool.available:
                 for row, count in zip(self._running, missing, strict=True):
                     row.table.pages.extend(self._pool.take(count))

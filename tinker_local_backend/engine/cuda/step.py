@@ -26,7 +26,7 @@ IDLE = -1
 
 @dataclass(frozen=True, eq=False)
 class DecodeRow:
-    """What a step must know of a sequence. `pages` are slots of the cache, the first of them for the tokens of page `first_page`."""
+    """What a step must know of a sequence. `pages` are slots of the cache; the first is page number `first_page` of the sequence."""
 
     token: int
     """fed next"""
@@ -157,9 +157,7 @@ def decode_step(
 
         with model.lora_through(add):
             logits = compute()
-    rules = Rules(
-        state.divisors[:rows], state.greedy[:rows], state.top_k[:rows], state.top_p[:rows], any_limit=limited
-    )
+    rules = Rules(state.divisors[:rows], state.greedy[:rows], state.top_k[:rows], state.top_p[:rows], any_limit=limited)
     drawn = state.drawn[:rows]
     tokens, logprobs, tempered = choose(logits, rules, uniforms(state.seeds[:rows], drawn))
     both = torch.stack((tokens.double(), logprobs.double()), dim=-1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -39,8 +39,10 @@ class Copies:
 
 @dataclass(eq=False)
 class VarlenPlan:
-    """A packed plan whose segments are all attended to in one call. Its device is that of the tensors."""
+    """A packed plan whose segments are all attended to in one call."""
 
+    plan: PackedPlan
+    """attends in the layers that the call cannot do"""
     queries: torch.Tensor
     """(N + 1,) int32: where the queries of each segment begin, and the end"""
     keys: torch.Tensor
@@ -49,12 +51,11 @@ class VarlenPlan:
     most_keys: int
     copies: Copies | None
     """None: no prefix is shared, keys are used as they are"""
-    windows: dict[int, int | None] = field(default_factory=dict)
-    """filled by the pass, as in PackedPlan"""
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device) -> VarlenPlan:
-        """Raises ValueError for segments whose beginning is in the KV cache."""
+    def of(cls, plan: PackedPlan, device: torch.device) -> VarlenPlan:
+        """Raises ValueError for a plan with segments whose beginning is in the KV cache."""
+        segments = plan.segments
         if any(segment.table is not None for segment in segments):
             raise ValueError("a segment begins in the KV cache; it is attended to through PackedPlan")
         lengths = np.array([segment.end - segment.start for segment in segments])
@@ -64,13 +65,18 @@ class VarlenPlan:
             return torch.tensor([0, *np.cumsum(values)], dtype=torch.int32, device=device)
 
         copies = _copies(segments, device) if before.any() else None
-        return cls(ends(lengths), ends(lengths + before), int(lengths.max()), int((lengths + before).max()), copies)
+        return cls(
+            plan, ends(lengths), ends(lengths + before), int(lengths.max()), int((lengths + before).max()), copies
+        )
 
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D)."""
-        self.windows[layer.index] = layer.window
+        if not suits(layer, query):
+            return self.plan.attend(layer, query, key, value)
+        if self.plan.cache is not None and self.plan.places is not None:
+            self.plan.cache.write(layer.index, self.plan.places, key.squeeze(0), value.squeeze(0))
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         if self.copies is not None:
             key, value = gather_rows(key, self.copies), gather_rows(value, self.copies)
@@ -91,15 +97,10 @@ class VarlenPlan:
         return out.unsqueeze(0)
 
 
-def suits(plan: PackedPlan, dtype: torch.dtype, dim: int, softcap: float | None) -> bool:
-    """Whether the kernel behind varlen_attn can do this pass of a model with heads of `dim`."""
-    return (
-        dtype in (torch.bfloat16, torch.float16)
-        and dim <= LARGEST_DIM
-        and dim % 8 == 0
-        and softcap is None
-        and not any(segment.table is not None for segment in plan.segments)
-    )
+def suits(layer: LayerAttention, query: torch.Tensor) -> bool:
+    """Whether varlen_attn can do this layer: on CUDA in 16 bits, without a soft cap. Its stand-in on a CPU takes any dtype."""
+    in_16_bits = query.dtype in (torch.bfloat16, torch.float16) or query.device.type == "cpu"
+    return in_16_bits and layer.softcap is None and query.shape[-1] <= LARGEST_DIM and query.shape[-1] % 8 == 0
 
 
 def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:
