@@ -320,6 +320,10 @@ class BaseModel:
                 return frozenset(ids if isinstance(ids, list) else [ids])
         return frozenset()
 
+    def text_of(self, tokens: list[int]) -> str:
+        """With special tokens, and nothing cleaned up."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
         """A fresh adapter. Raises ModelLoadError for a model of which it would cover only some linears."""
         if self._beyond_lora:

@@ -407,7 +407,7 @@ class Generator:
                 continue
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            if request.stop.met(sequence.tokens, self._model.tokenizer):
+            if request.stop.met(sequence.tokens, self._model.text_of):
                 sequence.stop_reason = "stop"
             elif len(sequence.tokens) < request.max_tokens:
                 continue

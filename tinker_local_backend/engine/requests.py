@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Integral
@@ -12,7 +12,6 @@ from numbers import Integral
 import numpy as np
 import numpy.typing as npt
 import tinker
-from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter
@@ -28,7 +27,7 @@ class StopRule:
     token_ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
 
-    def met(self, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    def met(self, tokens: list[int], decode: Callable[[list[int]], str]) -> bool:
         """Whether the newest of these tokens is a stop or completed a stop string, also across token borders.
 
         Only the tail can hold a new match: every token adds at least one byte, so as many tokens as the longest stop string
@@ -39,7 +38,7 @@ class StopRule:
         if not self.texts:
             return False
         window = max(len(text.encode()) for text in self.texts) + 8
-        tail = tokenizer.decode(tokens[-window:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        tail = decode(tokens[-window:])
         return any(text in tail for text in self.texts)
 
 

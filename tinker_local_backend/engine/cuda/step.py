@@ -26,7 +26,7 @@ IDLE = -1
 
 @dataclass(frozen=True, eq=False)
 class DecodeRow:
-    """What a step must know of a sequence. `pages` are slots of the cache; the first is page number `first_page` of the sequence."""
+    """What a step must know of a sequence. `pages` are slots of the cache, from page number `first_page` of the sequence on."""
 
     token: int
     """fed next"""
