@@ -23,6 +23,8 @@ class TaskItem:
     id: str
     question: str
     reference: str
+    wrong_answers: tuple[str, ...] = ()
+    """for debates in which answers are assigned; a row's list of that name"""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Task(ABC):
     shipped: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
     default_dataset: str
     default_reward: str
+    debate_prompts: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """the task's own wording of a debate's turns, by field of debate.prompts.DebatePrompts"""
     rewards: ClassVar[Mapping[str, RewardFn]] = MappingProxyType({})
 
     def __init__(self, reward: RewardSpec | None = None):
@@ -73,6 +77,14 @@ class Task(ABC):
     def judge_context(self, item: TaskItem) -> str:
         """What a judge is told of the question."""
         return item.question
+
+    def article(self, item: TaskItem) -> str:
+        """The text that debaters may quote, and against which quotes are checked."""
+        return item.question
+
+    def reference_answer(self, item: TaskItem) -> str:
+        """The right answer, as it would stand between the tags of a reply."""
+        return item.reference
 
 
 def parse_solution(text: str) -> str | None:

@@ -260,7 +260,7 @@ class BaseModel:
             first = torch.arange(4, device=self.device)
             places = Places(torch.zeros_like(first), first)
             self._pass_logits(sequences[0][:4], range(4), PackedPlan([Segment(0, 4)], cache, places))
-            tables = Tables([Table([0])], cache.kv_heads, self.device)
+            tables = Tables([Table([0])], self.heads, self.device)
             decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, tables, np.array([4])))
         except torch.OutOfMemoryError:
             raise
@@ -320,10 +320,6 @@ class BaseModel:
                 return frozenset(ids if isinstance(ids, list) else [ids])
         return frozenset()
 
-    def text_of(self, tokens: list[int]) -> str:
-        """With special tokens, and nothing cleaned up."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
         """A fresh adapter. Raises ModelLoadError for a model of which it would cover only some linears."""
         if self._beyond_lora:
@@ -336,6 +332,12 @@ class BaseModel:
         """`fixed`: with so many pages from the beginning, whose addresses stay."""
         kv_heads, head_dim = self._kv_shape()
         return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, fixed)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Key heads, and how many query heads share one."""
+        kv_heads, _ = self._kv_shape()
+        return kv_heads, self.config.num_attention_heads // kv_heads
 
     def _kv_shape(self) -> tuple[int, int]:
         """Key heads and their dimension."""

@@ -26,10 +26,15 @@ from tinker_local_backend.engine.memory import most_tokens, out_of_memory
 from tinker_local_backend.engine.noise import mix_seed
 from tinker_local_backend.engine.pages import PAGE_TOKENS, PagePool, PageTable, pages_of
 from tinker_local_backend.engine.prompt_scores import PromptScorer
+from tinker_local_backend.engine.requests import SamplerLimits
 from tinker_local_backend.engine.sampler import RowParams, next_tokens
+from tinker_local_backend.engine.stopping import append_token
 from tinker_local_backend.engine.tickets import SampledSequence, Ticket, diverged
 from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
 from tinker_local_backend.errors import RequestError, SamplingError
+
+AHEAD = PAGE_TOKENS // 4
+"""Tokens before the end of its last page at which a sequence may get the next one."""
 
 
 @dataclass(eq=False)
@@ -76,8 +81,7 @@ class Generator:
         random_seed: draws a seed for a request that names none.
     """
 
-    fixed_pages = False
-    """the KV cache is allocated once"""
+    fixed_pages = False  # the KV cache is allocated once
 
     def __init__(
         self,
@@ -103,6 +107,10 @@ class Generator:
     @property
     def busy(self) -> bool:
         return bool(self._line.waiting or self._running or self._line.long)
+
+    @property
+    def limits(self) -> SamplerLimits:
+        return SamplerLimits(self.kv_budget_tokens)
 
     @property
     def running(self) -> int:
@@ -320,10 +328,16 @@ class Generator:
         self._emit(rows, self._batch, hidden_RH)
 
     def _make_room(self) -> None:
-        """A page for each sequence whose last one is full; the youngest make way where the pool has none left."""
-        growing = [row for row in self._running if row.length % PAGE_TOKENS == 0 and row.length == row.table.end]
+        """A page for each sequence whose last one is full; the youngest make way where the pool has none left.
+
+        Where there are enough, sequences that are about to need one get it now: tables change together and seldom.
+        """
+        growing = [row for row in self._running if row.length == row.table.end]
         if not growing:
             return
+        soon = [row for row in self._running if row.length + AHEAD >= row.table.end]
+        if len(soon) <= self._pool.spare:
+            growing = soon
         for row in growing:
             self._drop_unseen(row.table, row.length)
         while len(growing) > self._pool.available:
@@ -355,7 +369,7 @@ class Generator:
         def tables() -> Tables:
             return Tables(
                 [Table([page.slot for page in row.table.pages], row.table.start) for row in self._running],
-                self._cache.kv_heads,
+                self._model.heads,
                 self._model.device,
             )
 
@@ -405,13 +419,8 @@ class Generator:
                 row.ticket.finish(diverged(f"after {row.length} tokens"))
                 finished.append(row)
                 continue
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            if request.stop.met(sequence.tokens, self._model.text_of):
-                sequence.stop_reason = "stop"
-            elif len(sequence.tokens) < request.max_tokens:
-                continue
-            finished.append(row)
+            if append_token(sequence, token, logprob, request, self._model.tokenizer):
+                finished.append(row)
         if finished:
             self._remove(finished)
         for row in finished:

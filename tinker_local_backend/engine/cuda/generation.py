@@ -47,7 +47,8 @@ class BurstGenerator(Generator):
             self._drop_unseen(row.table, row.length)
         while steps > 1:
             missing = [
-                pages_of(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS for row in self._running
+                max(0, pages_of(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS)
+                for row in self._running
             ]
             if sum(missing) <= self._pool.available:
                 for row, count in zip(self._running, missing, strict=True):
