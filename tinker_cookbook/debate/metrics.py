@@ -1,8 +1,11 @@
 """Metrics of a finished debate, per seat."""
 
+from collections.abc import Sequence
+from statistics import pvariance
+
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat, Winner
-from tinker_cookbook.rl.types import Metrics
+from tinker_cookbook.rl.types import Metrics, Trajectory
 
 
 def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
@@ -57,3 +60,14 @@ def _debate_metrics(transcript: Transcript) -> Metrics:
         if None not in right and sum(map(bool, right)) == 1:
             metrics["debate/judge_accuracy"] = float(bool(right[winner]))
     return metrics
+
+
+def survivor_metrics(trajectories_G: Sequence[Trajectory], trained_G: Sequence[bool]) -> Metrics:
+    """Of a question's rollouts: debate/survivors, how many train, and debate/survivor_variance, of their total rewards. Where
+    the variance is 0 a mode that compares them trains nothing."""
+    rewards = [
+        sum(transition.reward for transition in trajectory.transitions)
+        for trajectory, trained in zip(trajectories_G, trained_G, strict=True)
+        if trained
+    ]
+    return {"debate/survivors": len(rewards), "debate/survivor_variance": pvariance(rewards) if rewards else 0.0}

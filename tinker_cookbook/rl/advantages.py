@@ -165,7 +165,8 @@ def token_scales(
 ) -> list[list[float]]:
     """What to divide each member's token advantages by: 1, its own sampled tokens, or those of all that train.
 
-    With scale=turn it is 1, since each turn is divided by its own (`data_processing.scale_turns`). `kept_P` says which groups count among those that train; None means all.
+    With scale=turn it is 1, since each turn is divided by its own (`data_processing.scale_turns`). `kept_P` says which groups
+    count among those that train; None means all.
     """
     tokens_P_G = [[float(traj.num_action_tokens) for traj in group.trajectories_G] for group in trajectory_groups_P]
     if scale == "sequence":
