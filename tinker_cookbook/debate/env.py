@@ -15,7 +15,7 @@ from typing import Any, Self
 from tinker_cookbook.completers import StopCondition, TokenCompleter
 from tinker_cookbook.debate.dialogue import Dialogue, SeatDialogue
 from tinker_cookbook.debate.judges import Judge
-from tinker_cookbook.debate.metrics import member_metrics, survivor_metrics
+from tinker_cookbook.debate.metrics import member_metrics, rate_ranges, survivor_metrics
 from tinker_cookbook.debate.modes import TrainingMode, get_mode
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.debate.protocols import ProtocolConfig
@@ -248,6 +248,9 @@ class DebateGroupBuilder(EnvGroupBuilder):
             }
             for transcript, seat in _members(env_group)
         ]
+
+    def rate_ranges(self) -> dict[str, tuple[float, float]]:
+        return rate_ranges(max(2, len(self.protocol.config.places)))
 
     def logging_tags(self) -> list[str]:
         return [self.protocol.task.name]
