@@ -25,6 +25,7 @@ from tinker_cookbook.debate.transcript import Transcript, assign_answers, invali
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.run_clients import RunClients
 from tinker_cookbook.rl.types import (
     Action,
     ActionExtra,
@@ -173,9 +174,9 @@ class DebateGroupBuilder(EnvGroupBuilder):
     def coordinated(self) -> bool:
         return self.protocol.config.num_speakers > 1
 
-    def with_policy(self, policy: TokenCompleter) -> Self:
+    def with_clients(self, clients: RunClients) -> Self:
         own = copy.copy(self)  # with its dataset_index, which is no field
-        object.__setattr__(own, "policy", policy)
+        object.__setattr__(own, "policy", clients.policy)
         return own
 
     async def make_envs(self) -> Sequence[DebateEnv]:

@@ -170,7 +170,7 @@ def assign_answers(places: int, right: str, wrong: Sequence[str], key: tuple[int
     """The right answer and wrong ones in an order that the debate's key draws, so that no seat is right more often."""
     answers = [right, *wrong[: places - 1]]
     draw = derive_seed(seed, "assigned answers", *key)
-    ordered = []
+    ordered: list[str] = []
     while answers:
         draw, place = divmod(draw, len(answers))
         ordered.append(answers.pop(place))

@@ -143,11 +143,12 @@ class DebateView:
     @property
     def _second(self) -> SeatView:
         """Of a single answer, its denial: right when the answer is wrong, and as sure as the answer is not."""
-        return self.seats[1] if len(self.seats) > 1 else denial(self.seats[0])
+        return self.both()[1]
 
     def both(self) -> tuple[SeatView, ...]:
         """A seat for each option: of a single answer also its denial."""
-        return self.seats if len(self.seats) > 1 else (self.seats[0], self._second)
+        first, *others = self.seats
+        return (first, *(others or [denial(first)]))
 
     def in_order(self, order: Sequence[int]) -> DebateView:
         """The same debate with seat order[i] shown as seat i."""

@@ -128,7 +128,6 @@ async def _play_group(
     with_notes: bool,
     with_records: bool,
 ) -> TrajectoryGroup:
-    builder = builder.with_policy(policy)
     strategy = config.effective_strategy()
     # A strategy of one's own need not know of settings as long as there are none for single rollouts.
     single = chz.replace(config, strategy=None, retries=None, termination=None, reward_threads=0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict
 
 import chz
 
-from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.completers import StopCondition, TokensWithLogprobs
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
 
@@ -205,10 +205,6 @@ class EnvGroupBuilder(ABC):
         """Whether members depend on each other while they play (opponents, a shared world). Then none is ever run
         without its peers: a failure of one means that the whole group is played again, or given up."""
         return False
-
-    def with_policy(self, policy: TokenCompleter) -> Self:
-        """The builder that makes and rewards the group when this policy plays it: itself, unless a reward asks the policy."""
-        return self
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
@@ -48,10 +48,10 @@ def _tasks() -> Registry[TaskBuilder]:
     found: dict[str, TaskBuilder] = {}
     for module_info in pkgutil.iter_modules([str(Path(__file__).parent)]):
         module = importlib.import_module(f"tinker_cookbook.tasks.{module_info.name}")
-        for part in (cast(Any, part) for part in vars(module).values()):
-            is_own = isinstance(part, type) and issubclass(part, Task) and part.__module__ == module.__name__
-            if is_own and "name" in cast(Any, part).__dict__:
-                found[part.name] = part
+        for part in vars(module).values():
+            is_own = inspect.isclass(part) and issubclass(part, Task) and part.__module__ == module.__name__
+            if is_own and "name" in vars(part):
+                found[vars(part)["name"]] = part
     return Registry(TASK_KIND, found)
 
 

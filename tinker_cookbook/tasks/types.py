@@ -73,7 +73,8 @@ class Task(ABC):
     @property
     def pays_zero_or_one(self) -> bool:
         """Whether every answer is worth 0 or 1, so that right answers differ in nothing."""
-        return all(reward.function is None and reward.label in self.zero_one for reward in self.reward.rewards)
+        labels = [reward.label for reward in self.reward.rewards if reward.function is None]
+        return len(self.reward.rewards) == 1 and set(labels) <= self.zero_one and bool(labels)
 
     @staticmethod
     def read_reference(text: str) -> str:
