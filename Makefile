@@ -15,11 +15,12 @@ TRITON := triton==3.9.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-ecosystem test-faults test-gpu test-kernels test-server test-slow smoke lint llms
+.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow smoke lint llms test-kernels
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
 	@echo "make test         run the tests"
+	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
 	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
@@ -35,6 +36,16 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q
+
+test-browser: $(STAMP)
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	{ echo "Chromium is needed: apt-get install chromium (Debian), or any package with chromium on the PATH"; exit 1; }
+	@$(PIP) -e '.[browser]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m browser tests/browser
+
+screenshots: $(STAMP)
+	@$(PIP) -e '.[browser]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m tools.screenshots
 
 test-ecosystem: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/ecosystem -m ecosystem -q

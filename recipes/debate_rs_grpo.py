@@ -22,6 +22,7 @@ from recipes.common import settle
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
+    graded_evaluators,
     run_folder,
     train_and_show,
     train_config,
@@ -100,9 +101,9 @@ def build_config(cli: CLIConfig) -> train.Config:
     )
     dataset_builder.check()
     dataset_builder.mode.check_group(group_size // cli.protocol.num_speakers, cli.advantage)
-    return train_config(
-        cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli, dataset_builder.added_request)]
-    )
+    request = dataset_builder.added_request
+    evaluators = [train_questions_evaluator(cli, request), *graded_evaluators(cli, request)]
+    return train_config(cli, RECIPE, dataset_builder, folder, evaluators)
 
 
 def _advantage(cli: CLIConfig) -> AdvantageConfig:

@@ -42,6 +42,7 @@ from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.utils.terminal import reach
 
 TOO_LONG = "the question is too long for a debate"
 FORGED = "a turn holds a control token before its end"
@@ -69,6 +70,7 @@ class DebateEnv(Env):
         stopped = (extra or {}).get("stop_reason") == "stop"
         is_first = not transcript.sampled_turns(seat)
         await transcript.speak(seat, self._spoken.turn(action, slot, stopped))
+        reach(f"[debate] Round {slot.round + 1}")
         following = transcript.next_slot(seat)
         if following is not None:
             await self._spoken.go_on(action, following)
