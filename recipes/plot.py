@@ -4,7 +4,7 @@
     python -m recipes.plot log_path=SWEEP x=progress/sampled_tokens y=test/correct out=correct.pdf
     python -m recipes.plot log_path=RUN,OTHER y=optim/entropy smoothing=0.8 out=entropy.png
 
-Metrics may be called as the terminal calls them (reward, correct, kl) or as metrics.jsonl does. Needs matplotlib (the extra plot).
+Metrics may be called as the terminal calls them (reward, correct, kl) or as metrics.jsonl does. Needs matplotlib: the extra plot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class CLIConfig:
 
     log_path: list[str] = chz.field(doc="folders of runs, or folders with runs in them; several are divided by commas")
     y: str = chz.field(doc="the metric")
-    x: str = chz.field(default="step", doc="over what: step, progress/sampled_tokens, progress/seconds or another metric")
+    x: str = chz.field(
+        default="step", doc="over what: step, progress/sampled_tokens, progress/seconds or another metric"
+    )
     out: str = chz.field(doc="the file: .svg, .pdf or .png")
     smoothing: float = chz.field(
         default=0.0, doc="weight of the past, from 0 to below 1", validator=[chz.validators.ge(0), chz.validators.lt(1)]

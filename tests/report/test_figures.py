@@ -55,7 +55,9 @@ def test_metrics_by_the_names_of_the_terminal(tmp_path: Path) -> None:
 
 def test_a_figure_in_each_format(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = curves(runs_of(tmp_path / "runs", {(0.1, 0): [1.0, 2.0], (0.1, 1): [2.0, 3.0]}), "step", "env/all/reward/total")
+    found = curves(
+        runs_of(tmp_path / "runs", {(0.1, 0): [1.0, 2.0], (0.1, 1): [2.0, 3.0]}), "step", "env/all/reward/total"
+    )
     for kind, start in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
         draw(found, "step", "reward", tmp_path / f"x.{kind}", None, 3, 2)
         assert (tmp_path / f"x.{kind}").read_bytes().startswith(start)
