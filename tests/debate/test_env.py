@@ -165,6 +165,7 @@ class TestSteps:
                     "question": "7" * 100,
                     "instance_id": "sum-1",
                     "agent": seat,
+                    "role": "debater",
                     "ground_truth": "12",
                     "verdict": verdict,
                     "judge": verdict and "because",

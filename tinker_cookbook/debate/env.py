@@ -131,7 +131,7 @@ def make_dialogue(
 ) -> Dialogue:
     """The dialogue of a protocol with the wording of user, task and library, in this order. See `Dialogue.make`."""
     protocol = protocol or ProtocolConfig()
-    wording = (prompts or DebatePrompts()).settle(task.debate_prompts)
+    wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
     return Dialogue.make(task, renderer, protocol, wording, answer_request(protocol), max_tokens, context_window)
 
 
@@ -240,6 +240,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
                 "question": self.item.question[:100],
                 "instance_id": self.item.id,
                 "agent": seat.name,
+                "role": transcript.role(seat),
                 "ground_truth": self.item.reference,
                 "verdict": transcript.verdict.winner.value if transcript.verdict is not None else None,
                 "judge": transcript.verdict.raw_response or transcript.verdict.reasoning

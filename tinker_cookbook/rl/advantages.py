@@ -15,7 +15,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, 
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import torch
 
-Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role", "constant"]
+Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role_mean", "role", "constant"]
 SURVIVORS_HINT = (
     " Rejection leaves members of equal reward (accept_min_reward with rewards of 0 and 1, say): advantage.baseline=constant "
     "trains each of them alike."
@@ -31,7 +31,8 @@ class AdvantageConfig:
     baseline: Baseline = chz.field(
         default="mean",
         doc="mean: reward minus the group's mean; zscore: that over its standard deviation; leave_one_out: reward minus "
-        "the mean of the others; role: reward minus a running mean per role; constant: 1 for each member",
+        "the mean of the others; role_mean: reward minus the mean of the group's members in the same role; role: reward minus a "
+        "running mean per role; constant: 1 for each member",
     )
     scale: Scale = chz.field(
         default="sum",
@@ -49,7 +50,7 @@ class AdvantageConfig:
     def _check(self) -> None:
         if not 0 <= self.role_decay < 1:
             raise ConfigurationError(f"role_decay={self.role_decay}: must be at least 0 and below 1")
-        if self.credit == "turn" and self.baseline in ("role", "constant"):
+        if self.credit == "turn" and self.baseline in ("role_mean", "role", "constant"):
             raise ConfigurationError(
                 f"credit=turn compares turns within the group, which baseline={self.baseline} does not do; use baseline=mean, "
                 "zscore or leave_one_out"
@@ -108,6 +109,11 @@ def _group_advantages(
         if role_baselines is None:
             raise ConfigurationError("baseline=role needs role_baselines, the running means of the run")
         advantages_G = role_baselines.advantages(group.get_roles(), rewards_G, trained_G)
+    elif config.baseline == "role_mean":
+        roles, advantages_G = group.get_roles(), torch.zeros_like(rewards_G)
+        for role in dict.fromkeys(roles):
+            of_role_G = trained_G & torch.tensor([other == role for other in roles])
+            advantages_G = torch.where(of_role_G, _against_others(rewards_G, of_role_G, "mean"), advantages_G)
     else:
         advantages_G = _against_others(rewards_G, trained_G, config.baseline)
     return torch.where(trained_G, advantages_G, 0.0).float()

@@ -271,5 +271,10 @@ class RLDatasetBuilder:
         """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
         return None
 
+    @property
+    def needs_starting_policy(self) -> bool:
+        """Whether groups meet the policy that the run started from (`RunClients.starting_policy`)."""
+        return False
+
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")

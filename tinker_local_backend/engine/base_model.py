@@ -248,7 +248,7 @@ class BaseModel:
             first = torch.arange(4, device=self.device)
             places = Places(torch.zeros_like(first), first)
             self._pass_logits(sequences[0][:4], range(4), PackedPlan([Segment(0, 4)], cache, places))
-            tables = Tables([Table([0])], cache.kv_heads, self.device)
+            tables = Tables([Table([0])], self.heads, self.device)
             decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, tables, np.array([4])))
         except torch.OutOfMemoryError:
             raise
@@ -314,6 +314,12 @@ class BaseModel:
     def new_cache(self) -> KVCache:
         kv_heads, head_dim = self._kv_shape()
         return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Key heads, and how many query heads share one."""
+        kv_heads, _ = self._kv_shape()
+        return kv_heads, self.config.num_attention_heads // kv_heads
 
     def _kv_shape(self) -> tuple[int, int]:
         """Key heads and their dimension."""

@@ -33,6 +33,9 @@ from tinker_local_backend.engine.tickets import SampledSequence, Ticket, diverge
 from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
 from tinker_local_backend.errors import RequestError, SamplingError
 
+AHEAD = PAGE_TOKENS // 4
+"""Tokens before the end of its last page at which a sequence may get the next one."""
+
 
 @dataclass(eq=False)
 class _Running:
@@ -322,10 +325,16 @@ class Generator:
         self._emit(rows, self._batch, hidden_RH)
 
     def _make_room(self) -> None:
-        """A page for each sequence whose last one is full; the youngest make way where the pool has none left."""
-        growing = [row for row in self._running if row.length % PAGE_TOKENS == 0 and row.length == row.table.end]
+        """A page for each sequence whose last one is full; the youngest make way where the pool has none left.
+
+        Where there are enough, sequences that are about to need one get it now: tables change together and seldom.
+        """
+        growing = [row for row in self._running if row.length == row.table.end]
         if not growing:
             return
+        soon = [row for row in self._running if row.length + AHEAD >= row.table.end]
+        if len(soon) <= self._pool.spare:
+            growing = soon
         for row in growing:
             self._drop_unseen(row.table, row.length)
         while len(growing) > self._pool.available:
@@ -357,7 +366,7 @@ class Generator:
         def tables() -> Tables:
             return Tables(
                 [Table([page.slot for page in row.table.pages], row.table.start) for row in self._running],
-                self._cache.kv_heads,
+                self._model.heads,
                 self._model.device,
             )
 

@@ -134,6 +134,11 @@ class PagePool:
         return len(self._free) + len(self._idle) + max(0, self.most - self.capacity)
 
     @property
+    def spare(self) -> int:
+        """Pages that `take` can give now without anything being forgotten."""
+        return len(self._free) + max(0, min(self.eager, self.most) - self.capacity)
+
+    @property
     def read(self) -> int:
         """Pages that sequences hold."""
         return self.capacity - len(self._free) - len(self._idle)
