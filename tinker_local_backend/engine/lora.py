@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -152,6 +154,43 @@ def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Span
     return spans
 
 
+class _TrainedLinear(torch.autograd.Function):
+    """x @ weight.T + bias + scale * (x @ a.T) @ b.T for all rows, with gradients by x, a and b alone.
+
+    Autograd's own graph of this writes three more tensors of the size of x or of the result, each of them once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        inner = F.linear(rows, a.to(x.dtype))
+        y = F.linear(rows, weight, bias).addmm_(inner, b.to(x.dtype).t(), alpha=scale)
+        ctx.save_for_backward(x, weight, a, b, inner)
+        ctx.scale = scale
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, a, b, inner = ctx.saved_tensors
+        by_y = by_y.flatten(0, -2)
+        by_inner = (by_y @ b.to(by_y.dtype)).mul_(ctx.scale)
+        by_a = (by_inner.t() @ x.flatten(0, -2)).to(a.dtype)
+        by_b = (by_y.t() @ inner).mul_(ctx.scale).to(b.dtype)
+        by_x = None
+        if ctx.needs_input_grad[0]:  # not in the first layer
+            by_x = (by_y @ weight).addmm_(by_inner, a.to(by_y.dtype)).view(x.shape)
+        return by_x, None, None, by_a, by_b, None
+
+
 class LoraLinear(nn.Module):
     """An `nn.Linear` whose rows may each pass through a different adapter. Input (1, rows, in), output (1, rows, out)."""
 
@@ -164,6 +203,11 @@ class LoraLinear(nn.Module):
         self.routing = routing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.routing.spans:
+            ((_, adapter),) = self.routing.spans  # several adapters, or some of the rows, only ever meet in sampling
+            if self.name in adapter.a:
+                a, b, scale = adapter.a[self.name], adapter.b[self.name], adapter.spec.scale
+                return cast(torch.Tensor, _TrainedLinear.apply(x, self.weight, self.bias, a, b, scale))
         y = F.linear(x, self.weight, self.bias)
         for rows, adapter in self.routing.spans:
             a = adapter.a.get(self.name)
@@ -173,10 +217,7 @@ class LoraLinear(nn.Module):
             if a.dtype != x.dtype:
                 a, b = a.to(x.dtype), b.to(x.dtype)
             inner = F.linear(x[0, rows], a)
-            if torch.is_grad_enabled():
-                # Several adapters only ever meet in sampling, so here the rows are all rows.
-                y = torch.addmm(y[0], inner, b.t(), alpha=scale)[None]
-            elif isinstance(rows, torch.Tensor):
+            if isinstance(rows, torch.Tensor):
                 y[0].index_add_(0, rows, F.linear(inner, b), alpha=scale)
             else:
                 y[0, rows].addmm_(inner, b.t(), alpha=scale)
