@@ -10,10 +10,12 @@ STAMP := $(VENV)/.installed
 # interrupted and is repeated from the start. An environment that somebody else put there is used and never deleted.
 UNFINISHED := $(VENV)/.unfinished
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+# Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
+TRITON := triton==3.9.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-ecosystem test-faults test-gpu test-server test-slow smoke lint llms
+.PHONY: help demo test test-ecosystem test-faults test-gpu test-kernels test-server test-slow smoke lint llms
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -21,6 +23,7 @@ help:
 	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
+	@echo "make test-kernels  the Triton kernels in Triton's interpreter on the CPU (downloads triton, 290 MB): a minute"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
@@ -41,6 +44,10 @@ test-faults: $(STAMP)
 
 test-gpu: $(STAMP)
 	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -q
+
+test-kernels: $(STAMP)
+	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda -m kernels -n 2 -q
 
 test-slow: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q -m slow

@@ -27,15 +27,18 @@ from recipes.rl_common import (
 from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.debate.dataset import ADVANTAGES, DebateDatasetBuilder, DebateTrain
+from tinker_cookbook.debate.dataset import DebateDatasetBuilder
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig
-from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
+from tinker_cookbook.debate.modes import ADVANTAGES, DebateTrain
+from tinker_cookbook.debate.prompts import DebatePrompts
+from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_rs_grpo"
+SHORT = {"judge": JudgeConfig, "held_out_judge": JudgeConfig, "protocol": ProtocolConfig}
+"""Keys of which KEY=NAME is short for KEY.name=NAME."""
 
 
 @chz.chz(typecheck=True)
@@ -52,22 +55,30 @@ class CLIConfig(TaskConfig):
         default_factory=lambda: JudgeConfig(name="mock"),
         doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
     )
+    held_out_judge: JudgeConfig | None = with_default(DebateDatasetBuilder, "held_out_judge", None)
+    measure: tuple[str, ...] = with_default(DebateDatasetBuilder, "measure", ())
+    protocol: ProtocolConfig = chz.field(
+        default_factory=ProtocolConfig,
+        doc=f"who answers, who argues, when; protocol=NAME is short for protocol.name=NAME ({', '.join(PROTOCOLS)})",
+    )
+    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
     debate_train: DebateTrain = chz.field(default="rs_grpo", doc="rs_grpo, or rejection (winners only, no reward)")
     advantage: AdvantageConfig = with_default(TaskConfig, "advantage", ADVANTAGES["rs_grpo"])
 
     @classmethod
     def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
         values = TaskConfig.layer(given)
-        if (name := given.get("judge")) is not None:
-            if given.get("judge.name", name) != name:
-                raise ConfigurationError(f"judge={name} and judge.name={given['judge.name']}: give one of the two")
-            values |= {"judge": JudgeConfig, "judge.name": name}
+        for key, config in SHORT.items():
+            if (name := given.get(key)) is not None and name != "None":
+                if given.get(f"{key}.name", name) != name:
+                    raise ConfigurationError(f"{key}={name} and {key}.name={given[f'{key}.name']}: give one of the two")
+                values |= {key: config, f"{key}.name": name}
         return values
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
+    group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=cli.protocol.num_speakers)
     if cli.debate_train == "rejection":
         if cli.preset is not None or cli.advantage != ADVANTAGES["rs_grpo"]:
             raise ConfigurationError(
@@ -79,23 +90,26 @@ def build_config(cli: CLIConfig) -> train.Config:
     cli = settle(cli)
     dataset_builder = cli.fill(
         DebateDatasetBuilder,
-        judge=chz.replace(cli.judge, weights=_judge_weights(cli)),
+        judge=_judge(cli, cli.judge),
+        held_out_judge=None if cli.held_out_judge is None else _judge(cli, cli.held_out_judge),
         group_size=group_size,
         num_batches=cli.max_steps,
         max_test_items=cli.max_eval_items,
         context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder.check()
-    return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli, CONFIDENCE_REQUEST)])
+    return train_config(
+        cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli, dataset_builder.added_request)]
+    )
 
 
-def _judge_weights(cli: CLIConfig) -> WeightsConfig:
-    """Those of `judge.weights`, where the policy runs and, unless others are named, from the policy's base model."""
-    given = cli.judge.weights
+def _judge(cli: CLIConfig, judge: JudgeConfig) -> JudgeConfig:
+    """The judge with its weights where the policy runs and, unless others are named, from the policy's base model."""
+    given = judge.weights
     own = chz.replace(given, backend=given.backend or cli.backend, base_url=given.base_url or cli.base_url)
-    if given.base_model is not None:
-        return own
-    return chz.replace(own, base_model=cli.model_name, renderer_name=given.renderer_name or cli.renderer_name)
+    if given.base_model is None:
+        own = chz.replace(own, base_model=cli.model_name, renderer_name=given.renderer_name or cli.renderer_name)
+    return chz.replace(judge, weights=own)
 
 
 async def main(cli: CLIConfig) -> None:

@@ -1,14 +1,15 @@
 """Reinforcement learning on any environment: a shipped one by name, or your own class or function in a file.
 
     python -m recipes.env_rl
-    python -m recipes.env_rl env=twenty_questions env_args.num_things=3
-    python -m recipes.env_rl env=my_envs.py:Guess env_args.highest=20 model_name=Qwen/Qwen3-4B-Instruct-2507
+    python -m recipes.env_rl env=twenty_questions env.num_things=3
+    python -m recipes.env_rl env=my_envs.py:Guess env.highest=20 model_name=Qwen/Qwen3-4B-Instruct-2507
     python -m recipes.env_rl env=my_envs.py:Guess play=True
 
-docs/environments.md shows what such a class or function looks like. A shipped environment takes the keys of its own recipe as
-env_args; there is no supervised stage before it here.
+docs/environments.md shows what such a class or function looks like, and how a package offers one. env.key=value is short for
+env_args.key=value. A shipped environment takes the keys of its own recipe; there is no supervised stage before it here.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -62,13 +63,13 @@ for _recipe in (guess_number, twenty_questions, tool_use):
 class CLIConfig(RLConfig):
     """Keys of `python -m recipes.env_rl`."""
 
+    ARGS_KEYS = {"env": "env_args"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
+
     env: str | Callable[..., Any] | Environment = chz.field(
         default=guess_number.RECIPE,
-        doc=f"{', '.join(known_envs())}; or your own: package.module:object, path/file.py:object",
+        doc=f"{', '.join(known_envs())}; or your own: an installed package, a module, a folder, path/file.py:object",
     )
-    env_args: dict[str, Any] = chz.field(
-        default_factory=dict, doc="arguments of the environment, as env_args.name=value"
-    )
+    env_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the environment, as env.name=value")
     max_steps: int = chz.field(default=12, doc="number of batches", validator=chz.validators.gt(0))
     groups_per_batch: int = chz.field(default=8, doc="episodes or questions per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="attempts at each", validator=chz.validators.gt(1))
@@ -84,7 +85,7 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config from settled keys."""
-    name = cli.env.rpartition(":")[2] if isinstance(cli.env, str) else "own"
+    name = re.split(r"[:/\\.]", cli.env.removesuffix(".py").rstrip("/\\"))[-1] if isinstance(cli.env, str) else "own"
     size = f"{cli.groups_per_batch}x{cli.group_size}"
     return train_config(cli, RECIPE, make_dataset_builder(cli), [name, size])
 

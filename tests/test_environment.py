@@ -49,7 +49,7 @@ def test_what_the_sdk_reads_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
-        ({"TINKER_LOCAL_SAMPLER": "vllm"}, "TINKER_LOCAL_SAMPLER='vllm' must be transformers"),
+        ({"TINKER_LOCAL_SAMPLER": "sglang"}, "TINKER_LOCAL_SAMPLER='sglang' must be transformers or vllm"),
         ({"TINKER_LOCAL_DEVICE": "nonsense"}, "TINKER_LOCAL_DEVICE='nonsense' must be cpu, cuda or cuda:N"),
         ({"TINKER_DEBATE_LOGROOT": "/tmp"}, "did you mean TINKER_DEBATE_LOG_ROOT?"),
         ({"TINKER_BASE_URL": "http://x"}, "TINKER_BASE_URL is set, but no backend is chosen"),

@@ -6,6 +6,7 @@ and the help shows the defaults that hold for this config, its own keys before t
 A config class may have, as attributes that are no fields,
     SHARED_KEYS   names that the help lists together, under the class that says so
     MOVED_KEYS    names of old, each with what stands in its place
+    ARGS_KEYS     names of parts, each with the key that holds its arguments: with {"env": "env_args"}, env.x=1 is env_args.x=1
 and a class method `layer(arguments)`, values below those of the command line that follow from it (a preset).
 """
 
@@ -58,6 +59,7 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
         ValueError, TypeError: a value that the config refuses, or an argument that is not `key=value`.
         chz.blueprint exceptions: unknown keys, missing or unreadable values.
     """
+    arguments = [_args_key(config_cls, argument) for argument in arguments]
     given = keys_and_values(arguments)
     for key, place in getattr(config_cls, "MOVED_KEYS", {}).items():
         if key in given and key not in chz.chz_fields(config_cls):
@@ -68,6 +70,13 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     # What the layer says of a key that is given (preset itself) is its reading of that key.
     rest = [argument for argument in arguments if not keys_and_values([argument]).keys() & layer.keys()]
     return blueprint.apply_from_argv(rest, allow_hyphens=True).make()
+
+
+def _args_key(config_cls: type, argument: str) -> str:
+    key = argument.lstrip("-").partition("=")[0]
+    part, dot, _ = key.partition(".")
+    holder = getattr(config_cls, "ARGS_KEYS", {}).get(part)
+    return argument.replace(f"{part}.", f"{holder}.", 1) if dot and holder is not None else argument
 
 
 def keys_and_values(arguments: Sequence[str]) -> dict[str, str]:

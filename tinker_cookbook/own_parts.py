@@ -124,7 +124,7 @@ def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
     if not is_reference(said):
         raise unknown
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except FileNotFoundError as error:
         raise ConfigurationError(f"{kind.key}={said!r}: there is no file {error.filename}") from None
     except Exception as error:
@@ -142,20 +142,26 @@ def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
     return found
 
 
-def _load_file(path: Path) -> ModuleType:
-    """The module of a file, imported once per file. It finds modules beside it, and other processes unpickle by its name."""
+def load_file(path: Path) -> ModuleType:
+    """The module of a file, imported once per file. It finds modules beside it, and other processes unpickle by its name.
+
+    A file `__init__.py` is the package that its folder is. Raises FileNotFoundError, ImportError, or what the module raises.
+    """
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(2, "no such file", str(path))
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path) and getattr(module, "__name__", "") != "__main__":
             return module
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.find_spec(path.stem)
+    name, root = (path.parent.name, path.parent.parent) if path.stem == "__init__" else (path.stem, path.parent)
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    spec = importlib.util.find_spec(name)
     if spec is None or spec.origin != str(path):
-        raise ImportError(f"a module called {path.stem} exists already; rename the file")
-    return importlib.import_module(path.stem)
+        raise ImportError(
+            f"a module called {name} exists already; rename the {'folder' if path.stem == '__init__' else 'file'}"
+        )
+    return importlib.import_module(name)
 
 
 def describe(part: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -56,6 +57,29 @@ def _one_of(*choices: str, otherwise: str = "") -> Callable[[str], str]:
     return parse
 
 
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1:
+        raise ValueError("must be a number between 0 and 1")
+    return share
+
+
+def _program(text: str) -> str:
+    found = shutil.which(Path(text).expanduser())
+    if found is None:
+        raise ValueError("is no program that can be run; name the python of an environment that has vLLM")
+    return found
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("must begin with http:// or https://")
+    return text.rstrip("/")
+
+
 def _device(text: str) -> torch.device:
     """A device that is there."""
     import torch
@@ -89,8 +113,8 @@ VARIABLES = {
         _one_of("float32", "bfloat16"),
     ),
     "TINKER_LOCAL_SAMPLER": Variable(
-        "`transformers`, the only one: the engine samples with the model that it trains",
-        _one_of("transformers", otherwise=": this engine has no other sampler; unset it"),
+        "`transformers`: the engine samples with the model that it trains; `vllm`: vLLM beside it ([vllm.md](vllm.md))",
+        _one_of("transformers", "vllm"),
     ),
     "TINKER_LOCAL_SEED": Variable("seed for everything that is given none", _integer(0)),
     "TINKER_LOCAL_GRAD_ACCUM_STEPS": Variable(
@@ -102,6 +126,22 @@ VARIABLES = {
     ),
     "TINKER_LOCAL_KV_CACHE_TOKENS": Variable(
         "bound on the KV cache of the sampler; default 2 GiB on a CPU, half of what is free on CUDA", _integer(1)
+    ),
+    "TINKER_LOCAL_VLLM_PYTHON": Variable("python of the environment that has vLLM; default: this one", _program),
+    "TINKER_LOCAL_VLLM_URL": Variable("a vLLM server to use instead of a process of one's own", _url),
+    "TINKER_LOCAL_VLLM_MAX_LORAS": Variable("adapters that vLLM holds at a time; default 8", _integer(1)),
+    "TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION": Variable(
+        "vLLM's share of the memory of the GPU, or of the machine on a CPU; default 0.4, or 0.15 on a CPU", _share
+    ),
+    "TINKER_LOCAL_VLLM_MAX_MODEL_LEN": Variable(
+        "prompt and completion together, for vLLM; default: the model's context", _integer(1)
+    ),
+    "TINKER_LOCAL_VLLM_TENSOR_PARALLEL_SIZE": Variable("GPUs that vLLM spreads the model over; default 1", _integer(1)),
+    "TINKER_LOCAL_VLLM_ENFORCE_EAGER": Variable(
+        "1: vLLM captures no CUDA graphs", lambda text: int(_one_of("0", "1")(text))
+    ),
+    "TINKER_LOCAL_VLLM_RESTART_EVERY": Variable(
+        "vLLM's process is replaced after so many adapters; default 0: never", _integer(0)
     ),
 }
 """By name: what the engine reads from the environment."""
@@ -130,9 +170,26 @@ def check_environment() -> None:
             close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
             hint = f"did you mean {close[0]}? " if close else ""
             raise RequestError(f"{name} is set, but there is no such variable; {hint}Known: {', '.join(VARIABLES)}")
+    _check_vllm()
     if read("TINKER_LOCAL_BACKEND") == "unsloth":
         _warn("TINKER_LOCAL_BACKEND=unsloth is not supported and has no effect: models are those of transformers")
     _warn_of_an_idle_gpu()
+
+
+def _check_vllm() -> None:
+    """What is set for vLLM must have an effect."""
+    chosen = sorted(name for name in VARIABLES if name.startswith(f"{PREFIX}VLLM_") and os.environ.get(name))
+    if chosen and read("TINKER_LOCAL_SAMPLER") != "vllm":
+        raise RequestError(
+            f"{chosen[0]} is set, but TINKER_LOCAL_SAMPLER is not vllm, so it has no effect; set TINKER_LOCAL_SAMPLER=vllm, "
+            f"or unset {', '.join(chosen)}"
+        )
+    own = [name for name in chosen if name not in ("TINKER_LOCAL_VLLM_URL", "TINKER_LOCAL_VLLM_MAX_LORAS")]
+    if own and read("TINKER_LOCAL_VLLM_URL"):
+        raise RequestError(
+            f"{own[0]} is set beside TINKER_LOCAL_VLLM_URL, but it is for a process of one's own: give the setting to the "
+            f"server, and unset {', '.join(own)}"
+        )
 
 
 @cache
@@ -180,4 +237,5 @@ def describe() -> dict[str, str | None]:
         "dtype": str(default_dtype(device)).removeprefix("torch."),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
+        **({"sampler": "vllm"} if read("TINKER_LOCAL_SAMPLER") == "vllm" else {}),
     }

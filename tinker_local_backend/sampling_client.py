@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import numpy as np
 import tinker
@@ -13,6 +13,7 @@ from tinker.types import PromptAltTokens
 from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from transformers import PreTrainedTokenizerBase
 
+from tinker_local_backend import sampler_host
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.datums import frozen_tensor
 from tinker_local_backend.engine.engine import Engine
@@ -24,8 +25,10 @@ from tinker_local_backend.engine.requests import (
     sampling_request,
 )
 from tinker_local_backend.engine.tickets import OnProgress, SampledSequence, SamplingResult
-from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
+from tinker_local_backend.hosted_only import say_without_effect
+from tinker_local_backend.remote_sampling_client import connect
+from tinker_local_backend.sampler_host import Sampler, SamplerHandle
 from tinker_local_backend.storage.checkpoints import load_adapter
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
@@ -42,7 +45,7 @@ class SamplingClient:
         self._owner = owner  # keeps the service client, and with it the engine, alive
         self._model = model
         self._adapter = adapter
-        self._kv_budget = engine.kv_budget(model.name)
+        self._limits = engine.limits(model.name)
         self._id = uuid.uuid4().hex
         self._counter = itertools.count()
 
@@ -91,7 +94,7 @@ class SamplingClient:
             tokens,
             num_samples,
             sampling_params,
-            self._kv_budget,
+            self._limits,
             prompt_scoring(
                 self._model,
                 len(tokens),
@@ -164,11 +167,26 @@ class SamplingClient:
 
     get_base_model_async = as_coroutine(get_base_model)
 
-    def __reduce__(self) -> NoReturn:
-        raise RequestError(
-            "a local SamplingClient lives in the engine's process and cannot be pickled; save_weights_for_sampler and make "
-            "one from the path in the other process"
-        )
+    def get_sampler_handle(self) -> str:
+        """Names this client for `from_sampler_handle` in other processes of the same user on this machine.
+
+        They reach this process, which must go on and keep this client. The handle holds no credentials.
+        """
+        return self._handle().encode()
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> Sampler:
+        """A client of the sampler that a handle names, as if it had been pickled. `api_key` has no effect here."""
+        say_without_effect(api_key=api_key)
+        return connect(SamplerHandle.decode(handle))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process goes the way here (sampler_host.py), no weights; unpickled in this one it is this client."""
+        return connect, (self._handle(),)
+
+    def _handle(self) -> SamplerHandle:
+        self._engine.check_open()
+        return sampler_host.share(self._id, self._model.name, self)
 
 
 def open_checkpoint(engine: Engine, owner: object, home: Path, model_path: str) -> ClientFuture[SamplingClient]:

@@ -18,6 +18,7 @@ from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
 from tinker_local_backend.hosted_only import refuse_arguments, say_without_effect
 from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
+from tinker_local_backend.samplers.choice import make_sampler
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage.info import check_user_metadata, read_info
 from tinker_local_backend.storage.paths import CheckpointPath, check_writable, local_home
@@ -68,7 +69,7 @@ class ServiceClient:
         self._home = Path(home) if home is not None else local_home()
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)
-        self._engine = Engine(deterministic)
+        self._engine = Engine(deterministic, make_sampler)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     @property

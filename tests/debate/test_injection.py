@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.debate.arena import ITEM as QUESTION
 from tests.debate.arena import RENDERERS, decode, encode, make_protocol, make_renderer, reply_ids, stop_ids
+from tests.debate.arena import first_prompt as first_prompt_of
 from tests.renderers import synthetic
 from tinker_cookbook.debate.injection import TurnInjection, make_injection
 from tinker_cookbook.debate.prompts import CLOSING, CONFIDENCE_REQUEST, OPPONENT, REBUTTAL, DebatePrompts
@@ -28,7 +29,7 @@ def template(request: pytest.FixtureRequest) -> str:
 
 
 def first_prompt(renderer: Renderer) -> list[int]:
-    return make_protocol(renderer).first_prompt(QUESTION).to_ints()
+    return first_prompt_of(make_protocol(renderer).dialogue)
 
 
 def rendered(renderer: Renderer, own: str, user: str) -> list[int]:
@@ -48,9 +49,9 @@ def test_next_prompt_is_prompt_own_reply_injected_opponent_suffix(renderer: Rend
     own, opponent = reply_ids(renderer, "I say 12"), reply_ids(renderer, "I say 9")
     following = injection.next_prompt(renderer, prompt, own, opponent)
     without_stop = opponent[: -len(stop_ids(renderer))]
-    assert following == [*prompt, *own, *injection.after_stop, *without_stop, *injection.suffix]
+    assert following == [*prompt, *own, *injection.after_stop, *without_stop, *injection.suffixes[0]]
     before, after = template.split(OPPONENT)
-    assert before in decode(renderer, injection.after_stop) and after in decode(renderer, injection.suffix)
+    assert before in decode(renderer, injection.after_stop) and after in decode(renderer, injection.suffixes[0])
 
 
 def test_equals_the_renderer_for_text_that_round_trips(renderer: Renderer, template: str) -> None:
@@ -79,7 +80,7 @@ def test_the_opponent_s_ids_are_never_encoded_again(renderer: Renderer) -> None:
     injection = make_injection(renderer, REBUTTAL)
     own = letter_by_letter + stop_ids(renderer)
     following = injection.next_prompt(renderer, [1, 2], own, letter_by_letter + stop_ids(renderer))
-    assert following == [1, 2, *own, *injection.after_stop, *letter_by_letter, *injection.suffix]
+    assert following == [1, 2, *own, *injection.after_stop, *letter_by_letter, *injection.suffixes[0]]
 
 
 def test_a_truncated_reply_is_closed(renderer: Renderer, template: str) -> None:
@@ -99,7 +100,7 @@ def test_the_opponent_s_stop_is_left_out_and_a_truncated_one_needs_none(renderer
     assert following == injection.next_prompt(renderer, [1], own, cut)
     stop = decode(renderer, stop_ids(renderer))
     own_end = 1 + len(own)
-    template_stops = decode(renderer, [*injection.after_stop, *injection.suffix]).count(stop)
+    template_stops = decode(renderer, [*injection.after_stop, *injection.suffixes[0]]).count(stop)
     assert decode(renderer, following[own_end:]).count(stop) == template_stops
 
 
@@ -114,7 +115,7 @@ def test_rounds_chain_so_that_each_prompt_extends_the_last(renderer: Renderer) -
 
 def test_no_placeholder_is_left(renderer: Renderer, template: str) -> None:
     injection = make_injection(renderer, template)
-    text = decode(renderer, [*injection.after_stop, *injection.suffix])
+    text = decode(renderer, [*injection.after_stop, *injection.suffixes[0]])
     assert "reserved" not in text and OPPONENT not in text
 
 

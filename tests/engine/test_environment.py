@@ -11,6 +11,7 @@ from tests.engine.helpers import params, prompt
 from tinker_local_backend import RequestError, ServiceClient, environment
 from tinker_local_backend.engine import requests
 from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.storage.paths import check_writable
 
 
@@ -26,8 +27,19 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("TINKER_LOCAL_SMAPLER", "vllm", r"TINKER_LOCAL_SMAPLER is set.*did you mean TINKER_LOCAL_SAMPLER\?"),
         ("TINKER_LOCAL_ZZZ", "", r"no such variable; Known: .*TINKER_LOCAL_HOME.*TINKER_LOCAL_KV_CACHE_TOKENS"),
-        ("TINKER_LOCAL_VLLM_MAX_LORAS", "8", r"TINKER_LOCAL_VLLM_MAX_LORAS is set, but there is no such variable"),
-        ("TINKER_LOCAL_SAMPLER", "vllm", r"TINKER_LOCAL_SAMPLER='vllm' must be transformers: this engine has no other"),
+        ("TINKER_LOCAL_VLLM_MAX_LORA", "8", r"TINKER_LOCAL_VLLM_MAX_LORA is set, but there is no such variable"),
+        (
+            "TINKER_LOCAL_VLLM_MAX_LORAS",
+            "8",
+            r"TINKER_LOCAL_VLLM_MAX_LORAS is set, but TINKER_LOCAL_SAMPLER is not vllm",
+        ),
+        ("TINKER_LOCAL_SAMPLER", "sglang", r"TINKER_LOCAL_SAMPLER='sglang' must be transformers or vllm"),
+        ("TINKER_LOCAL_VLLM_URL", "host:8000", r"VLLM_URL='host:8000' must begin with http:// or https://"),
+        ("TINKER_LOCAL_VLLM_PYTHON", "/no/python", r"VLLM_PYTHON='/no/python' is no program that can be run"),
+        ("TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION", "1.5", r"UTILIZATION='1.5' must be a number between 0 and 1"),
+        ("TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION", "most", r"UTILIZATION='most' must be a number between 0 and 1"),
+        ("TINKER_LOCAL_VLLM_ENFORCE_EAGER", "yes", r"VLLM_ENFORCE_EAGER='yes' must be 0 or 1"),
+        ("TINKER_LOCAL_VLLM_RESTART_EVERY", "-1", r"VLLM_RESTART_EVERY='-1' must be at least 0"),
         ("TINKER_LOCAL_BACKEND", "jax", r"TINKER_LOCAL_BACKEND='jax' must be transformers"),
         ("TINKER_LOCAL_DTYPE", "fp16", r"TINKER_LOCAL_DTYPE='fp16' must be float32 or bfloat16"),
         ("TINKER_LOCAL_SEED", "-1", r"TINKER_LOCAL_SEED='-1' must be at least 0"),
@@ -61,6 +73,26 @@ def test_what_is_understood_is_read(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert environment.read("TINKER_LOCAL_HOME") is None
     assert environment.default_dtype(environment.default_device()) is torch.bfloat16
     assert not [record for record in caplog.records if "TINKER_LOCAL" in record.getMessage()]
+
+
+def test_what_belongs_to_a_process_is_not_given_to_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_SAMPLER", "vllm")
+    monkeypatch.setenv("TINKER_LOCAL_VLLM_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("TINKER_LOCAL_VLLM_MAX_LORAS", "2")
+    environment.check_environment()
+    monkeypatch.setenv("TINKER_LOCAL_VLLM_RESTART_EVERY", "50")
+    with pytest.raises(
+        RequestError, match=r"RESTART_EVERY is set beside TINKER_LOCAL_VLLM_URL.*unset TINKER_LOCAL_VLLM_RES"
+    ):
+        environment.check_environment()
+
+
+def test_without_a_vllm_there_is_nothing_to_sample_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_SAMPLER", "vllm")
+    with pytest.raises(
+        RequestError, match=r"this Python has no vLLM: set TINKER_LOCAL_VLLM_PYTHON.*TINKER_LOCAL_VLLM_URL"
+    ):
+        VllmSettings.from_environment(torch.device("cpu"))
 
 
 def test_unsloth_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

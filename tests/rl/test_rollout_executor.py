@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import pickle
 import threading
 from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -160,6 +161,7 @@ class TestProcesses:
         async def both() -> list[list[TrajectoryGroup]]:
             client = await service.create_sampling_client(base_model=str(EXAMPLE_DATA / "tiny_chat"))
             completer = TinkerTokenCompleter(client, 4, seed=3)
+            assert pickle.dumps(completer), "so it travels, and its client asks the engine here"
             here = await batch(builders(), completer)
             set_rollout_executor(processes)
             try:

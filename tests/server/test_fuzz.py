@@ -5,8 +5,8 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -39,9 +39,24 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield serving
 
 
-def all_routes() -> list[APIRoute]:
+class Asked(NamedTuple):
+    """A route, and the fields of its body."""
+
+    path: str
+    methods: Sequence[str]
+    fields: Sequence[str] = ()
+
+
+def all_routes() -> list[Asked]:
     modules = (routes_service, routes_training, routes_sampling, routes_rest, routes_hosted_only, routes_openai)
-    return [route for module in modules for route in module.router().routes if isinstance(route, APIRoute)]
+    framework = [route for module in modules for route in module.router().routes if isinstance(route, APIRoute)]
+    found = [Asked(route.path, sorted(route.methods), list(_fields(route))) for route in framework]
+    direct = [*routes_training.DIRECT, *routes_sampling.DIRECT]
+    return found + [Asked(r.path, ["POST"], list(r.body.model_fields if r.body else ())) for r in direct]
+
+
+def _fields(route: APIRoute) -> Iterable[str]:
+    return route.body_field.field_info.annotation.model_fields if route.body_field else ()  # pyright: ignore
 
 
 class Maker:
@@ -162,11 +177,10 @@ class Maker:
             return self.random.choice(self.real[name])
         return self.anything()
 
-    def body(self, route: APIRoute) -> bytes:
+    def body(self, route: Asked) -> bytes:
         if self.random.random() < 0.05:
             return self.random.choice([b"", b"{", b"[]", b"\xff\xfe", b"null", b"[" * 5000, b'"x"', b"{}" * 9])
-        fields = route.body_field.field_info.annotation.model_fields if route.body_field else {}  # pyright: ignore
-        body = {name: self.value(name) for name in fields if self.random.random() < 0.97}
+        body = {name: self.value(name) for name in route.fields if self.random.random() < 0.97}
         if self.random.random() < 0.2:
             body["unknown"] = self.anything()
         return json.dumps(body).encode()
@@ -192,7 +206,7 @@ class Maker:
             body = body or bytearray(b"\x08")
         return bytes(body)
 
-    def path(self, route: APIRoute) -> str:
+    def path(self, route: Asked) -> str:
         def fill(match: re.Match[str]) -> str:
             value = self.value(match[1])
             return (
@@ -228,7 +242,7 @@ def test_no_wrong_request_is_a_fault_of_the_server(fuzzed: Serving, seed: int) -
             headers["Content-Encoding"] = maker.random.choice(["zstd", "gzip", "x"])
         if accepted and maker.random.random() < 0.1:
             maker.real["request_id"] = [maker.random.choice(accepted)]
-        method = maker.random.choice(sorted(route.methods or ()))
+        method = maker.random.choice(route.methods)
         response = await client.request(method, maker.path(route), content=content, headers=headers)
         statuses[response.status_code] += 1
         assert response.status_code < 500, (method, response.url, content, response.text)

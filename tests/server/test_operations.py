@@ -9,8 +9,8 @@ import pytest
 from tests.server.serving import TINY_CHAT, forward_backward_body
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.operations import Operations
+from tinker_local_backend.wire.frames import Frame
 
 LORA = {"rank": 2, "seed": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
 

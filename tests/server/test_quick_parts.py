@@ -9,9 +9,9 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from tinker_local_backend.engine.waits import SamplerStats
 from tinker_local_backend.server.config import ServerConfig
-from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.metrics import LATEST, Metrics
 from tinker_local_backend.server.run import _bind
+from tinker_local_backend.wire.frames import Frame
 
 
 def test_answers_are_not_held_back_by_nagles_algorithm() -> None:

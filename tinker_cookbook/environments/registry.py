@@ -1,5 +1,8 @@
 """Environments by name: what stands behind `env=`, checked before a model loads."""
 
+import inspect
+import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,7 +12,10 @@ from chz.util import MISSING_TYPE
 
 from tinker_cookbook.config_tree import default_of
 from tinker_cookbook.environments.base import DatasetSettings, Environment, fill_with_args
+from tinker_cookbook.environments.contract import form_of, is_started, what_lacks
+from tinker_cookbook.environments.contract_dataset import loaded_environment
 from tinker_cookbook.environments.multi_turn import check_arguments, multi_turn_env
+from tinker_cookbook.environments.packages import LOADER, find_loader, installed_environments
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.rl.message_env import MessageEnv
@@ -25,7 +31,9 @@ def _problem(found: Any) -> str | None:
     if isinstance(found, RLDatasetBuilder | MessageEnv | Env):
         return f"is an object of {type(found).__name__}; give the class, whose arguments are env_args"
     if not isinstance(found, type):
-        return None if callable(found) else f"is no class or function but {type(found).__name__}"
+        if callable(found) or form_of(found) is not None:
+            return None
+        return what_lacks(found) if is_started(found) else f"is no class or function but {type(found).__name__}"
     if issubclass(found, Env | EnvGroupBuilder | RLDataset):
         return f"is a class over token ids or groups ({found.__name__}); give the RLDatasetBuilder that makes them"
     if issubclass(found, RLDatasetBuilder):
@@ -33,6 +41,8 @@ def _problem(found: Any) -> str | None:
     if issubclass(found, MessageEnv):
         missing = sorted(getattr(found, "__abstractmethods__", ()))
         return f"{found.__name__} lacks {', '.join(missing)}" if missing else None
+    if form_of(found) is not None:
+        return None
     if not hasattr(found, "step"):
         return f"is a class without a method step: {found.__name__}"
     problem = parameter_problem(found.step, ("self", "message"))
@@ -42,8 +52,8 @@ def _problem(found: Any) -> str | None:
 ENV_KIND = Kind(
     key="env",
     wanted="a class with `opening` (the first message) and `def step(self, message) -> new messages | reward`, a subclass of "
-    "RLDatasetBuilder, what single_turn_env() and tool_env() of tinker_cookbook.environments give, or a function that "
-    "returns one of these",
+    "RLDatasetBuilder, what single_turn_env() and tool_env() of tinker_cookbook.environments give, an object with "
+    "initial_observation and step, with dataset and rubric, or with build, or a function that returns one of these",
     example="""
 class Guess:
     def __init__(self, rng, highest: int = 9):
@@ -71,34 +81,71 @@ def known_envs() -> list[str]:
     return _ENVS.names()
 
 
-def get_env(env: str | EnvPart, env_args: Mapping[str, Any] | None = None) -> Environment:
+def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:
     """The environment that a text or an object stands for.
 
     Args:
-        env: a registered name, `package.module:object`, `path/file.py:object`, or the object: an Environment, a class as
-            `multi_turn_env` takes it, a subclass of RLDatasetBuilder (fields that it has in common with DatasetSettings are
-            filled from there), or a function that returns one of these.
-        env_args: keyword arguments of the class or function.
+        env: a registered name, an installed one (`packages`), a module, file or folder with a `load_environment`,
+            `package.module:object`, `path/file.py:object`, or the object: an Environment, a class as `multi_turn_env` takes it,
+            a subclass of RLDatasetBuilder (fields that it has in common with DatasetSettings are filled from there), an object
+            of the contract (`contract`), or a function that returns one of these.
+        env_args: keyword arguments of the class or function. A function that takes `rng` is given a random.Random.
 
     Raises:
         ConfigurationError: none of these, with what is wanted and an example; arguments that do not fit.
     """
-    found, said, given = _ENVS.resolve(env), env if isinstance(env, str) else describe(env), dict(env_args or {})
-    if not isinstance(found, type) and not isinstance(found, Environment):
-        try:
-            check_arguments(found, given)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"env={said}: {error}. {ENV_KIND.help()}") from None
-        found, said, given = ENV_KIND.check(found(**given), f"{said}()"), f"{said}()", {}
-        if not isinstance(found, type | Environment):
-            raise ConfigurationError(f"env={said} gave a {type(found).__name__}. {ENV_KIND.help()}")
+    said, given = env if isinstance(env, str) else describe(env), dict(env_args or {})
+    if isinstance(env, str) and env not in _ENVS and (loader := find_loader(env)) is not None:
+        return _called(loader, said, given)
+    found = _ENVS.resolve(env, also=installed_environments())
     if isinstance(found, Environment):
-        if given:
-            raise ConfigurationError(f"env_args.{next(iter(given))}: {said} is ready as it is and takes no env_args")
-        return found
-    if issubclass(found, RLDatasetBuilder):
-        return _OwnBuilder(found, given)
-    return multi_turn_env(found, **given)
+        return _ready(found, said, given)
+    if isinstance(found, type) and not _is_loader(found):
+        return _OwnBuilder(found, given) if issubclass(found, RLDatasetBuilder) else multi_turn_env(found, **given)
+    if not isinstance(found, type) and form_of(found) is not None:
+        return loaded_environment(_short(said), _ready(found, said, given))
+    return _called(found, said, given)
+
+
+def load(name: str, /, **args: Any) -> Environment:
+    """`get_env` with the arguments as keywords: load("ghost_words", difficulty="hard")."""
+    return get_env(name, args)
+
+
+def _is_loader(found: type) -> bool:
+    """Whether a class is one of the contract, so that its objects are environments."""
+    return form_of(found) is not None and not issubclass(found, MessageEnv | RLDatasetBuilder)
+
+
+def _ready(found: Any, said: str, given: Mapping[str, Any]) -> Any:
+    if given:
+        raise ConfigurationError(f"env_args.{next(iter(given))}: {said} is ready as it is and takes no env_args")
+    return found
+
+
+def _called(load: Callable[..., Any], said: str, given: dict[str, Any]) -> Environment:
+    """The environment that a function, or a class of the contract, gives."""
+    try:
+        check_arguments(load, given, filled=("rng",))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"env={said}: {error}. {ENV_KIND.help()}") from None
+    drawn = {"rng": random.Random(0)} if "rng" in inspect.signature(load).parameters and "rng" not in given else {}
+    found, said = load(**given, **drawn), f"{said}()"
+    if form_of(found) is not None and not isinstance(found, type | Environment | RLDatasetBuilder):
+        return loaded_environment(_short(said), found, load, given)
+    ENV_KIND.check(found, said)
+    if isinstance(found, type | Environment):
+        return get_env(found)
+    raise ConfigurationError(f"env={said} gave a {type(found).__name__}. {ENV_KIND.help()}")
+
+
+def _short(said: str) -> str:
+    """What metrics call an environment: the last part of its name, module, file or folder."""
+    place, _, name = said.removesuffix("()").rpartition(":")
+    if place and name != LOADER:
+        return name
+    last = re.split(r"[/\\]", (place or name).rstrip("/\\"))[-1]
+    return last.removesuffix(".py").rpartition(".")[2]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
     set_rollout_executor(ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")))
 
-Every group then runs there, in an event loop of its own. The builder travels, and so does a policy that pickles (hosted
-sampling clients do); another one stays where it is and is asked over a socket of this machine, or, from a thread, on its
-event loop. Seeds are those of a run without executor; with the local engine the last bit of a logprob may differ, since what
-is sampled together depends on timing. A group that is cancelled here runs on over there until it asks its policy, or is done.
+Every group then runs there, in an event loop of its own. The builder travels, and so does a policy that pickles, as sampling
+clients do: a local one asks the engine in this process from over there. Another policy stays where it is and is asked over a
+socket of this machine, or, from a thread, on its event loop. Seeds are those of a run without executor; with the local engine
+the last bit of a logprob may differ, since what is sampled together depends on timing. A group that is cancelled here runs on
+over there until it asks its policy, or is done.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
 from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy, describe_group, rollout_error
+from tinker_cookbook.rl.run_clients import clients_for
 from tinker_cookbook.rl.types import (
     Env,
     EnvGroupBuilder,
@@ -112,6 +113,7 @@ async def do_group_rollout(
         config = chz.replace(config, termination=termination)
     play = partial(_play_group, config=config, name=name or describe_group(env_group_builder))
     play = partial(play, with_notes=with_notes, with_records=with_records)
+    env_group_builder = env_group_builder.with_clients(clients_for(policy))
     executor = get_rollout_executor()
     if executor is None:
         return await play(env_group_builder, policy)

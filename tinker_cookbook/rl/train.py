@@ -29,6 +29,7 @@ from tinker_cookbook.rl.metrics import KLPenalty
 from tinker_cookbook.rl.minibatch import Penalty, prepare_minibatch
 from tinker_cookbook.rl.pacing import do_async_training, do_sync_training, do_sync_training_with_stream_minibatch
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
+from tinker_cookbook.rl.run_clients import clients_of_run
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import open_session
@@ -103,15 +104,20 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         sampling_client = await session.training_client.save_weights_and_get_sampling_client()
         loop = Loop(config, session, batches, rounds, penalties, sampling_client)
         try:
-            if config.async_config is not None:
-                await do_async_training(loop, config.async_config)
-            elif config.stream_minibatch_config is not None:
-                await do_sync_training_with_stream_minibatch(loop, config.stream_minibatch_config)
-            else:
-                await do_sync_training(loop)
-            await loop.finish()
+            with clients_of_run(session.service, session.training_client, config.model_name, session.run.log_path):
+                await _train(loop, config)
         except (Exception, asyncio.CancelledError):
             await loop.save_stopped()
             raise
         finally:
             loop.records.close()
+
+
+async def _train(loop: Loop, config: Config) -> None:
+    if config.async_config is not None:
+        await do_async_training(loop, config.async_config)
+    elif config.stream_minibatch_config is not None:
+        await do_sync_training_with_stream_minibatch(loop, config.stream_minibatch_config)
+    else:
+        await do_sync_training(loop)
+    await loop.finish()

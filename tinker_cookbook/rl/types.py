@@ -25,6 +25,8 @@ Metrics: TypeAlias = dict[str, float | int]
 Logs: TypeAlias = dict[str, str | int | float]
 
 if TYPE_CHECKING:
+    from tinker_cookbook.rl.run_clients import RunClients
+
     Observation: TypeAlias = tinker.ModelInput
 
 
@@ -191,6 +193,10 @@ class EnvGroupBuilder(ABC):
         """Fresh envs, the same members in the same order each time: a retry takes the place of a failed member from
         another call. What it opens it may keep on `self`: a retry calls it, and then `cleanup`, on a copy of the builder.
         """
+
+    def with_clients(self, clients: RunClients) -> Self:
+        """The builder for a group that these clients play: a copy that has them, if its rewards or opponents ask them."""
+        return self
 
     @property
     def coordinated(self) -> bool:

@@ -26,9 +26,13 @@ class QATask(Task):
         """All of it, or what comes after ####: GSM8K writes the answer there, after its derivation."""
         return text.rsplit("####", 1)[1].strip() if "####" in text else text
 
+    def is_right(self, item: TaskItem, solution: str) -> bool:
+        """Whether this is the right answer; here: whether it equals the reference."""
+        return exact_match(solution, item.question, item.reference) == 1.0
+
     async def score(self, item: TaskItem, text: str) -> Score:
         solution = parse_solution(text)
         reward, scores = await self.reward(solution, item.question, item.reference, text)
-        correct = solution is not None and exact_match(solution, item.question, item.reference) == 1.0
+        correct = solution is not None and self.is_right(item, solution)
         metrics = {"correct": float(correct), "parsed": float(solution is not None), "task_reward": reward}
         return Score(reward, metrics | {f"reward/{name}": value for name, value in scores.items()}, correct)

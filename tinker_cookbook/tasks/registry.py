@@ -1,16 +1,19 @@
-"""Tasks by name, ready-made from the strings that a command line gives, or from what a script gives."""
+"""Tasks by name, ready-made from the strings that a command line gives, or from what a script gives.
 
+The library's are found, not listed: every subclass of Task with a name that a module of this folder defines.
+"""
+
+import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
-from tinker_cookbook.tasks.collatz import CollatzTask
-from tinker_cookbook.tasks.math import MathTask
-from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.rewards import OwnRewardFn, RewardSpec
-from tinker_cookbook.tasks.summary import SummaryTask
 from tinker_cookbook.tasks.types import Task
 
 TaskBuilder: TypeAlias = Callable[[RewardSpec | None], Task]
@@ -37,29 +40,39 @@ class Capitals(QATask):  # from tinker_cookbook.tasks.qa
 """,
     problem=_problem,
 )
-_TASKS: Registry[TaskBuilder] = Registry(
-    TASK_KIND, {task.name: task for task in (QATask, SummaryTask, MathTask, CollatzTask)}
-)
+
+
+@cache
+def _tasks() -> Registry[TaskBuilder]:
+    """Made when it is first used: modules of this folder import this one."""
+    found: dict[str, TaskBuilder] = {}
+    for module_info in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        module = importlib.import_module(f"tinker_cookbook.tasks.{module_info.name}")
+        for part in (cast(Any, part) for part in vars(module).values()):
+            is_own = isinstance(part, type) and issubclass(part, Task) and part.__module__ == module.__name__
+            if is_own and "name" in cast(Any, part).__dict__:
+                found[part.name] = part
+    return Registry(TASK_KIND, found)
 
 
 def register_task(task: TaskBuilder, name: str | None = None) -> None:
     """Make a task of one's own known under `name`, by default its own. Raises ConfigurationError for a name that is taken."""
-    _TASKS.register(name or getattr(task, "name", ""), task)
+    _tasks().register(name or getattr(task, "name", ""), task)
 
 
 def unregister_task(name: str) -> None:
     """Forget a name, so that it can be registered anew."""
-    _TASKS.unregister(name)
+    _tasks().unregister(name)
 
 
 def known_tasks() -> list[str]:
-    """The names that get_task takes, in the order of their registration."""
-    return _TASKS.names()
+    """The names that get_task takes: the library's by their modules' names, then those registered since."""
+    return _tasks().names()
 
 
 def shipped_datasets() -> dict[str, list[str]]:
     """Name of each known task that has some -> the names of the datasets that are shipped for it."""
-    shipped = {name: [*getattr(_TASKS.resolve(name), "shipped", ())] for name in known_tasks()}
+    shipped = {name: [*getattr(_tasks().resolve(name), "shipped", ())] for name in known_tasks()}
     return {name: datasets for name, datasets in shipped.items() if datasets}
 
 
@@ -73,7 +86,9 @@ def get_task(task: str | TaskBuilder, reward_fn: str | OwnRewardFn | None = None
     Raises:
         ConfigurationError: neither of these, or something else than a task came of it; shows what is wanted.
     """
-    made: Any = _TASKS.resolve(task)(None if reward_fn is None else RewardSpec.parse(reward_fn))
+    found = _tasks().resolve(task)
+    of_task = getattr(found, "rewards", {})
+    made: Any = found(None if reward_fn is None else RewardSpec.parse(reward_fn, of_task))
     if not isinstance(made, Task):
         raise ConfigurationError(f"task={describe(task)} made a {type(made).__name__}, no Task. {TASK_KIND.help()}")
     return made

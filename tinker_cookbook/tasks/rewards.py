@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
@@ -18,12 +21,19 @@ from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
 from tinker_cookbook.utils.reward_threads import call_reward
 
 if TYPE_CHECKING:
+    from nltk.stem.porter import PorterStemmer
     from rouge_score.rouge_scorer import RougeScorer
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
 
 RewardFn = Callable[[str, str, str], float]
 
 COMPRESSION_TARGET = 0.1
 LENGTH_BOUNDS = (50, 500)
+EMBEDDING_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+
+# A run of letters and digits; a character alone where words are written without spaces.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0e7f]|[^\W_\u3040-\u30ff\u3400-\u9fff\u0e00-\u0e7f]+")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]+(?:\s+|$)")
 
 
 def exact_match(solution: str, question: str, reference: str) -> float:
@@ -40,8 +50,27 @@ def compression(solution: str, question: str, reference: str) -> float:
 
 
 def rouge(solution: str, question: str, reference: str) -> float:
-    """ROUGE-L F1 against the reference, with stemming (Lin 2004)."""
+    """ROUGE-L F1 against the reference, with stemming of English words (Lin 2004). Words of any script count."""
     return float(_rouge_scorer().score(reference, solution)["rougeL"].fmeasure)
+
+
+def tfidf(solution: str, question: str, reference: str) -> float:
+    """Cosine of the tf-idf vectors of solution and question, with ln(3 / (1 + df)) + 1 over these two texts."""
+    counts = [Counter(_words(text)) for text in (solution, question)]
+    if not all(counts):
+        return 0.0
+    weights = {
+        word: math.log(3 / (1 + sum(word in count for count in counts))) + 1 for word in {*counts[0], *counts[1]}
+    }
+    a, b = ({word: n * weights[word] for word, n in count.items()} for count in counts)
+    dot = sum(value * b.get(word, 0.0) for word, value in a.items())
+    return min(1.0, dot / math.sqrt(_squares(a) * _squares(b)))
+
+
+def embedding(solution: str, question: str, reference: str) -> float:
+    """Cosine of the sentence embeddings of solution and question (EMBEDDING_MODEL), 0 where it is negative."""
+    a, b = _embedding_model().encode([solution, question], normalize_embeddings=True)
+    return max(0.0, min(1.0, float(sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True)))))
 
 
 def length_penalty(solution: str, question: str, reference: str) -> float:
@@ -54,7 +83,7 @@ def length_penalty(solution: str, question: str, reference: str) -> float:
 
 def fluency(solution: str, question: str, reference: str) -> float:
     """A rough shape check: half for 2 to 5 sentences, half for 10 to 40 words per sentence on average."""
-    sentences = [part for part in re.split(r"[.!?]+(?:\s+|$)", solution) if part.strip()]
+    sentences = [part for part in _SENTENCE_END.split(solution) if part.strip()]
     if not sentences:
         return 0.0
     words = len(solution.split()) / len(sentences)
@@ -65,16 +94,53 @@ REWARDS: dict[str, RewardFn] = {
     "exact_match": exact_match,
     "compression": compression,
     "rouge": rouge,
+    "tfidf": tfidf,
+    "embedding": embedding,
     "length_penalty": length_penalty,
     "fluency": fluency,
 }
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+def _squares(vector: Mapping[str, float]) -> float:
+    return sum(value * value for value in vector.values())
+
+
+class _Words:
+    """A tokenizer for ROUGE. Of ASCII text it makes what rouge-score's own makes, which drops all other letters."""
+
+    def __init__(self) -> None:
+        from nltk.stem.porter import PorterStemmer
+
+        self._stemmer: PorterStemmer = PorterStemmer()
+
+    def tokenize(self, text: str) -> list[str]:
+        return [self._stemmer.stem(word) if len(word) > 3 and word.isascii() else word for word in _words(text)]
 
 
 @cache
 def _rouge_scorer() -> RougeScorer:
     from rouge_score.rouge_scorer import RougeScorer  # imports nltk and numpy
 
-    return RougeScorer(["rougeL"], use_stemmer=True)
+    return RougeScorer(["rougeL"], tokenizer=_Words())
+
+
+@cache
+def _embedding_model() -> SentenceTransformer:
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+
+    return SentenceTransformer(EMBEDDING_MODEL)
+
+
+def _check_package(name: str) -> None:
+    """Raise ConfigurationError, before a run begins, when the reward needs a package that is not installed."""
+    if name == "embedding" and find_spec("sentence_transformers") is None:
+        raise ConfigurationError(
+            "reward_fn=embedding needs the package sentence-transformers: pip install 'tinker-cookbook-local[embedding]'"
+        )
 
 
 OwnRewardFn = Callable[[str, str, str], Any]
@@ -104,11 +170,16 @@ def register_reward(name: str, function: OwnRewardFn) -> None:
 
 @dataclass(frozen=True)
 class WeightedReward:
-    """A reward function in a mixture. `function` is None for one of REWARDS, which `label` names."""
+    """A reward function in a mixture: one of the library's, which reads the solution, or the user's own, which reads it all.
+
+    Without either, `label` names one of REWARDS.
+    """
 
     label: str
     weight: float = 1.0
     function: OwnRewardFn | None = None
+    of_task: RewardFn | None = None
+    """one that only this task has"""
 
 
 @dataclass(frozen=True)
@@ -118,15 +189,16 @@ class RewardSpec:
     rewards: tuple[WeightedReward, ...]
 
     @classmethod
-    def parse(cls, said: str | OwnRewardFn) -> RewardSpec:
+    def parse(cls, said: str | OwnRewardFn, of_task: Mapping[str, RewardFn] = MappingProxyType({})) -> RewardSpec:
         """From a function, or from `name:weight,name:weight` (a weight left out is 1).
 
-        A name is one of REWARDS, a registered one, `package.module:function` or `path/file.py:function`.
+        A name is one of REWARDS, of `of_task`, a registered one, `package.module:function` or `path/file.py:function`.
 
-        Raises ConfigurationError: an unknown name, a function that takes something else, a bad weight, a name given twice.
+        Raises ConfigurationError: an unknown name, a function that takes something else, a bad weight, a name given twice, a
+        package that is missing.
         """
         texts = [part.strip() for part in said.split(",")] if isinstance(said, str) else [said]
-        rewards = tuple(_weighted(part) for part in texts)
+        rewards = tuple(_weighted(part, of_task) for part in texts)
         if len({reward.label for reward in rewards}) < len(rewards):
             raise ConfigurationError(f"reward_fn={said!r} names a function twice")
         return cls(rewards)
@@ -143,7 +215,8 @@ class RewardSpec:
         total, metrics = 0.0, {}
         for reward in self.rewards:
             if reward.function is None:
-                value = REWARDS[reward.label](solution, question, reference) if solution else 0.0
+                function = reward.of_task or REWARDS[reward.label]
+                value = function(solution, question, reference) if solution else 0.0
             else:
                 value, own = await _ask(reward.label, reward.function, question, reply, reference)
                 metrics |= own
@@ -152,20 +225,23 @@ class RewardSpec:
         return total / sum(reward.weight for reward in self.rewards), metrics
 
 
-def _weighted(part: str | OwnRewardFn) -> WeightedReward:
+def _weighted(part: str | OwnRewardFn, of_task: Mapping[str, RewardFn]) -> WeightedReward:
     if not isinstance(part, str):
         return WeightedReward(getattr(part, "__name__", type(part).__name__), function=_OWN.resolve(part))
     name, colon, number = part.rpartition(":")
     weight = _number(number) if colon else None
     if weight is None:
-        if name in REWARDS or name in _OWN:
+        if name in REWARDS or name in of_task or name in _OWN:
             raise ConfigurationError(f"reward_fn={part!r}: {number!r} is not a weight; write {name}:0.5")
         name, weight = part, 1.0  # a colon in it is that of module:function
     if not 0 < weight < float("inf"):
         raise ConfigurationError(f"reward_fn={part!r}: the weight of {name} must be positive, got {weight}")
+    if name in of_task:
+        return WeightedReward(name, weight, of_task=of_task[name])
     if name in REWARDS:
+        _check_package(name)
         return WeightedReward(name, weight)
-    return WeightedReward(name.rpartition(":")[2], weight, _OWN.resolve(name, also=REWARDS))
+    return WeightedReward(name.rpartition(":")[2], weight, _OWN.resolve(name, also=[*of_task, *REWARDS]))
 
 
 def _number(text: str) -> float | None:

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.tasks.rewards import RewardSpec
+from tinker_cookbook.tasks.rewards import RewardFn, RewardSpec
 
-_SOLUTION = re.compile(r"<SOLUTION>(.*?)</SOLUTION>", re.DOTALL)
-_CONFIDENCE = re.compile(r"<CONFIDENCE>\s*([0-9]*\.?[0-9]+)\s*</CONFIDENCE>")
+# Replies may be long and hostile: no pattern here takes more than linear time.
+_CONFIDENCE = re.compile(r"<CONFIDENCE>\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s*</CONFIDENCE>")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class TaskItem:
     id: str
     question: str
     reference: str
+    wrong_answers: tuple[str, ...] = ()
+    """for debates in which answers are assigned; a row's list of that name"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Task(ABC):
 
     Class attributes: `name`, `system_prompt`, `columns` (question and reference column of a dataset row), `record_kind`
     (how single-turn records are named), `shipped` (name of a dataset -> files of its train and test split, below
-    example_data), `default_dataset`, `default_reward`.
+    example_data), `default_dataset`, `default_reward`, `rewards` (name -> reward functions that make sense for this task
+    alone; they mix with the others).
     """
 
     name: str
@@ -49,9 +52,12 @@ class Task(ABC):
     shipped: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
     default_dataset: str
     default_reward: str
+    debate_prompts: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """the task's own wording of a debate's turns, by field of debate.prompts.DebatePrompts"""
+    rewards: ClassVar[Mapping[str, RewardFn]] = MappingProxyType({})
 
     def __init__(self, reward: RewardSpec | None = None):
-        self.reward = reward or RewardSpec.parse(self.default_reward)
+        self.reward = reward or RewardSpec.parse(self.default_reward, self.rewards)
 
     def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:
         """The prompt of one item; `extra_request` is appended to the system prompt. An empty one is left out."""
@@ -72,11 +78,20 @@ class Task(ABC):
         """What a judge is told of the question."""
         return item.question
 
+    def article(self, item: TaskItem) -> str:
+        """The text that debaters may quote, and against which quotes are checked."""
+        return item.question
+
+    def reference_answer(self, item: TaskItem) -> str:
+        """The right answer, as it would stand between the tags of a reply."""
+        return item.reference
+
 
 def parse_solution(text: str) -> str | None:
     """What stands between the first <SOLUTION> tags, stripped; None without them."""
-    match = _SOLUTION.search(text)
-    return match.group(1).strip() if match else None
+    _, opened, rest = text.partition("<SOLUTION>")
+    solution, closed, _ = rest.partition("</SOLUTION>")
+    return solution.strip() if opened and closed else None
 
 
 def parse_confidence(text: str) -> float | None:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -37,6 +36,7 @@ from tinker_local_backend.engine.lora import (
     one_for_all,
     text_stack,
 )
+from tinker_local_backend.engine.products import linear
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
 _REFUSED_CONFIG = {
@@ -343,7 +343,7 @@ class BaseModel:
         The head's adapters are applied in float32, as in scoring.py: sampled and trained logprobs come from one arithmetic.
         """
         base = self.head_weights(None)
-        logits = F.linear(hidden_N, base.weight).float()
+        logits = linear(hidden_N, base.weight).float()
         for rows, adapter in adapters if isinstance(adapters, list) else one_for_all(adapters):
             head = self.head_weights(adapter)
             if head.a is not None and head.b is not None:

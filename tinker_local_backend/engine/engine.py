@@ -26,7 +26,8 @@ from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
-from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.engine.requests import SamplerLimits, SamplingRequest
+from tinker_local_backend.engine.sampling import MakeSampler, Post, Sampler
 from tinker_local_backend.engine.tickets import OnProgress, SamplingResult, Ticket
 from tinker_local_backend.engine.waits import SamplerStats
 from tinker_local_backend.errors import EngineClosedError, RequestError
@@ -66,6 +67,10 @@ def _fail(future: Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
+def _own_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
+    return Generator(model, kv_tokens, random_seed)
+
+
 class Engine:
     """Loads base models on first use and runs operations until `close`.
 
@@ -74,16 +79,18 @@ class Engine:
 
     Args:
         deterministic: keep in lockstep with the event loop that submits (gate.py): the same program gets the same bits.
+        make_sampler: what samples from a model that is loaded.
     """
 
-    def __init__(self, deterministic: bool = False) -> None:
+    def __init__(self, deterministic: bool = False, make_sampler: MakeSampler = _own_sampler) -> None:
         self._deterministic = deterministic
+        self._make_sampler = make_sampler
         self._kv_tokens = environment.read("TINKER_LOCAL_KV_CACHE_TOKENS")
         self._seeds = np.random.Generator(np.random.PCG64(environment.read("TINKER_LOCAL_SEED")))
         self.context_lengths: dict[str, int] = {}
         """of the models that were loaded, also after `close`"""
         self._models: dict[str, BaseModel] = {}
-        self._generators: dict[str, Generator] = {}
+        self._generators: dict[str, Sampler] = {}
         self._gates: dict[int, LoopGate[_Work]] = {}
         self._condition = threading.Condition()
         self._inbox: deque[_Work] = deque()
@@ -148,7 +155,7 @@ class Engine:
             else:
                 self._outbox.append((gate, partial(settle, future, partial(convert, outcome))))
 
-        ticket = Ticket(request, complete, future.cancelled)
+        ticket = Ticket(request, complete, future.cancelled, future.add_done_callback)
 
         def take_in() -> None:
             self._generators[model_name].add(ticket)
@@ -250,6 +257,9 @@ class Engine:
         for work in works:
             _fail(work.future, self._closed_error())
 
+    def _post(self, call: Callable[[], None]) -> None:
+        self._receive([_Work(Future(), call)])
+
     # On the worker
 
     def load(self, name: str) -> BaseModel:
@@ -261,13 +271,13 @@ class Engine:
     def adopt(self, model: BaseModel) -> None:
         """Serve a base model that the caller made, under its name. Only within an operation."""
         tokens = self._kv_tokens or self._default_kv_tokens(model)
-        self._generators[model.name] = Generator(model, tokens, self.random_seed)
+        self._generators[model.name] = self._make_sampler(model, tokens, self.random_seed, self._post)
         self._models[model.name] = model
         self.context_lengths[model.name] = model.context_length
 
-    def kv_budget(self, name: str) -> int:
-        """Bound on prompt + max_tokens of one sequence. Only within an operation."""
-        return self._generators[name].kv_budget_tokens
+    def limits(self, name: str) -> SamplerLimits:
+        """What the model's sampler can do. Only within an operation."""
+        return self._generators[name].limits
 
     def forget_prefixes(self) -> None:
         """Free what the samplers keep of ended sequences (see Generator.forget). Only within an operation."""

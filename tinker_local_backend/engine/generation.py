@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine.admission import Admission
 from tinker_local_backend.engine.allowance import Allowance
@@ -27,7 +26,9 @@ from tinker_local_backend.engine.memory import most_tokens, out_of_memory
 from tinker_local_backend.engine.noise import mix_seed
 from tinker_local_backend.engine.pages import PAGE_TOKENS, PagePool, PageTable, pages_of
 from tinker_local_backend.engine.prompt_scores import PromptScorer
+from tinker_local_backend.engine.requests import SamplerLimits
 from tinker_local_backend.engine.sampler import RowParams, next_tokens
+from tinker_local_backend.engine.stopping import append_token
 from tinker_local_backend.engine.tickets import SampledSequence, Ticket, diverged
 from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
 from tinker_local_backend.errors import RequestError, SamplingError
@@ -66,7 +67,6 @@ class _Batch:
 
     params: RowParams
     spans: Spans
-    stop_texts: bool
 
 
 class Generator:
@@ -101,6 +101,10 @@ class Generator:
     @property
     def busy(self) -> bool:
         return bool(self._line.waiting or self._running or self._line.long)
+
+    @property
+    def limits(self) -> SamplerLimits:
+        return SamplerLimits(self.kv_budget_tokens)
 
     @property
     def running(self) -> int:
@@ -383,7 +387,7 @@ class Generator:
             self._model.device,
         )
         spans = group_rows([request.adapter for request in requests], self._model.device)
-        return _Batch(params, spans, any(request.stop.texts for request in requests))
+        return _Batch(params, spans)
 
     def _emit(self, rows: Sequence[_Running], batch: _Batch, hidden_RH: torch.Tensor) -> None:
         """Sample one token for each of these rows, and let finished ones go."""
@@ -399,15 +403,8 @@ class Generator:
                 row.ticket.finish(diverged(f"after {row.length} tokens"))
                 finished.append(row)
                 continue
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            if token in request.stop.token_ids or (
-                batch.stop_texts and _ends_with_stop_text(sequence.tokens, request.stop.texts, self._model.tokenizer)
-            ):
-                sequence.stop_reason = "stop"
-            elif len(sequence.tokens) < request.max_tokens:
-                continue
-            finished.append(row)
+            if append_token(sequence, token, logprob, request, self._model.tokenizer):
+                finished.append(row)
         if finished:
             self._remove(finished)
         for row in finished:
@@ -434,16 +431,3 @@ class Generator:
             elif not row.table.dropped:
                 self._pool.hold(row.ticket.request.adapter, row.held, row.table.pages)
             self._cache.erase(self._pool.release(row.table.pages))
-
-
-def _ends_with_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the newest token completed a stop string, also across token borders.
-
-    Only the tail can hold a new match: every token adds at least one byte, so as many tokens as the longest stop string
-    has bytes (plus a few that decode to nothing by themselves) are enough.
-    """
-    if not texts:
-        return False
-    window = max(len(text.encode()) for text in texts) + 8
-    tail = tokenizer.decode(tokens[-window:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return any(text in tail for text in texts)

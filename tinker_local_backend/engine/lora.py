@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from tinker_local_backend.engine.products import linear
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -171,8 +172,8 @@ class _TrainedLinear(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         rows = x.flatten(0, -2)
-        inner = F.linear(rows, a.to(x.dtype))
-        y = F.linear(rows, weight, bias).addmm_(inner, b.to(x.dtype).t(), alpha=scale)
+        inner = linear(rows, a.detach().to(x.dtype))
+        y = linear(rows, weight, bias).addmm_(inner, b.to(x.dtype).t(), alpha=scale)
         ctx.save_for_backward(x, weight, a, b, inner)
         ctx.scale = scale
         return y.view(*x.shape[:-1], -1)
@@ -180,14 +181,14 @@ class _TrainedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, a, b, inner = ctx.saved_tensors
-        by_y = by_y.flatten(0, -2)
-        by_inner = (by_y @ b.to(by_y.dtype)).mul_(ctx.scale)
-        by_a = (by_inner.t() @ x.flatten(0, -2)).to(a.dtype)
-        by_b = (by_y.t() @ inner).mul_(ctx.scale).to(b.dtype)
+        x, weight, a, b, inner = (tensor.detach() for tensor in ctx.saved_tensors)
+        by_y = by_y.flatten(0, -2).contiguous()
+        by_inner = linear(by_y, b.to(by_y.dtype).t()).mul_(ctx.scale)
+        by_a = linear(by_inner.t(), x.flatten(0, -2).t()).to(a.dtype)
+        by_b = linear(inner.t(), by_y.t()).t().mul(ctx.scale).to(b.dtype)
         by_x = None
         if ctx.needs_input_grad[0]:  # not in the first layer
-            by_x = (by_y @ weight).addmm_(by_inner, a.to(by_y.dtype)).view(x.shape)
+            by_x = linear(by_y, weight.t()).addmm_(by_inner, a.to(by_y.dtype)).view(x.shape)
         return by_x, None, None, by_a, by_b, None
 
 
@@ -208,7 +209,7 @@ class LoraLinear(nn.Module):
             if self.name in adapter.a:
                 a, b, scale = adapter.a[self.name], adapter.b[self.name], adapter.spec.scale
                 return cast(torch.Tensor, _TrainedLinear.apply(x, self.weight, self.bias, a, b, scale))
-        y = F.linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
         for rows, adapter in self.routing.spans:
             a = adapter.a.get(self.name)
             if a is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Integral
@@ -66,6 +66,18 @@ class SamplingRequest:
         return len(self.prompt) + self.max_tokens
 
 
+@dataclass(frozen=True)
+class SamplerLimits:
+    """What a sampler can do, where that is less than the model allows."""
+
+    tokens: int
+    """bound on prompt + max_tokens of one sequence"""
+    bound: str = "KV cache budget"
+    fix: str = "raise TINKER_LOCAL_KV_CACHE_TOKENS"
+    refusal: Callable[[SamplingRequest], str | None] = lambda request: None
+    """what is wrong with a request, and the fix; None: nothing"""
+
+
 def prompt_tokens(prompt: tinker.ModelInput, model: BaseModel) -> tuple[int, ...]:
     """Token ids of a ModelInput, checked: text only, not empty, inside vocabulary and context."""
     tokens: list[int] = []
@@ -98,13 +110,15 @@ def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str) -> None
 
 
 @cache
-def _say_bounded(kv_budget_tokens: int, context_length: int) -> None:
+def _say_bounded(limits: SamplerLimits, context_length: int) -> None:
     """Said once, and not for every request."""
     logger.warning(
-        "max_tokens is not given: prompt and reply may have %d tokens together, what the KV cache holds, and not the %d of the "
-        "context; set max_tokens, or raise TINKER_LOCAL_KV_CACHE_TOKENS",
-        kv_budget_tokens,
+        "max_tokens is not given: prompt and reply may have %d tokens together, the %s, and not the %d of the context; "
+        "set max_tokens, or %s",
+        limits.tokens,
+        limits.bound,
         context_length,
+        limits.fix,
     )
 
 
@@ -114,7 +128,7 @@ def sampling_request(
     tokens: tuple[int, ...],
     num_samples: int,
     params: tinker.SamplingParams,
-    kv_budget_tokens: int,
+    limits: SamplerLimits,
     scoring: PromptScoring | None = None,
     topk_logprobs: int = 0,
 ) -> SamplingRequest:
@@ -124,9 +138,9 @@ def sampling_request(
     room = model.context_length - len(tokens)
     max_tokens = params.max_tokens
     if max_tokens is None:
-        max_tokens = min(room, max(1, kv_budget_tokens - len(tokens)))
+        max_tokens = min(room, max(1, limits.tokens - len(tokens)))
         if 1 <= max_tokens < room:
-            _say_bounded(kv_budget_tokens, model.context_length)
+            _say_bounded(limits, model.context_length)
     if max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, got {max_tokens} (the prompt has {len(tokens)} tokens)")
     if max_tokens > room:
@@ -134,10 +148,10 @@ def sampling_request(
             f"prompt ({len(tokens)}) + max_tokens ({max_tokens}) exceeds the context length {model.context_length}; "
             f"set max_tokens to at most {room}"
         )
-    if len(tokens) + max_tokens > kv_budget_tokens:
+    if len(tokens) + max_tokens > limits.tokens:
         raise RequestError(
-            f"prompt + max_tokens is {len(tokens) + max_tokens}, more than the KV cache budget of {kv_budget_tokens} "
-            "tokens; lower max_tokens or raise TINKER_LOCAL_KV_CACHE_TOKENS"
+            f"prompt + max_tokens is {len(tokens) + max_tokens}, more than the {limits.bound} of {limits.tokens} tokens; "
+            f"lower max_tokens or {limits.fix}"
         )
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise RequestError(f"temperature must be a finite number >= 0, got {params.temperature}")
@@ -145,7 +159,7 @@ def sampling_request(
         raise RequestError(f"top_p must be in (0, 1], got {params.top_p}")
     if params.top_k < -1 or params.top_k == 0:
         raise RequestError(f"top_k must be -1 (no limit) or at least 1, got {params.top_k}")
-    return SamplingRequest(
+    request = SamplingRequest(
         prompt=tokens,
         adapter=adapter,
         num_samples=num_samples,
@@ -158,6 +172,9 @@ def sampling_request(
         topk_logprobs=_count(topk_logprobs, "topk_sample_logprobs", model),
         scoring=scoring or PromptScoring(),
     )
+    if why := limits.refusal(request):
+        raise RequestError(why)
+    return request
 
 
 def prompt_scoring(

@@ -14,6 +14,7 @@ import torch
 
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.products import for_onednn, linear
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at a time: 16 M floats, 64 MB in float32."""
@@ -109,6 +110,19 @@ class Scorer:
             self._second = torch.empty_like(self._buffer)
         return torch.index_select(self._buffer, 0, rows, out=self._second[: len(rows)])
 
+    def _products(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden @ weight.T in the buffer."""
+        if for_onednn(hidden, self._head.weight):  # writes nowhere but into memory of its own
+            self._buffer = None
+            self._buffer = linear(hidden, self._head.weight)
+            return self._buffer
+        logits = self._logits(len(hidden), hidden.device)
+        if hidden.dtype == torch.float32:
+            torch.mm(hidden, self._head.weight.t(), out=logits)
+        else:
+            logits.copy_(hidden @ self._head.weight.t())
+        return logits
+
     def _score(
         self, hidden: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -117,13 +131,9 @@ class Scorer:
         The third result is the derivative of a soft cap by its input, if the model has one.
         """
         head = self._head
-        logits = self._logits(len(hidden), hidden.device)
-        if hidden.dtype == torch.float32:
-            torch.mm(hidden, head.weight.t(), out=logits)
-        else:
-            logits.copy_(hidden @ head.weight.t())
+        logits = self._products(hidden)
         if head.a is not None and head.b is not None:
-            inner = hidden.float() @ head.a.t()
+            inner = linear(hidden.float(), head.a)
             logits.addmm_(inner, head.b.t(), alpha=head.scale)
         if head.bias is not None:
             logits += head.bias
@@ -163,11 +173,12 @@ class Scorer:
             by_logits.mul_(cap_slope)
         if head.multiplier != 1.0:
             by_logits.mul_(head.multiplier)
-        by_hidden = by_logits.to(hidden.dtype) @ head.weight
+        by_hidden = linear(by_logits.to(hidden.dtype), head.weight.t())
         if head.a is not None and head.b is not None:
-            by_inner = (by_logits @ head.b).mul_(head.scale)
+            by_inner = linear(by_logits, head.b.t()).mul_(head.scale)
             by_a, by_b = head_gradients
-            by_a.addmm_(by_inner.t(), hidden.float())
-            by_b.addmm_(by_logits.t(), hidden.float() @ head.a.t(), alpha=head.scale)
+            by_a.add_(linear(by_inner.t(), hidden.float().t()))
+            inner = linear(hidden.float(), head.a)
+            by_b.add_(linear(inner.t(), by_logits.t()).t(), alpha=head.scale)
             by_hidden += (by_inner @ head.a).to(hidden.dtype)
         return by_hidden

@@ -61,6 +61,8 @@ class Ticket:
     request: SamplingRequest
     complete: Callable[[SamplingResult | BaseException], None]
     cancelled: Callable[[], bool]
+    on_done: Callable[[Callable[[object], None]], None] | None = None
+    """has a function called, on any thread, when it is answered or cancelled"""
     sequences: list[SampledSequence] = field(init=False)
     prompt: PromptScores | None = None
     seed: int | None = None

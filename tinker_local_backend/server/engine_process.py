@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, NoReturn
 
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import (
@@ -26,45 +24,41 @@ from tinker_local_backend.errors import (
     ModelLoadError,
     RequestError,
 )
-from tinker_local_backend.server import frames
-from tinker_local_backend.server.frames import Frame
+from tinker_local_backend.samplers.choice import make_sampler
 from tinker_local_backend.server.operations import Operations
 from tinker_local_backend.storage.files import CheckpointWriteError
+from tinker_local_backend.wire.channel import Channel
+from tinker_local_backend.wire.frames import Frame
 
 logger = logging.getLogger(__name__)
 
 _USER_ERRORS = (RequestError, ModelLoadError, CheckpointError)
 
 
-_Ended = tuple[Future[Any], Callable[[Any], Frame]]
-"""What has ended, and how its result is encoded."""
-
-
 class EngineProcess:
-    """The loop that reads, and the thread that answers: the worker itself never waits for the socket."""
+    """The loop that reads. The thread that answers is the channel's: the worker itself never waits for the socket."""
 
     def __init__(self, sock: socket.socket):
-        self._socket = sock
-        self._engine = Engine()
-        self._operations = Operations(self._engine, lambda number, frame: self._outgoing.put((number, frame)))
+        self._channel = Channel(sock, "tinker-local-answers")
+        self._engine = Engine(make_sampler=make_sampler)
+        self._operations = Operations(self._engine, self._send)
         self._running: dict[int, Future[Any]] = {}
-        self._outgoing: queue.SimpleQueue[tuple[int, Frame | _Ended] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Until the socket closes. The first frame names the models, which are loaded before it is answered."""
-        first = frames.receive(self._socket)
+        first = self._channel.receive()
         if first is None:
             return
         try:
-            frames.send(self._socket, Frame({"models": [self._load(name) for name in first.fields["models"]]}))
+            ready = Frame({"models": [self._load(name) for name in first.fields["models"]]})
         except LocalBackendError as error:
-            frames.send(self._socket, Frame({"error": str(error)}))
-            return
-        answering = threading.Thread(target=self._answer, name="tinker-local-answers", daemon=True)
-        answering.start()
-        while (frame := frames.receive(self._socket)) is not None:
+            ready = Frame({"error": str(error)})
+        self._channel.send(lambda: ready)
+        while (frame := self._channel.receive()) is not None:
             self._take(frame)
-        self._outgoing.put(None)
+
+    def _send(self, number: int, frame: Frame) -> None:
+        self._channel.send(lambda: Frame({"id": number, **frame.fields}, frame.body))
 
     def _load(self, name: str) -> dict[str, object]:
         model = self._engine.submit("models", lambda: self._engine.load(name)).result()
@@ -89,30 +83,29 @@ class EngineProcess:
             future, encode = Future(), _never
             future.set_exception(error)
         self._running[number] = future
-        future.add_done_callback(lambda done: self._outgoing.put((number, (done, encode))))
+        future.add_done_callback(lambda done: self._end(number, done, encode))
 
-    def _answer(self) -> None:
-        while (outgoing := self._outgoing.get()) is not None:
-            number, what = outgoing
-            frame = what if isinstance(what, Frame) else self._result(number, *what)
-            try:
-                frames.send(self._socket, Frame({"id": number, **frame.fields}, frame.body))
-            except OSError:  # nobody is there any more; the reading loop ends too
-                return
-            if not isinstance(what, Frame) and _is_death(what[0]):
-                logger.error("the engine has stopped; ending its process")
-                os._exit(1)
+    def _end(self, number: int, done: Future[Any], encode: Callable[[Any], Frame]) -> None:
+        self._channel.send(lambda: self._result(number, done, encode))
+        if _is_death(done):
+            self._channel.send(_die)
 
     def _result(self, number: int, future: Future[Any], encode: Callable[[Any], Frame]) -> Frame:
         self._running.pop(number, None)
         try:
-            return encode(future.result())
+            frame = encode(future.result())
         except (Exception, CancelledError) as error:
-            return Frame(_failure(error))
+            frame = Frame(_failure(error))
+        return Frame({"id": number, **frame.fields}, frame.body)
 
 
 def _is_death(future: Future[Any]) -> bool:
     return not future.cancelled() and isinstance(future.exception(), EngineClosedError)
+
+
+def _die() -> NoReturn:
+    logger.error("the engine has stopped; ending its process")
+    os._exit(1)
 
 
 def _never(result: object) -> Frame:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from tinker_local_backend.errors import CheckpointError, LocalBackendError
+from tinker_local_backend.server.sessions import Refused
+
+logger = logging.getLogger(__name__)
+
+TRY_AGAIN = (429, 503)
+"""Statuses after which clients send the request once more."""
 
 
 def speaks_openai(path: str) -> bool:
@@ -15,3 +28,28 @@ def error_body(path: str, status: int, detail: str) -> dict[str, Any]:
         return {"detail": detail}
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": detail, "type": kind, "param": None, "code": None}}
+
+
+def refusal(path: str, error: Exception) -> JSONResponse:
+    """The answer to a request that raised this."""
+    status, detail = _status_and_detail(path, error)
+    headers = {"Retry-After": "1"} if status in TRY_AGAIN else None
+    return JSONResponse(error_body(path, status, detail), status, headers)
+
+
+def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:
+    if isinstance(error, Refused):
+        return error.status, error.detail
+    if isinstance(error, (ValidationError, RequestValidationError)):
+        return 400 if speaks_openai(path) else 422, _problems(error)
+    if isinstance(error, LocalBackendError):
+        return 404 if isinstance(error, CheckpointError) else 400, str(error)
+    logger.error("a request to %s failed", path, exc_info=error)
+    return 500, f"internal error ({type(error).__name__}); the server's log has the details"
+
+
+def _problems(error: ValidationError | RequestValidationError) -> str:
+    """Which field is wrong and why, without repeating what was sent."""
+    outer = 1 if isinstance(error, RequestValidationError) else 0  # FastAPI's places begin with "body" or "path"
+    found = [f"{'.'.join(str(part) for part in e['loc'][outer:])}: {e['msg']}" for e in error.errors()[:8]]
+    return "; ".join(found)[:2000]

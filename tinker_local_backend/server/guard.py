@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import zstandard
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinker_local_backend.server.access import Access
-from tinker_local_backend.server.config import MIB, ServerConfig
-from tinker_local_backend.server.errors import error_body
-from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.config import MIB
+from tinker_local_backend.server.direct import DirectRoute
+from tinker_local_backend.server.errors import refusal
+from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
 
 OPEN_ROUTES = frozenset({"/health", "/api/v1/healthz"})
@@ -30,13 +31,15 @@ _PIECE = 1 << 20
 
 
 class Guard:
-    """Puts the tenant into `scope["state"]["tenant"]` and hands on the whole body, decompressed."""
+    """Puts the tenant into `scope["state"]["tenant"]` and hands on the whole body, decompressed: to FastAPI, or to a route
+    of `direct` (by path), which it answers itself."""
 
-    def __init__(self, app: ASGIApp, access: Access, config: ServerConfig, metrics: Metrics):
+    def __init__(self, app: ASGIApp, service: Service, access: Access, direct: Mapping[str, DirectRoute]):
         self._app = app
+        self._service = service
         self._access = access
-        self._config = config
-        self._metrics = metrics
+        self._direct = direct
+        self._config = service.config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,11 +55,24 @@ class Guard:
 
         try:
             body = await self._admit(scope, receive)
-            await self._app(scope, _replay(body, receive), counting)
-        except Refused as refusal:
-            await _answer(counting, scope["path"], refusal)
-        route = scope.get("route")
-        self._metrics.answered(getattr(route, "path", "none"), status)
+        except Refused as error:
+            await refusal(scope["path"], error)(scope, receive, counting)
+        else:
+            route = self._direct.get(scope["path"])
+            if route is None:
+                await self._app(scope, _replay(body, receive), counting)
+            else:
+                scope["route"] = route
+                await (await self._answer(route, scope, body))(scope, receive, counting)
+        self._service.metrics.answered(getattr(scope.get("route"), "path", "none"), status)
+
+    async def _answer(self, route: DirectRoute, scope: Scope, body: bytes) -> Response:
+        try:
+            if scope["method"] != "POST":
+                raise Refused(405, f"{scope['method']} is no method of this route; use POST")
+            return await route.answer(self._service, scope["state"]["tenant"], body)
+        except Exception as error:
+            return refusal(scope["path"], error)
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
         headers = {name: value for name, value in scope["headers"]}
@@ -136,10 +152,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return replay
-
-
-async def _answer(send: Send, path: str, refusal: Refused) -> None:
-    body = json.dumps(error_body(path, refusal.status, refusal.detail)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinker_local_backend.errors import EngineClosedError, ModelLoadError
-from tinker_local_backend.server import frames
-from tinker_local_backend.server.frames import Frame
+from tinker_local_backend.wire import frames
+from tinker_local_backend.wire.frames import Frame
 
 CLOSE_SECONDS = 10.0
 """How long the engine's process may take to end after its socket closed."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.sessions import Request
+from tinker_local_backend.wire.frames import Frame
 
 QUANTILES = (0.5, 0.99)
 LATEST = 4096

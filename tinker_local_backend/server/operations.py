@@ -15,13 +15,13 @@ from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture, completed, settle
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
-from tinker_local_backend.server import codec
-from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.progress import Progress
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.storage.registry import Registry, Run, Session
 from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
+from tinker_local_backend.wire import codec
+from tinker_local_backend.wire.frames import Frame
 
 Fields = Mapping[str, Any]
 Reply = tuple[EngineFuture[Any], Callable[[Any], Frame]]

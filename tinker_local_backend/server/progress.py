@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tinker_local_backend.engine.tickets import SampledSequence
-from tinker_local_backend.server.frames import Frame
+from tinker_local_backend.wire.frames import Frame
 
 
 class Progress:

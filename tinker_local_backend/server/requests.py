@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
-from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.sessions import Request, Session
+from tinker_local_backend.wire.frames import Frame
 
 
 class Requests:
@@ -20,7 +20,6 @@ class Requests:
         self._link = link
         self._metrics = metrics
         self._requests: dict[str, Request] = {}
-        self._replies: set[asyncio.Task[None]] = set()
 
     def new(self, session: Session, kind: str) -> Request:
         """A request of a session, which nobody carries out yet."""
@@ -40,14 +39,12 @@ class Requests:
         number, reply = self._link.call(fields, body, on_progress)
         request.number = number
 
-        async def settle() -> None:
-            frame = ended(await reply)
+        def settle(done: asyncio.Future[Frame]) -> None:
+            frame = ended(done.result())
             self._metrics.ended(request, frame)
             request.settle(frame)
 
-        task = asyncio.create_task(settle())
-        self._replies.add(task)
-        task.add_done_callback(self._replies.discard)
+        reply.add_done_callback(settle)
 
     def find(self, tenant: Tenant, request_id: str) -> Request | None:
         """A request whose result may be asked for; None for one that never was, is another tenant's, or is forgotten."""

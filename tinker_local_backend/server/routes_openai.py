@@ -24,7 +24,6 @@ from tinker_local_backend.server import openai_replies
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import error_body
-from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.openai_schemas import (
     ChatBody,
     CompletionBody,
@@ -37,6 +36,7 @@ from tinker_local_backend.server.openai_stream import Choices, Piece, events
 from tinker_local_backend.server.routes_common import ServiceOf, TenantOf
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused, Request
+from tinker_local_backend.wire.frames import Frame
 
 
 class Texts:

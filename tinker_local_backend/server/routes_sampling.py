@@ -6,12 +6,14 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
 
+from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.direct import DirectRoute
 from tinker_local_backend.server.routes_common import ServiceOf, TenantOf, digest
 from tinker_local_backend.server.schemas import CreateSamplingSession, RetrieveFuture, Sample, SamplingSessionId
-from tinker_local_backend.server.service import CLIENTS_PER_SAMPLER
+from tinker_local_backend.server.service import CLIENTS_PER_SAMPLER, Service
 from tinker_local_backend.server.sessions import Refused
 
 PROTOBUF = "application/x-protobuf"
@@ -40,39 +42,6 @@ def router() -> APIRouter:
         sampler = service.sampler(tenant, sampler_id)
         return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
-    @routes.post("/asample")
-    async def asample(body: Sample, service: ServiceOf, tenant: TenantOf) -> Any:
-        if body.sampling_session_id is None:
-            raise Refused(422, "sampling_session_id is missing; create_sampling_session makes one")
-        if body.record_stability_info:
-            raise Refused(400, "record_stability_info is only understood by the hosted service; leave it out")
-        fields = body.model_dump(exclude={"sampling_session_id", "seq_id", "record_stability_info"})
-        request = service.sample(tenant, body.sampling_session_id, body.seq_id, fields, digest(body))
-        return {"request_id": request.request_id, "sample_sequence_ids": request.sequence_ids}
-
-    @routes.post("/retrieve_future")
-    async def retrieve_future(body: RetrieveFuture, service: ServiceOf, tenant: TenantOf) -> Response:
-        request = service.requests.find(tenant, body.request_id)
-        if request is None:
-            return _forgotten(body.request_id)
-        request.session.seen = time.monotonic()
-        if request.reply is None:
-            try:
-                async with asyncio.timeout(service.config.poll_seconds):
-                    await request.done.wait()
-            except TimeoutError:
-                again = {"type": "try_again", "request_id": request.request_id, "queue_state": "active"}
-                return JSONResponse(again, status_code=408)
-        if request.reply is None:
-            return _forgotten(body.request_id)
-        request.fetched = request.fetched or time.monotonic()
-        fields = request.reply.fields
-        if "error" in fields:
-            return JSONResponse({"error": fields["error"], "category": fields["category"]})
-        if "json" in fields:
-            return JSONResponse(fields["json"])
-        return Response(request.reply.body, media_type=PROTOBUF)
-
     @routes.post("/cancel_future", status_code=204)
     async def cancel_future(body: RetrieveFuture, service: ServiceOf, tenant: TenantOf) -> None:
         request = service.requests.find(tenant, body.request_id)
@@ -80,6 +49,45 @@ def router() -> APIRouter:
             service.requests.cancel(request)
 
     return routes
+
+
+async def _asample(service: Service, tenant: Tenant, body: Sample) -> Response:
+    if body.sampling_session_id is None:
+        raise Refused(422, "sampling_session_id is missing; create_sampling_session makes one")
+    if body.record_stability_info:
+        raise Refused(400, "record_stability_info is only understood by the hosted service; leave it out")
+    fields = body.model_dump(exclude={"sampling_session_id", "seq_id", "record_stability_info"})
+    request = service.sample(tenant, body.sampling_session_id, body.seq_id, fields, digest(body))
+    return JSONResponse({"request_id": request.request_id, "sample_sequence_ids": request.sequence_ids})
+
+
+async def _retrieve_future(service: Service, tenant: Tenant, body: RetrieveFuture) -> Response:
+    request = service.requests.find(tenant, body.request_id)
+    if request is None:
+        return _forgotten(body.request_id)
+    request.session.seen = time.monotonic()
+    if request.reply is None:
+        try:
+            async with asyncio.timeout(service.config.poll_seconds):
+                await request.done.wait()
+        except TimeoutError:
+            again = {"type": "try_again", "request_id": request.request_id, "queue_state": "active"}
+            return JSONResponse(again, status_code=408)
+    if request.reply is None:
+        return _forgotten(body.request_id)
+    request.fetched = request.fetched or time.monotonic()
+    fields = request.reply.fields
+    if "error" in fields:
+        return JSONResponse({"error": fields["error"], "category": fields["category"]})
+    if "json" in fields:
+        return JSONResponse(fields["json"])
+    return Response(request.reply.body, media_type=PROTOBUF)
+
+
+DIRECT = (
+    DirectRoute("/api/v1/asample", Sample, _asample),
+    DirectRoute("/api/v1/retrieve_future", RetrieveFuture, _retrieve_future),
+)
 
 
 def _forgotten(request_id: str) -> Response:

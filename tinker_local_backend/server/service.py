@@ -12,7 +12,6 @@ from typing import Any
 
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.config import MIB, ServerConfig
-from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.requests import Requests
@@ -20,6 +19,7 @@ from tinker_local_backend.server.sessions import Model, Refused, Request, Sample
 from tinker_local_backend.storage import registry
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
+from tinker_local_backend.wire.frames import Frame
 
 logger = logging.getLogger(__name__)
 

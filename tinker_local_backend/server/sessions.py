@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
-from tinker_local_backend.server.frames import Frame
 from tinker_local_backend.storage import registry
+from tinker_local_backend.wire.frames import Frame
 
 REMEMBERED_REQUESTS = 4096
 """How many of a model's or sampler's latest requests are known again when they are sent twice."""

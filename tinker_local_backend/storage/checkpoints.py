@@ -60,16 +60,29 @@ def save(
     if os.path.lexists(target) and not overwrite:
         raise RequestError(f"checkpoint {path} exists; choose another name or pass overwrite=True")
     named = dict(adapter.named_parameters())
-    tensors = {PEFT_PREFIX + name: tensor.detach().contiguous() for name, tensor in named.items()}
     with writing(f"checkpoint {path}"), staging_folder(target) as staging:
-        save_file(tensors, staging / ADAPTER_FILE, metadata={"format": "pt"})
-        write_json(staging / CONFIG_FILE, peft_config(adapter, base_model))
+        _write_peft(staging, adapter, base_model)
         if optimizer is not None:
             save_file(optimizer.state_tensors(list(named)), staging / OPTIMIZER_FILE)
         sums = {name: _sha256(staging / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE) if (staging / name).exists()}
         write_json(staging / INFO_FILE, replace(info, sha256=sums).to_json())
     if info.expires_at is not None:
         CheckpointIndex(home).expect(path, info.expires_at)
+
+
+def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
+    """A folder with the adapter alone, in PEFT's format, for programs that load it from there.
+
+    Raises CheckpointWriteError when the disk refuses.
+    """
+    with writing(f"adapter {folder.name}"), staging_folder(folder) as staging:
+        _write_peft(staging, adapter, base_model)
+
+
+def _write_peft(folder: Path, adapter: Adapter, base_model: str) -> None:
+    tensors = {PEFT_PREFIX + name: tensor.detach().contiguous() for name, tensor in adapter.named_parameters()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    write_json(folder / CONFIG_FILE, peft_config(adapter, base_model))
 
 
 def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:

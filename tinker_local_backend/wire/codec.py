@@ -6,6 +6,7 @@ RequestError, and none makes the process allocate more than it carries, times th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -166,6 +167,50 @@ def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:
         "target_prompt_logprobs": None if targets is None else _json_targets(targets),
         "prompt_alt_tokens_k": request["prompt_alt_tokens_k"],
         "prompt_logprobs_last_n": request.get("prompt_logprobs_last_n"),
+    }
+
+
+def sample_request(
+    prompt: tinker.ModelInput,
+    num_samples: int,
+    sampling_params: tinker.SamplingParams,
+    include_prompt_logprobs: bool = False,
+    topk_prompt_logprobs: int = 0,
+    topk_sample_logprobs: int = 0,
+    target_prompt_logprobs: tinker.TensorData | None = None,
+    prompt_alt_tokens_k: int = 0,
+    prompt_logprobs_last_n: int | None = None,
+) -> dict[str, Any]:
+    """The inverse of `sample_arguments`. Raises RequestError for a prompt that is not text and for values that are no JSON."""
+    others = sorted({type(c).__name__ for c in prompt.chunks if not isinstance(c, tinker.EncodedTextChunk)})
+    if others:
+        raise RequestError(f"the prompt has {', '.join(others)}; this engine takes text only")
+    request = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(chunk.tokens)} for chunk in prompt.chunks]},  # pyright: ignore
+        "num_samples": num_samples,
+        "sampling_params": sampling_params.model_dump(),
+        "prompt_logprobs": include_prompt_logprobs,
+        "topk_prompt_logprobs": topk_prompt_logprobs,
+        "topk_sample_logprobs": topk_sample_logprobs,
+        "target_prompt_logprobs": None if target_prompt_logprobs is None else _targets_json(target_prompt_logprobs),
+        "prompt_alt_tokens_k": prompt_alt_tokens_k,
+        "prompt_logprobs_last_n": prompt_logprobs_last_n,
+    }
+    try:
+        json.dumps(request)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"a sampling request for another process: {error}; give plain numbers and strings") from None
+    return request
+
+
+def _targets_json(targets: tinker.TensorData) -> dict[str, Any]:
+    is_dense = targets.sparse_crow_indices is None
+    return {
+        "dtype": targets.dtype,
+        "shape": list(targets.to_numpy().shape) if is_dense else targets.shape,
+        "data": np.asarray(targets.data).reshape(-1).tolist(),
+        "sparse_crow_indices": targets.sparse_crow_indices,
+        "sparse_col_indices": targets.sparse_col_indices,
     }
 
 

@@ -1,0 +1,126 @@
+"""Inputs for the operations of the CUDA path, and what they must give, computed row by row in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tests.engine.devices import here
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model's attention."""
+
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 32
+    page: int = 32
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Rows of several lengths whose pages lie scattered over a pool; what no row may see is NaN."""
+
+    shape: Shape
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def arguments(self) -> tuple:
+        shape = self.shape
+        tensors = (self.query, self.keys, self.values, self.tables, self.lengths)
+        return (*tensors, shape.dim**-0.5, shape.window, shape.softcap)
+
+    def of_rows(self, rows: Sequence[int]) -> PagedCase:
+        index = torch.tensor(rows, device=self.query.device)
+        return PagedCase(self.shape, self.query[index], self.keys, self.values, self.tables[index], self.lengths[index])
+
+    def expected(self) -> torch.Tensor:
+        """(R, H, D) in float64."""
+        return torch.stack([self._row(r) for r in range(len(self.lengths))])
+
+    def _row(self, r: int) -> torch.Tensor:
+        shape, length = self.shape, int(self.lengths[r])
+        first = max(0, length - shape.window) if shape.window else 0
+        if length == 0:
+            return torch.zeros(shape.heads, shape.dim, dtype=torch.float64, device=self.query.device)
+
+        def tokens(pool: torch.Tensor) -> torch.Tensor:
+            found = [pool[self.tables[r, t // shape.page], :, t % shape.page] for t in range(first, length)]
+            return torch.stack(found).double().repeat_interleave(shape.heads // shape.kv_heads, dim=1)
+
+        scores = torch.einsum("hd,thd->ht", self.query[r].double(), tokens(self.keys)) * shape.dim**-0.5
+        if shape.softcap:
+            scores = torch.tanh(scores / shape.softcap) * shape.softcap
+        return torch.einsum("ht,thd->hd", scores.softmax(-1), tokens(self.values))
+
+
+def paged_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype, seed: int = 0) -> PagedCase:
+    generator, device = torch.Generator().manual_seed(seed), here().device
+    width = -(-max(lengths) // shape.page)
+    pages = len(lengths) * width + 3
+    size = (2, pages, shape.kv_heads, shape.page, shape.dim)
+    pool = torch.randn(size, generator=generator)
+    tables = torch.randperm(pages, generator=generator)[: len(lengths) * width].view(len(lengths), width)
+    hidden = torch.ones(pages, shape.page, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        for token in range(max(0, length - shape.window) if shape.window else 0, length):
+            hidden[tables[row, token // shape.page], token % shape.page] = False
+    pool[:, hidden[:, None].expand(-1, shape.kv_heads, -1)] = torch.nan
+    query = torch.randn(len(lengths), shape.heads, shape.dim, generator=generator)
+    keys, values = pool.to(device, dtype).unbind()
+    return PagedCase(
+        shape, query.to(device, dtype), keys, values, tables.int().to(device), torch.tensor(lengths).int().to(device)
+    )
+
+
+@dataclass(frozen=True)
+class LoraCase:
+    """Rows of several adapters and of the base model (slot -1); what lies beyond a slot's rank is zero."""
+
+    y: torch.Tensor
+    x: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    slots: Sequence[int]
+    scales: torch.Tensor
+
+    def expected(self) -> torch.Tensor:
+        """(R, out) in float64."""
+        result = self.y.double()
+        for row, slot in enumerate(self.slots):
+            if slot >= 0:
+                inner = self.a[slot].double() @ self.x[row].double()
+                result[row] += self.scales[slot].double() * (self.b[slot].double() @ inner)
+        return result
+
+
+def lora_case(slots: Sequence[int], dtype: torch.dtype, features: tuple[int, int] = (300, 260), rank: int = 16):
+    generator, device = torch.Generator().manual_seed(len(slots)), here().device
+    count = max(slots) + 1
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    a, b = random(count, rank, features[0]) / features[0] ** 0.5, random(count, features[1], rank)
+    a[0, rank // 2 :], b[0, :, rank // 2 :] = 0.0, 0.0
+    y, x = random(len(slots), features[1]), random(len(slots), features[0])
+    y, x, a, b = (tensor.to(device, dtype) for tensor in (y, x, a, b))
+    return LoraCase(y, x, a, b, slots, torch.linspace(0.5, 2.0, count, device=device))
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference as a share of the largest number."""
+    return float((found.double() - expected.double()).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""For results that are rounded to the dtype once or twice."""

@@ -1,0 +1,22 @@
+"""Triton kernels run compiled where the tests run on a GPU, and in Triton's interpreter elsewhere (`make test-kernels`)."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from tests.engine.devices import here
+
+
+@pytest.fixture(scope="session")
+def kernels() -> SimpleNamespace:
+    """The functions that launch the kernels, by the names of their operations."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    assert interpreted != (here().device.type == "cuda"), (
+        "set TRITON_INTERPRET=1 on a CPU, and not on a GPU; triton reads it when Python starts (see `make test-kernels`)"
+    )
+    from tinker_local_backend.engine.cuda import attention_kernels, elementwise_kernels, lora_kernels
+
+    modules = (attention_kernels, elementwise_kernels, lora_kernels)
+    names = ("paged_attention", "store_keys", "lora_add", "swiglu", "swiglu_backward", "rotate")
+    return SimpleNamespace(**{name: getattr(m, name) for name in names for m in modules if hasattr(m, name)})

@@ -1,0 +1,127 @@
+"""Triton kernels against plain float64 computations, in Triton's interpreter or on the GPU that the tests are given."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.engine.cuda.cases import BOUNDS, Shape, lora_case, paged_case, relative_error
+from tests.engine.devices import here
+from tinker_local_backend.engine.cuda import plain
+from tinker_local_backend.engine.cuda.slots import lay_out_rows
+
+pytestmark = pytest.mark.kernels
+
+DTYPES = [torch.float32, torch.float16]
+SHAPES = {
+    "grouped": Shape(),
+    "one head for each": Shape(heads=4, kv_heads=4, dim=64),
+    "one key head": Shape(heads=8, kv_heads=1, dim=64, softcap=30.0),
+    "window": Shape(window=20),
+    "long window, other pages": Shape(window=300, page=16),
+    "dimension of no power of two": Shape(heads=6, kv_heads=2, dim=80),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_paged_attention(kernels: SimpleNamespace, name: str, dtype: torch.dtype) -> None:
+    # Idle, one token, borders of pages and blocks, one split, several splits with a last one that is not full.
+    case = paged_case(SHAPES[name], [0, 1, 32, 64, 65, 257, 700], dtype)
+    assert relative_error(kernels.paged_attention(*case.arguments), case.expected()) < BOUNDS[dtype]
+
+
+def test_a_row_alone_gets_the_bits_that_it_gets_in_a_batch(kernels: SimpleNamespace) -> None:
+    case = paged_case(Shape(), [600, 40, 0, 600, 513], torch.float16, seed=1)
+    together = kernels.paged_attention(*case.arguments)
+    for row in range(5):
+        alone = case.of_rows([row])
+        assert torch.equal(kernels.paged_attention(*alone.arguments)[0], together[row])
+        wider = replace(alone, tables=F.pad(alone.tables, (0, 9), value=-1))
+        assert torch.equal(kernels.paged_attention(*wider.arguments)[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strided_queries(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
+    """As a layer gives them: heads before rows."""
+    case = paged_case(Shape(), [5, 100], dtype)
+    strided = replace(case, query=case.query.transpose(0, 1).contiguous().transpose(0, 1))
+    assert not strided.query.is_contiguous()
+    assert torch.equal(kernels.paged_attention(*strided.arguments), kernels.paged_attention(*case.arguments))
+
+
+def test_store_keys(kernels: SimpleNamespace) -> None:
+    case = paged_case(Shape(dim=24), [5, 40, 33], torch.float32)
+    positions = torch.tensor([4, 39, -1], dtype=torch.int32, device=here().device)
+    key, value = torch.randn(2, 2, 3, 24, device=here().device).transpose(1, 2)  # heads before rows
+    keys, values = case.keys.clone(), case.values.clone()
+    kernels.store_keys(key, value, keys, values, case.tables, positions)
+    wanted_keys, wanted_values = case.keys.clone(), case.values.clone()
+    for row, position in ((0, 4), (1, 39)):
+        page = case.tables[row, position // 32]
+        wanted_keys[page, :, position % 32], wanted_values[page, :, position % 32] = key[row], value[row]
+    assert torch.equal(keys.nan_to_num(9.0), wanted_keys.nan_to_num(9.0))
+    assert torch.equal(values.nan_to_num(9.0), wanted_values.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("features", [(300, 260), (128, 64), (1500, 130)], ids=str)
+def test_lora_of_rows_of_many_adapters(kernels: SimpleNamespace, features: tuple[int, int], dtype: torch.dtype) -> None:
+    # 19 rows of one adapter fill a block and a part of the next one.
+    case = lora_case([0, 1, -1, 2, 2, 0, -1, *[1] * 18], dtype, features)
+    order, blocks = (torch.from_numpy(array).to(here().device) for array in lay_out_rows(case.slots, len(case.slots)))
+    got = case.y.clone()
+    kernels.lora_add(got, case.x, case.a, case.b, order, blocks, case.scales)
+    assert relative_error(got, case.expected()) < BOUNDS[dtype]
+    base = [row for row, slot in enumerate(case.slots) if slot < 0]
+    assert torch.equal(got[base], case.y[base])
+
+
+def test_lora_of_a_row_alone(kernels: SimpleNamespace) -> None:
+    """The order of its sums does not depend on what else is in its block."""
+    case = lora_case([1, 0, 1, 1], torch.float16)
+    results = []
+    for rows in ([0, 1, 2, 3], [2]):
+        slots = [case.slots[row] for row in rows]
+        order, blocks = (torch.from_numpy(array).to(here().device) for array in lay_out_rows(slots, len(slots)))
+        y = case.y[rows].clone()
+        kernels.lora_add(y, case.x[rows], case.a, case.b, order, blocks, case.scales)
+        results.append(y[rows.index(2)])
+    assert relative_error(results[1], results[0]) < (1e-6 if here().device.type == "cpu" else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_and_its_gradients(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
+    gate, up, grad = torch.randn(3, 5, 700, generator=torch.Generator().manual_seed(0)).to(here().device, dtype)
+    exact = [gate.double().requires_grad_(), up.double().requires_grad_()]
+    wanted = F.silu(exact[0]) * exact[1]
+    assert relative_error(kernels.swiglu(gate, up), wanted.detach()) < BOUNDS[dtype]
+    for got, want in zip(
+        kernels.swiglu_backward(grad, gate, up), torch.autograd.grad(wanted, exact, grad.double()), strict=True
+    ):
+        assert relative_error(got, want) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [16, 80])
+def test_rotary_positions_and_their_gradient(kernels: SimpleNamespace, dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    # Strided, as a layer has them. Cosines and sines of all dimensions differ, so that halves cannot be mistaken.
+    x = torch.randn(3, 6, dim, generator=generator).to(here().device, dtype).transpose(0, 1)
+    cos, sin = torch.randn(2, 6, dim, generator=generator).to(here().device, dtype)
+    grad = torch.randn(6, 3, dim, generator=generator).to(here().device, dtype)
+    exact = x.double().requires_grad_()
+    first, second = exact.chunk(2, dim=-1)
+    wanted = exact * cos.double()[:, None] + torch.cat((-second, first), -1) * sin.double()[:, None]
+    assert relative_error(kernels.rotate(x, cos, sin, False), wanted.detach()) < BOUNDS[dtype]
+    (by_x,) = torch.autograd.grad(wanted, exact, grad.double())
+    assert relative_error(kernels.rotate(grad, cos, sin, True), by_x) < BOUNDS[dtype]
+
+
+def test_kernels_and_plain_operations_agree_at_a_models_real_shape(kernels: SimpleNamespace) -> None:
+    """Qwen3-4B: 32 heads, 8 of them for keys, 128 wide."""
+    case = paged_case(Shape(heads=32, kv_heads=8, dim=128), [90, 300], torch.float32)
+    expected = plain.paged_attention(*case.arguments)
+    assert relative_error(kernels.paged_attention(*case.arguments), expected) < BOUNDS[torch.float32]

@@ -1,0 +1,82 @@
+"""The operations as torch sees them: plain torch on a CPU, compared with float64 row by row, and their gradients."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.engine.cuda.cases import BOUNDS, Shape, lora_case, paged_case, relative_error
+from tests.engine.devices import here
+from tinker_local_backend.engine.cuda import ops
+from tinker_local_backend.engine.cuda.slots import lay_out_rows
+
+DTYPE = here().dtype
+SHAPES = [Shape(), Shape(heads=8, kv_heads=1, softcap=20.0), Shape(window=40, page=16, dim=24, heads=6)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_paged_attention(shape: Shape) -> None:
+    case = paged_case(shape, [0, 1, 32, 65, 300], DTYPE)
+    assert relative_error(ops.paged_attention(*case.arguments), case.expected()) < BOUNDS[DTYPE]
+
+
+def test_keys_are_stored_where_the_table_says() -> None:
+    case = paged_case(Shape(), [5, 40, 9], DTYPE)
+    positions = torch.tensor([4, 39, -1], dtype=torch.int32, device=here().device)
+    key, value = torch.randn(2, 3, 2, 32, device=here().device).to(DTYPE)
+    before = case.keys.clone()
+    ops.store_keys(key, value, case.keys, case.values, case.tables, positions)
+    for row, position in ((0, 4), (1, 39)):
+        page = case.tables[row, position // 32]
+        assert torch.equal(case.keys[page, :, position % 32], key[row])
+        assert torch.equal(case.values[page, :, position % 32], value[row])
+        before[page, :, position % 32] = key[row]
+    assert torch.equal(case.keys.nan_to_num(9.0), before.nan_to_num(9.0)), "nothing else has changed"
+
+
+def test_lora_of_rows_of_many_adapters() -> None:
+    case = lora_case([0, 1, -1, 2, 2, 0, -1, *[1] * 18], DTYPE)
+    order, blocks = (torch.from_numpy(array).to(here().device) for array in lay_out_rows(case.slots, 32))
+    y = case.y.clone()
+    ops.lora_add(y, case.x, case.a, case.b, order, blocks, case.scales)
+    assert relative_error(y, case.expected()) < BOUNDS[DTYPE]
+    assert torch.equal(y[2], case.y[2])
+
+
+def test_gradients_go_through_the_operations() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(5, 40, generator=generator).to(here().device).requires_grad_() for _ in range(2))
+    x = torch.randn(6, 3, 16, generator=generator).to(here().device).requires_grad_()
+    cos, sin = torch.randn(2, 6, 16, generator=generator).to(here().device)
+    first, second = x.chunk(2, dim=-1)
+    pairs = [
+        (ops.swiglu(gate, up), F.silu(gate) * up, (gate, up)),
+        (ops.rotate(x, cos, sin, False), x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None], (x,)),
+    ]
+    for got, wanted, inputs in pairs:
+        assert relative_error(got.detach(), wanted.detach()) < 1e-6
+        grad = torch.randn(got.shape, generator=generator).to(here().device)
+        for mine, theirs in zip(
+            torch.autograd.grad(got, inputs, grad), torch.autograd.grad(wanted, inputs, grad), strict=True
+        ):
+            assert relative_error(mine, theirs) < 1e-6
+
+
+def test_operations_keep_what_torch_asks_of_them() -> None:
+    """Schema, fake implementation and autograd registration, by torch's own check."""
+    case = paged_case(Shape(), [3, 40], torch.float32)
+    lora = lora_case([0, -1, 1], torch.float32)
+    order, blocks = (torch.from_numpy(array).to(here().device) for array in lay_out_rows(lora.slots, 3))
+    x = torch.randn(4, 2, 8, device=here().device, requires_grad=True)
+    cos, sin = torch.randn(2, 4, 8, device=here().device)
+    gate, up = (torch.randn(3, 5, device=here().device, requires_grad=True) for _ in range(2))
+    positions = case.lengths - 1
+    key, value = torch.randn(2, 2, 2, 32, device=here().device)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for operation, arguments in (
+        (ops.paged_attention, case.arguments),
+        (ops.store_keys, (key, value, case.keys.nan_to_num(), case.values.nan_to_num(), case.tables, positions)),
+        (ops.lora_add, (lora.y, lora.x, lora.a, lora.b, order, blocks, lora.scales)),
+        (ops.swiglu, (gate, up)),
+        (ops.rotate, (x, cos, sin, False)),
+    ):
+        torch.library.opcheck(operation, arguments, test_utils=tests)

@@ -1,0 +1,93 @@
+"""Products by oneDNN are those of torch, and are not used where they are not."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tinker_local_backend.engine import products
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def decided_anew() -> Iterator[None]:
+    products.onednn_is_faster.cache_clear()
+    yield
+    products.onednn_is_faster.cache_clear()
+
+
+@pytest.fixture
+def amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.usefixtures("amd")
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [3, 64, 700])
+def test_the_product_and_its_gradient_are_right(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    by_onednn = products.by_onednn
+    monkeypatch.setattr(products, "by_onednn", lambda *args: calls.append(1) or by_onednn(*args))
+    assert products.onednn_is_faster()
+    calls.clear()
+    x, weight = random(1, rows, 768).requires_grad_(), random(1024, 768, seed=1)
+    bias = random(1024, seed=2) if with_bias else None
+    found = products.linear(x, weight, bias)
+    upstream = random(1, rows, 1024, seed=3)
+    found.backward(upstream)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert x.grad is not None and found.shape == exact.shape
+    assert relative(found.detach(), exact.detach()) < 1e-6
+    assert relative(x.grad, upstream.double() @ weight.double()) < 1e-6
+    with torch.inference_mode():
+        assert torch.equal(products.linear(x.detach(), weight, bias), found.detach())
+    assert len(calls) == 3
+
+
+@pytest.mark.usefixtures("amd")
+def test_small_products_other_dtypes_and_trained_weights_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert products.onednn_is_faster()
+    monkeypatch.setattr(products, "by_onednn", lambda *args: pytest.fail("used oneDNN"))
+    large = random(2048, 1024)
+    for x, weight in (
+        (random(64, 128), random(128, 128)),
+        (random(2, 1024), large),
+        (random(8, 1024).double(), large.double()),
+        (random(8, 1024), large.clone().requires_grad_()),
+    ):
+        assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.usefixtures("amd")
+@pytest.mark.parametrize("fault", ["wrong", "absent"])
+def test_a_build_whose_onednn_is_wrong_or_absent_does_without(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faulty(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if fault == "absent":
+            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+        return F.linear(x, weight, bias) * (1 + 1e-3)
+
+    monkeypatch.setattr(products, "by_onednn", faulty)
+    with caplog.at_level(logging.WARNING):
+        assert not products.onednn_is_faster()
+    assert "those of MKL" in caplog.text
+    x, weight = random(8, 1024), random(2048, 1024, seed=1)
+    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+
+
+def test_processors_for_which_mkl_is_made_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_vendor", lambda: "GenuineIntel")
+    assert not products.onednn_is_faster()

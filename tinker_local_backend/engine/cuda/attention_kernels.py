@@ -1,0 +1,258 @@
+"""Triton kernels for decoding: attention of one new token per row to the pages of its table, and storing keys and values.
+
+Keys are divided into splits that programs work through side by side; a second kernel joins their results in a fixed order. The
+splits of a row follow from its own length alone and nothing is added atomically, so a row gets the same bits whatever else is
+in the batch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+SPLITS = 16
+"""Programs among which the keys of a long row are divided; a power of two. 16 fill a large GPU at batch 1 with 8 key heads."""
+
+LEAST_TOKENS = 256
+"""A split has at least so many tokens: a short row is not worth the second kernel's work."""
+
+BLOCK_TOKENS = 64
+"""Keys that a program holds at a time."""
+
+LEAST_ROWS = 16
+"""Least side of a matrix that `tl.dot` takes."""
+
+
+@triton.jit
+def _stretch(length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+    """First visible token, start of its block, and tokens per split."""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    base = first // BLOCK * BLOCK
+    per = tl.maximum(tl.cdiv(tl.cdiv(length - base, SPLITS), BLOCK) * BLOCK, LEAST)
+    return first, base, per
+
+
+@triton.jit
+def _partial_kernel(
+    query,
+    keys,
+    values,
+    tables,
+    lengths,
+    partial,
+    stats,
+    scale,
+    query_row,
+    query_head,
+    key_page,
+    key_head,
+    key_token,
+    value_page,
+    value_head,
+    value_token,
+    table_row,
+    GROUP: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Unnormalised sum of the values of one split, with the largest score and the sum of weights of each query head."""
+    row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row)
+    first, base, per = _stretch(length, WINDOW, SPLITS, BLOCK, LEAST)
+    begin = base + split * per
+    end = tl.minimum(begin + per, length)
+    if begin < end:
+        heads, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        inside = dims < D
+        q = tl.load(
+            query + row * query_row + (kv * GROUP + heads)[:, None] * query_head + dims[None, :],
+            mask=(heads < GROUP)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        summed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for start in range(begin, end, BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            seen = (tokens < end) & (tokens >= first)
+            page = tl.load(tables + row * table_row + tokens // PAGE, mask=seen, other=0).to(tl.int64)
+            at = tokens % PAGE
+            mask = seen[:, None] & inside[None, :]
+            of_key = page * key_page + kv * key_head + at * key_token
+            k = tl.load(keys + of_key[:, None] + dims[None, :], mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
+            if SOFTCAP > 0:  # cap * tanh(scores / cap)
+                scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            larger = tl.maximum(largest, tl.max(scores, 1))
+            weights = tl.exp(scores - larger[:, None])
+            shrunk = tl.exp(largest - larger)
+            of_value = page * value_page + kv * value_head + at * value_token
+            v = tl.load(values + of_value[:, None] + dims[None, :], mask=mask, other=0.0)
+            product = tl.dot(weights.to(v.dtype), v, input_precision="ieee").to(tl.float32)
+            summed = summed * shrunk[:, None] + product
+            total = total * shrunk + tl.sum(weights, 1)
+            largest = larger
+        place = ((row * KV + kv) * SPLITS + split) * BLOCK_M + heads
+        tl.store(partial + place[:, None] * BLOCK_D + dims[None, :], summed)
+        tl.store(stats + place * 2, largest)
+        tl.store(stats + place * 2 + 1, total)
+
+
+@triton.jit
+def _join_kernel(
+    partial,
+    stats,
+    lengths,
+    out,
+    out_row,
+    out_head,
+    GROUP: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """One query head of one row: its splits weighted by their largest scores, summed in order, and normalised."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row)
+    _, base, per = _stretch(length, WINDOW, SPLITS, BLOCK, LEAST)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    used = splits < tl.cdiv(length - base, per)  # the others were not written
+    place = ((row * KV + head // GROUP) * SPLITS + splits) * BLOCK_M + head % GROUP
+    largest = tl.load(stats + place * 2, mask=used, other=float("-inf"))
+    totals = tl.load(stats + place * 2 + 1, mask=used, other=0.0)
+    weights = tl.where(used, tl.exp(largest - tl.max(largest, 0)), 0.0)
+    summed = tl.load(partial + place[:, None] * BLOCK_D + dims[None, :], mask=used[:, None], other=0.0)
+    total = tl.sum(weights * totals, 0)
+    result = tl.sum(summed * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * out_row + head * out_head + dims, result.to(out.dtype.element_ty), mask=dims < D)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """See ops.paged_attention."""
+    rows, heads, dim = query.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    block_m, block_d = max(LEAST_ROWS, triton.next_power_of_2(group)), max(LEAST_ROWS, triton.next_power_of_2(dim))
+    of_splits = (rows, kv_heads, SPLITS, block_m)
+    partial = torch.empty(*of_splits, block_d, dtype=torch.float32, device=query.device)
+    stats = torch.empty(*of_splits, 2, dtype=torch.float32, device=query.device)
+    out = torch.empty(rows, heads, dim, dtype=query.dtype, device=query.device)
+    shape = {
+        "GROUP": group,
+        "KV": kv_heads,
+        "D": dim,
+        "BLOCK_D": block_d,
+        "SPLITS": SPLITS,
+        "WINDOW": window,
+        "BLOCK_M": block_m,
+        "BLOCK": BLOCK_TOKENS,
+        "LEAST": LEAST_TOKENS,
+    }
+    _partial_kernel[(rows, kv_heads, SPLITS)](
+        query,
+        keys,
+        values,
+        tables,
+        lengths,
+        partial,
+        stats,
+        scale,
+        *query.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        tables.stride(0),
+        PAGE=page,
+        SOFTCAP=softcap,
+        **shape,
+    )
+    _join_kernel[(rows, heads)](partial, stats, lengths, out, *out.stride()[:2], **shape)
+    return out
+
+
+@triton.jit
+def _store_kernel(
+    key,
+    value,
+    keys,
+    values,
+    tables,
+    positions,
+    new_key_row,
+    new_key_head,
+    new_value_row,
+    new_value_head,
+    key_page,
+    key_head,
+    key_token,
+    value_page,
+    value_head,
+    value_token,
+    table_row,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """One key head of one row. A row with a negative position is idle."""
+    row, kv = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + row)
+    if position >= 0:
+        page = tl.load(tables + row * table_row + position // PAGE).to(tl.int64)
+        at = position % PAGE
+        dims = tl.arange(0, BLOCK_D)
+        inside = dims < D
+        k = tl.load(key + row * new_key_row + kv * new_key_head + dims, mask=inside)
+        v = tl.load(value + row * new_value_row + kv * new_value_head + dims, mask=inside)
+        tl.store(keys + page * key_page + kv * key_head + at * key_token + dims, k, mask=inside)
+        tl.store(values + page * value_page + kv * value_head + at * value_token + dims, v, mask=inside)
+
+
+def store_keys(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """See ops.store_keys."""
+    rows, kv_heads, dim = key.shape
+    _store_kernel[(rows, kv_heads)](
+        key,
+        value,
+        keys,
+        values,
+        tables,
+        positions,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        tables.stride(0),
+        D=dim,
+        BLOCK_D=triton.next_power_of_2(dim),
+        PAGE=keys.shape[2],
+    )

@@ -1,0 +1,149 @@
+"""Triton kernels for LoRA in decoding: rows of many adapters and of the base model in one pair of launches.
+
+Rows come in blocks of one adapter each (slots.py lays them out), so an adapter's matrices are read once for a block and the
+products run on tensor cores. The inner sum is divided into parts that are added in a fixed order, without atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_ROWS = 16
+"""Rows of a block, the least that `tl.dot` takes."""
+
+SPLITS = 8
+"""Parts of the inner sum, so that a batch of few blocks fills the GPU."""
+
+BLOCK_IN, BLOCK_OUT = 128, 128
+"""Columns of the input and of the output that a program holds at a time."""
+
+
+@triton.jit
+def _shrink_kernel(
+    x,
+    a,
+    order,
+    blocks,
+    inner,
+    features,
+    x_row,
+    a_slot,
+    a_rank,
+    rows,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A part of x @ a.T for the rows of a block."""
+    block, split = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(blocks + block * 3).to(tl.int64)
+    first = tl.load(blocks + block * 3 + 1)
+    count = tl.load(blocks + block * 3 + 2)
+    if count > 0:
+        members, ranks = tl.arange(0, BLOCK_M), tl.arange(0, RANK)
+        there = members < count
+        row = tl.load(order + first + members, mask=there, other=0).to(tl.int64)
+        per = tl.cdiv(tl.cdiv(features, SPLITS), BLOCK_K) * BLOCK_K
+        summed = tl.zeros((BLOCK_M, RANK), tl.float32)
+        for start in range(split * per, tl.minimum((split + 1) * per, features), BLOCK_K):
+            columns = start + tl.arange(0, BLOCK_K)
+            inside = columns < features
+            of_x = tl.load(
+                x + row[:, None] * x_row + columns[None, :], mask=there[:, None] & inside[None, :], other=0.0
+            )
+            of_a = tl.load(
+                a + slot * a_slot + ranks[:, None] * a_rank + columns[None, :], mask=inside[None, :], other=0.0
+            )
+            summed += tl.dot(of_x, tl.trans(of_a), input_precision="ieee").to(tl.float32)
+        place = split * rows + first + members
+        tl.store(inner + place[:, None] * RANK + ranks[None, :], summed, mask=there[:, None])
+
+
+@triton.jit
+def _expand_kernel(
+    inner,
+    b,
+    order,
+    blocks,
+    scales,
+    y,
+    features,
+    y_row,
+    b_slot,
+    b_out,
+    rows,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """y += scale * inner @ b.T for the rows of a block and some columns."""
+    block = tl.program_id(0)
+    slot = tl.load(blocks + block * 3).to(tl.int64)
+    first = tl.load(blocks + block * 3 + 1)
+    count = tl.load(blocks + block * 3 + 2)
+    if count > 0:
+        members, ranks = tl.arange(0, BLOCK_M), tl.arange(0, RANK)
+        there = members < count
+        row = tl.load(order + first + members, mask=there, other=0).to(tl.int64)
+        summed = tl.zeros((BLOCK_M, RANK), tl.float32)
+        for split in range(SPLITS):
+            place = split * rows + first + members
+            summed += tl.load(inner + place[:, None] * RANK + ranks[None, :], mask=there[:, None], other=0.0)
+        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = columns < features
+        of_b = tl.load(b + slot * b_slot + columns[:, None] * b_out + ranks[None, :], mask=inside[:, None], other=0.0)
+        # Training rounds the inner product to the model's dtype, too.
+        product = tl.dot(summed.to(of_b.dtype), tl.trans(of_b), input_precision="ieee").to(tl.float32)
+        mask = there[:, None] & inside[None, :]
+        at = y + row[:, None] * y_row + columns[None, :]
+        result = tl.load(at, mask=mask, other=0.0).to(tl.float32) + tl.load(scales + slot) * product
+        tl.store(at, result.to(y.dtype.element_ty), mask=mask)
+
+
+def lora_add(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    order: torch.Tensor,
+    blocks: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """See ops.lora_add."""
+    rows, rank = len(order), a.shape[1]
+    inner = torch.empty(SPLITS, rows, rank, dtype=torch.float32, device=x.device)
+    _shrink_kernel[(len(blocks), SPLITS)](
+        x,
+        a,
+        order,
+        blocks,
+        inner,
+        x.shape[1],
+        x.stride(0),
+        a.stride(0),
+        a.stride(1),
+        rows,
+        RANK=rank,
+        SPLITS=SPLITS,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_K=BLOCK_IN,
+    )
+    _expand_kernel[(len(blocks), triton.cdiv(y.shape[1], BLOCK_OUT))](
+        inner,
+        b,
+        order,
+        blocks,
+        scales,
+        y,
+        y.shape[1],
+        y.stride(0),
+        b.stride(0),
+        b.stride(1),
+        rows,
+        RANK=rank,
+        SPLITS=SPLITS,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=BLOCK_OUT,
+    )

@@ -1,0 +1,47 @@
+"""What the engine asks of whatever samples for it: its own generator, or one of samplers/ that uses another program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.requests import SamplerLimits
+from tinker_local_backend.engine.tickets import Ticket
+from tinker_local_backend.engine.waits import SamplerStats
+
+
+class Sampler(Protocol):
+    """Runs the requests on one base model. All methods are called on the engine's worker; `stats` on any thread."""
+
+    @property
+    def limits(self) -> SamplerLimits: ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+        ...
+
+    @property
+    def stats(self) -> SamplerStats: ...
+
+    def add(self, ticket: Ticket) -> None: ...
+
+    def step(self) -> None:
+        """One token for whatever runs."""
+        ...
+
+    def forget(self) -> None:
+        """Free what is kept of ended sequences, and let nothing that is sampled later depend on it."""
+        ...
+
+    def fail_all(self, error: BaseException) -> None:
+        """The end: tell everybody who waits."""
+        ...
+
+
+Post = Callable[[Callable[[], None]], None]
+"""Has the engine's worker call something soon. May be called on any thread."""
+
+MakeSampler = Callable[[BaseModel, int, Callable[[], int], Post], Sampler]
+"""(model, bound on the tokens of a KV cache of the engine's own, source of seeds, post) -> its sampler."""

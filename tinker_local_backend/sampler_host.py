@@ -1,0 +1,179 @@
+"""Where other processes reach the sampling clients of this one: how a pickled SamplingClient finds its engine.
+
+The first client that is pickled starts a Unix socket in a folder that only this user can open. A snapshot lives as long as
+this process keeps its SamplingClient, or another one keeps a copy from which it has sampled.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import tinker
+
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.futures import EngineFuture
+from tinker_local_backend.wire import codec
+from tinker_local_backend.wire.channel import Channel
+from tinker_local_backend.wire.frames import Frame
+
+BACKLOG = 128
+
+
+class Sampler(Protocol):
+    """What of a SamplingClient is asked from elsewhere."""
+
+    @property
+    def sample(self) -> Callable[..., EngineFuture[tinker.types.SampleResponse]]: ...
+
+    def compute_logprobs(
+        self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None
+    ) -> EngineFuture[list[float | None]]: ...
+
+
+@dataclass(frozen=True)
+class SamplerHandle:
+    """Names a sampling client of a process of this machine. It holds no secret: the folder of its address is the user's own."""
+
+    address: str
+    process: int
+    sampler_id: str
+    base_model: str
+
+    def encode(self) -> str:
+        return base64.urlsafe_b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> SamplerHandle:
+        """Raises RequestError for what `encode` did not make."""
+        try:
+            return cls(**json.loads(base64.urlsafe_b64decode(text)))
+        except (ValueError, TypeError):
+            raise RequestError(
+                f"{text[:80]!r} is no handle of a local sampler; get_sampler_handle() makes one"
+            ) from None
+
+
+class SamplerHost:
+    """The socket of this process and the clients that were shared over it, which it does not keep alive."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        folder = tempfile.mkdtemp(prefix="tinker-samplers-")  # readable by this user alone
+        weakref.finalize(self, _remove, folder, self._process)
+        self.address = str(Path(folder) / "socket")
+        self._clients: weakref.WeakValueDictionary[str, Sampler] = weakref.WeakValueDictionary()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(self.address)
+        except OSError as error:
+            raise RequestError(f"cannot bind {self.address}: {error}; set TMPDIR to a shorter path") from None
+        listener.listen(BACKLOG)
+        threading.Thread(target=self._accept, args=(listener,), name="tinker-samplers", daemon=True).start()
+
+    def share(self, sampler_id: str, base_model: str, client: Sampler) -> SamplerHandle:
+        self._clients[sampler_id] = client
+        return SamplerHandle(self.address, self._process, sampler_id, base_model)
+
+    def find(self, handle: SamplerHandle) -> Sampler | None:
+        """The client itself where the handle comes back to its own process."""
+        is_here = handle.address == self.address and os.getpid() == self._process
+        return self._clients.get(handle.sampler_id) if is_here else None
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            serving = _Serving(Channel(connection, "tinker-samplers-answers"), self._clients)
+            threading.Thread(target=serving.run, name="tinker-samplers-requests", daemon=True).start()
+
+
+class _Serving:
+    """One process that asks. `held` are its copies, each by a name that it made up, until it drops them or ends."""
+
+    def __init__(self, channel: Channel, clients: weakref.WeakValueDictionary[str, Sampler]):
+        self._channel = channel
+        self._clients = clients
+        self._held: dict[str, Sampler] = {}
+        self._running: dict[int, Future[Any]] = {}
+
+    def run(self) -> None:
+        while (frame := self._channel.receive()) is not None:
+            fields = frame.fields
+            if fields["op"] == "drop":
+                self._held.pop(fields["holder"], None)
+            elif fields["op"] == "cancel":
+                if (running := self._running.get(fields["id"])) is not None:
+                    running.cancel()
+            else:
+                self._begin(fields)
+        for running in list(self._running.values()):
+            running.cancel()
+        self._channel.close()
+
+    def _begin(self, fields: dict[str, Any]) -> None:
+        number: int = fields["id"]
+        try:
+            future = self._ask(fields).future()
+        except Exception as error:
+            future = Future()
+            future.set_exception(error)
+        self._running[number] = future
+        future.add_done_callback(lambda done: self._channel.send(lambda: self._answer(number, done)))
+
+    def _ask(self, fields: dict[str, Any]) -> EngineFuture[Any]:
+        client = self._held.get(fields["holder"]) or self._clients.get(fields["sampler"])
+        if client is None:
+            raise RequestError(
+                f"the sampling client {fields['sampler']} is gone: process {os.getpid()}, which made it, has dropped it; keep "
+                "the SamplingClient there for as long as other processes sample from it"
+            )
+        self._held[fields["holder"]] = client
+        arguments = codec.sample_arguments(fields["request"])
+        if fields["op"] == "compute_logprobs":
+            return client.compute_logprobs(arguments["prompt"], arguments["prompt_logprobs_last_n"])
+        return client.sample(**arguments)
+
+    def _answer(self, number: int, done: Future[Any]) -> Frame:
+        self._running.pop(number, None)
+        try:
+            result = done.result()
+            if isinstance(result, list):
+                return Frame({"id": number, "logprobs": result})
+            names = [sequence.sequence_id for sequence in result.sequences]
+            return Frame({"id": number, "sequence_ids": names}, codec.encode_sample(result))
+        except (Exception, CancelledError) as error:
+            return Frame({"id": number, "error": str(error), "type": type(error).__name__})
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # a fork ends too
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_host: SamplerHost | None = None
+_lock = threading.Lock()
+
+
+def share(sampler_id: str, base_model: str, client: Sampler) -> SamplerHandle:
+    """Let other processes ask a client of this one. Raises RequestError where no socket can be made."""
+    global _host
+    with _lock:
+        _host = _host or SamplerHost()
+    return _host.share(sampler_id, base_model, client)
+
+
+def find(handle: SamplerHandle) -> Sampler | None:
+    """The client that a handle names, where it is one of this process."""
+    return None if _host is None else _host.find(handle)

@@ -1,0 +1,33 @@
+"""Which sampler a model gets: TINKER_LOCAL_SAMPLER decides, here and nowhere else."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tinker_local_backend import environment
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.sampling import Post, Sampler
+from tinker_local_backend.samplers.vllm import VllmSampler
+from tinker_local_backend.samplers.vllm_server import VllmServer
+from tinker_local_backend.samplers.vllm_settings import VllmSettings
+from tinker_local_backend.samplers.worker_process import WorkerProcess
+from tinker_local_backend.storage.paths import local_home
+
+
+def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
+    """As engine.sampling.MakeSampler. Raises RequestError or ModelLoadError when there is no vLLM where one is asked for."""
+    own = Generator(model, kv_tokens, random_seed)
+    if environment.read("TINKER_LOCAL_SAMPLER") != "vllm":
+        return own
+    settings = VllmSettings.from_environment(model.device)
+    if settings.url is None:
+        connect = partial(WorkerProcess.start_vllm, model, settings)
+        folder = Path(tempfile.mkdtemp(prefix="tinker-local-vllm-"))
+    else:
+        connect = partial(VllmServer.connect, settings.url)
+        folder = local_home() / "vllm_adapters"  # which the server must see too
+    return VllmSampler(model, own, random_seed, post, connect, settings, folder)

@@ -1,0 +1,322 @@
+"""Sampling with vLLM, while the engine trains, scores prompts and keeps the rules of what a completion is.
+
+vLLM only draws tokens. When a completion ends is decided here, by the code that the engine's own sampler uses, and whatever is
+asked about a prompt is computed by the engine: with adapters vLLM's prompt logprobs crash, or leave out that of the head.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.noise import mix_seed
+from tinker_local_backend.engine.requests import SamplerLimits
+from tinker_local_backend.engine.sampling import Post
+from tinker_local_backend.engine.stopping import append_token
+from tinker_local_backend.engine.tickets import SamplingResult, Ticket, diverged
+from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
+from tinker_local_backend.errors import LocalBackendError, SamplingError
+from tinker_local_backend.samplers.adapters import AdapterFiles, AdapterShelf
+from tinker_local_backend.samplers.transport import Connect, Died, Event, Failed, Order, Part, Ready, Tokens, Transport
+from tinker_local_backend.samplers.vllm_rules import first_answers
+from tinker_local_backend.samplers.vllm_settings import VllmSettings
+
+logger = logging.getLogger(__name__)
+
+FIRST_RANK = 32
+"""Of adapters that vLLM is started for; it is started anew for the first larger one."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """What an order is for."""
+
+    ticket: Ticket
+    index: int
+    adapter: AdapterFiles | None
+
+
+class VllmSampler:
+    """A Sampler (engine/sampling.py) on one base model. Connects when it is made.
+
+    Args:
+        scorer: of prompts.
+        folder: for adapters.
+
+    Raises:
+        ModelLoadError: vLLM does not start, cannot be reached, or serves another model.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        scorer: Generator,
+        random_seed: Callable[[], int],
+        post: Post,
+        connect: Connect,
+        settings: VllmSettings,
+        folder: Path,
+    ):
+        self._model, self._scorer, self._random_seed, self._post = model, scorer, random_seed, post
+        self._connect, self._settings = connect, settings
+        self._rank = self._served_rank = FIRST_RANK
+        """largest rank of an adapter, and what the running vLLM was started for"""
+        self._numbers = itertools.count(1)
+        self._held: deque[Ticket] = deque()
+        """not yet ordered: no slot is free for the adapter, or vLLM is about to be replaced"""
+        self._samples: dict[int, _Sample] = {}
+        """by the number of the order"""
+        self._waits = WaitTimes()
+        self._deaths = 0
+        self._shelf = AdapterShelf(folder, model.name, settings.slots, self._unload, post)
+        where = f"the vLLM server at {settings.url}" if settings.url else "vLLM"
+        self._where = where
+        self._transport: Transport | None = None
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        try:
+            ready, rules = first_answers(self._connected(), self._events, model, where)
+        except BaseException:
+            self._disconnect()
+            raise
+        self._limits = SamplerLimits(
+            ready.max_model_len,
+            "context of vLLM",
+            "raise the server's --max-model-len" if settings.url else "raise TINKER_LOCAL_VLLM_MAX_MODEL_LEN",
+            rules.refusal,
+        )
+        logger.info("sampling %s with %s (version %s)", model.name, where, ready.version)
+
+    @property
+    def limits(self) -> SamplerLimits:
+        return self._limits
+
+    @property
+    def busy(self) -> bool:
+        return self._scorer.busy
+
+    @property
+    def stats(self) -> SamplerStats:
+        own = self._scorer.stats
+        tickets = {id(sample.ticket): sample.ticket for sample in self._samples.copy().values()}
+        begun = sum(ticket.served for ticket in tickets.values())
+        return own._replace(
+            waiting=own.waiting + len(self._held) + len(tickets) - begun,
+            running=sum(sample.ticket.served for sample in self._samples.copy().values()),
+            restarts=self._deaths,
+            longest_wait=max(own.longest_wait, self._waits.longest),
+            wait_p50=self._waits.quantile(0.5),
+            wait_p99=self._waits.quantile(0.99),
+        )
+
+    def add(self, ticket: Ticket) -> None:
+        request = ticket.request
+        if request.num_samples == 0:
+            self._scorer.add(ticket)
+            return
+        ticket.arrived = time.monotonic()
+        ticket.seed = self._random_seed() if request.seed is None else request.seed
+        if request.scoring.wanted:
+            self._score(ticket)
+        if ticket.on_done is not None:
+            ticket.on_done(lambda _: self._post(partial(self._let_go, ticket)) if ticket.cancelled() else None)
+        self._held.append(ticket)
+        self._order()
+
+    def step(self) -> None:
+        self._scorer.step()
+
+    def forget(self) -> None:
+        # What vLLM keeps of a prefix stays with its adapter's name, and is the same to the rounding that it has anyway.
+        self._scorer.forget()
+
+    def fail_all(self, error: BaseException) -> None:
+        self._scorer.fail_all(error)
+        self._fail_samples(error)
+        for ticket in self._held:
+            ticket.finish(error)
+        self._held.clear()
+        self._disconnect()
+        self._shelf.close()
+
+    # Prompts
+
+    def _score(self, ticket: Ticket) -> None:
+        request = replace(ticket.request, num_samples=0, seed=ticket.seed)
+
+        def scored(outcome: SamplingResult | BaseException) -> None:
+            if isinstance(outcome, SamplingResult):
+                ticket.prompt = outcome.prompt
+                self._finish_if_complete(ticket)
+            else:
+                self._fail(ticket, outcome)
+
+        self._scorer.add(Ticket(request, scored, lambda: ticket.dropped))
+
+    # Orders
+
+    def _order(self) -> None:
+        """Order what is held, oldest first, as far as slots and a coming restart allow."""
+        while self._held:
+            ticket = self._held[0]
+            if ticket.dropped:
+                self._held.popleft()
+                continue
+            request, adapter = ticket.request, None
+            if self._must_restart(ticket):
+                if self._samples:
+                    return
+                self._disconnect()
+            try:
+                transport = self._connected()
+                if request.adapter is not None:
+                    adapter = self._shelf.take(request.adapter, request.num_samples)
+            except (OSError, LocalBackendError) as error:  # no process, no room on the disk
+                self._held.popleft()
+                ticket.finish(error)
+                continue
+            if adapter is None and request.adapter is not None:
+                return
+            self._held.popleft()
+            transport.start([self._new_order(ticket, index, adapter) for index in range(request.num_samples)])
+
+    def _must_restart(self, ticket: Ticket) -> bool:
+        adapter = ticket.request.adapter
+        if adapter is None or self._settings.url is not None:
+            return False
+        self._rank = max(self._rank, adapter.spec.rank)
+        every = self._settings.restart_every
+        worn = every > 0 and self._shelf.seen >= every and self._shelf.is_new(adapter)
+        return self._transport is not None and (worn or self._rank > self._served_rank)
+
+    def _new_order(self, ticket: Ticket, index: int, adapter: AdapterFiles | None) -> Order:
+        request, number = ticket.request, next(self._numbers)
+        assert ticket.seed is not None
+        self._samples[number] = _Sample(ticket, index, adapter)
+        return Order(
+            number=number,
+            prompt=request.prompt,
+            seed=mix_seed(ticket.seed, index),
+            max_tokens=request.max_tokens,
+            adapter=adapter,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            stop=tuple(sorted(request.stop.token_ids)),
+            topk=request.topk_logprobs,
+        )
+
+    def _take_part(self, part: Part) -> None:
+        sample = self._samples.get(part.number)
+        if sample is None:  # what was cancelled meanwhile
+            return
+        ticket, request = sample.ticket, sample.ticket.request
+        sequence = ticket.sequences[sample.index]
+        if not ticket.served:
+            ticket.served, ticket.cached_tokens = True, part.cached
+            self._waits.add(time.monotonic() - ticket.arrived)
+        for i, (token, logprob) in enumerate(zip(part.tokens, part.logprobs, strict=True)):
+            if not math.isfinite(logprob):
+                self._fail(ticket, diverged(f"after {len(request.prompt) + len(sequence.tokens)} tokens"))
+                return
+            if request.topk_logprobs:
+                assert part.topk is not None
+                ids, logprobs = zip(*part.topk[i][: request.topk_logprobs], strict=True)
+                sequence.topk.append((np.array(ids, dtype=np.int64), np.array(logprobs, dtype=np.float32)))
+            if append_token(sequence, token, logprob, request, self._model.tokenizer):
+                self._end([part.number], cancel=part.ended is None)
+                ticket.done += 1
+                self._finish_if_complete(ticket)
+                return
+        if part.ended is not None:
+            why = f"vLLM ended a completion after {len(sequence.tokens)} tokens ({part.ended}), before a stop or max_tokens"
+            self._fail(ticket, SamplingError(why))
+
+    def _finish_if_complete(self, ticket: Ticket) -> None:
+        if ticket.done == ticket.request.num_samples and not ticket.wants_scores:
+            ticket.succeed()
+
+    def _fail(self, ticket: Ticket, error: BaseException) -> None:
+        ticket.finish(error)
+        self._let_go(ticket)
+
+    def _let_go(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more."""
+        self._end([n for n, sample in self._samples.items() if sample.ticket is ticket], cancel=True)
+        self._order()
+
+    def _end(self, numbers: Sequence[int], cancel: bool) -> None:
+        for number in numbers:
+            adapter = self._samples.pop(number).adapter
+            if adapter is not None:
+                self._shelf.give_back(adapter)
+        if numbers and cancel and self._transport is not None:
+            self._transport.cancel(numbers)
+
+    def _fail_samples(self, error: BaseException) -> None:
+        tickets = {id(sample.ticket): sample.ticket for sample in self._samples.values()}
+        self._samples.clear()
+        for ticket in tickets.values():
+            ticket.finish(error)
+
+    # The connection
+
+    def _connected(self) -> Transport:
+        """The connection; a new one takes orders at once and answers when it is ready."""
+        if self._transport is None:
+            self._events = events = queue.SimpleQueue()
+
+            def on_event(event: Event) -> None:
+                events.put(event)
+                self._post(partial(self._take_events, events))
+
+            self._transport, self._served_rank = self._connect(self._rank, on_event), self._rank
+        return self._transport
+
+    def _take_events(self, events: queue.SimpleQueue[Event]) -> None:
+        """What has come, on the engine's worker. Another connection may have taken the place of the one that it came from."""
+        while events is self._events and not events.empty():
+            self._take(events.get())
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Tokens):
+            for part in event.parts:
+                self._take_part(part)
+        elif isinstance(event, Failed) and event.number in self._samples:
+            ticket = self._samples[event.number].ticket
+            self._fail(ticket, SamplingError(f"{self._where} refused the request: {event.error}"))
+        elif isinstance(event, Died):
+            self._died(event.error)
+        elif isinstance(event, Ready):
+            logger.info("%s is ready", self._where)
+        self._order()
+
+    def _died(self, error: str) -> None:
+        self._deaths += 1
+        tickets = len({id(sample.ticket) for sample in self._samples.values()})
+        logger.error("%s; %d requests fail with it, and the next one starts it anew", error, tickets)
+        self._disconnect()
+        self._fail_samples(SamplingError(f"{error}. The request was lost; vLLM is started anew for the next one"))
+
+    def _disconnect(self) -> None:
+        transport, self._transport, self._events = self._transport, None, queue.SimpleQueue()
+        if transport is not None:
+            for adapter in self._shelf.loaded if self._settings.url else []:
+                transport.unload(adapter)
+            transport.close()
+        self._shelf.emptied()
+
+    def _unload(self, adapter: AdapterFiles) -> None:
+        if self._transport is not None:
+            self._transport.unload(adapter)

@@ -1,0 +1,117 @@
+"""What a vLLM reports as logprobs, found out by asking it, and what is therefore refused.
+
+Ours are those of softmax(logits / temperature) before top-k and top-p. vLLM's own modes either ignore the temperature
+(raw_logprobs, its default) or are renormalised after top-k and top-p (processed_logprobs). Our worker draws with the engine's
+code and does neither.
+"""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+
+import torch
+
+from tinker_local_backend.engine.attention import PackedPlan
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.errors import ModelLoadError
+from tinker_local_backend.samplers.transport import Died, Event, Failed, Order, Part, Ready, Tokens, Transport
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM takes a smaller one, but for 0, to be this."""
+
+TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5}
+"""Of a logprob in the check that vLLM serves the engine's model. Other weights are far beyond it."""
+
+_TEMPERATURE = 0.5
+_SIGNIFICANT = 1e-3
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which logprobs are not ours."""
+
+    ignores_temperature: bool = False
+    renormalises: bool = False
+
+    def refusal(self, request: SamplingRequest) -> str | None:
+        """What is wrong with a request, and the fix."""
+        if 0 < request.temperature < LEAST_TEMPERATURE:
+            return (
+                f"temperature {request.temperature} is one that vLLM takes to be {LEAST_TEMPERATURE}; use 0 (greedy) or "
+                f"at least {LEAST_TEMPERATURE}"
+            )
+        fix = "or leave out TINKER_LOCAL_VLLM_URL, so that a process of our own samples"
+        if self.ignores_temperature and request.temperature not in (0, 1):
+            return (
+                f"temperature {request.temperature}: this vLLM reports logprobs of temperature 1 (raw_logprobs); use "
+                f"temperature 1 or 0, start the server with --logprobs-mode processed_logprobs, {fix}"
+            )
+        limited = request.top_k > 0 or request.top_p < 1
+        if self.renormalises and limited and request.temperature > 0:
+            return (
+                f"top_k {request.top_k}, top_p {request.top_p}: this vLLM reports logprobs that are renormalised after them "
+                f"(processed_logprobs); use top_k=-1 and top_p=1, {fix}"
+            )
+        return None
+
+
+def first_answers(
+    transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, where: str
+) -> tuple[Ready, Rules]:
+    """Wait until it is ready, check that it serves the model, and find out its rules.
+
+    Raises ModelLoadError.
+    """
+    ready = events.get()
+    if not isinstance(ready, Ready):
+        raise ModelLoadError(f"model {model.name!r} cannot be sampled with vLLM: {getattr(ready, 'error', ready)}")
+    prompt = probe_prompt(model)
+    likeliest = _likeliest(transport, events, Order(-1, prompt, 1, 1, topk=1))
+    check_same_model(model, prompt, *likeliest, where)
+    tempered = _likeliest(transport, events, Order(-2, prompt, 1, 1, temperature=_TEMPERATURE, topk=1))[1]
+    limited = _likeliest(transport, events, Order(-3, prompt, 1, 1, temperature=_TEMPERATURE, top_k=1, topk=1))[1]
+    return ready, Rules(
+        ignores_temperature=abs(tempered - likeliest[1]) < _SIGNIFICANT,
+        renormalises=abs(limited - tempered) > _SIGNIFICANT,
+    )
+
+
+def probe_prompt(model: BaseModel) -> tuple[int, ...]:
+    """A few tokens from all over the vocabulary, after which no next token is sure."""
+    return tuple(model.vocab_size * share // 23 for share in (3, 7, 2, 11, 5))
+
+
+def _likeliest(transport: Transport, events: queue.SimpleQueue[Event], order: Order) -> tuple[int, float]:
+    """The likeliest next token and its logprob."""
+    transport.start([order])
+    while True:
+        event = events.get()
+        if isinstance(event, Failed | Died):
+            raise ModelLoadError(f"vLLM cannot sample: {event.error}")
+        parts: list[Part] = [part for part in event.parts if part.tokens] if isinstance(event, Tokens) else []
+        if parts:
+            assert parts[0].topk is not None
+            token, logprob = parts[0].topk[0][0]
+            return int(token), float(logprob)
+
+
+@torch.inference_mode()
+def check_same_model(model: BaseModel, prompt: tuple[int, ...], token: int, logprob: float, where: str) -> None:
+    """Raise ModelLoadError unless the engine gives the token after the prompt about the same logprob."""
+    device = model.device
+    hidden_TH = model.hidden_states(
+        torch.tensor(prompt, device=device),
+        torch.arange(len(prompt), device=device),
+        PackedPlan.whole([len(prompt)]),
+        None,
+    )
+    ours_V = torch.log_softmax(model.logits(hidden_TH[-1:], None)[0], dim=-1)
+    ours = float(ours_V[token]) if token < len(ours_V) else float("-inf")
+    if not abs(ours - logprob) <= TOLERANCE[model.dtype]:
+        raise ModelLoadError(
+            f"{where} gives token {token} after {list(prompt)} the logprob {logprob:.4f}, model {model.name!r} gives it "
+            f"{ours:.4f}: it serves other weights or another dtype; serve {model.name!r} in "
+            f"{str(model.dtype).removeprefix('torch.')} (TINKER_LOCAL_DTYPE)"
+        )

@@ -1,0 +1,222 @@
+"""A vLLM server that somebody else runs, spoken to over its OpenAI-compatible routes, tokens in and out.
+
+Adapters are loaded over its LoRA routes, so it must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and see the folder in which
+they are written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+from tinker_local_backend.samplers.adapters import AdapterFiles
+from tinker_local_backend.samplers.transport import Died, Event, Failed, OnEvent, Order, Part, Ready, Tokens
+
+MOST_CONNECTIONS = 256
+"""One for each completion that runs; more wait here rather than there."""
+
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 600.0
+"""After which a server that says nothing counts as dead: a request may wait in its queue for as long as that."""
+
+CLOSE_SECONDS = 10.0
+
+_ADAPTER_HINT = (
+    "start the server with --enable-lora, --max-lora-rank of at least the adapter's rank, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+    "and access to the folder (TINKER_LOCAL_HOME, on a shared file system)"
+)
+
+
+class _Refused(Exception):
+    """The server's answer is an error."""
+
+
+class VllmServer:
+    """One connection, on a thread with an event loop of its own."""
+
+    def __init__(self, url: str, on_event: OnEvent):
+        self._url, self._on_event = url, on_event
+        self._closed = False
+        self._model = ""
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._loading: dict[int, asyncio.Task[None]] = {}
+        """by the adapter's number"""
+        self._unloading: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="tinker-local-vllm-server", daemon=True).start()
+        # Its line for each request, at INFO, would be the whole log of a run.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, pool=None),
+            limits=httpx.Limits(max_connections=MOST_CONNECTIONS),
+        )
+        self._opened: asyncio.Task[None] | None = None
+        self._call(self._open_soon)
+
+    @classmethod
+    def connect(cls, url: str, rank: int, on_event: OnEvent) -> VllmServer:
+        """As transport.Connect. The largest rank is the server's own affair."""
+        return cls(url, on_event)
+
+    def start(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            self._call(self._begin, order)
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._call(self._stop, number)
+
+    def unload(self, adapter: AdapterFiles) -> None:
+        self._call(self._begin_unload, adapter)
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # On the loop
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _tell(self, event: Event) -> None:
+        if not self._closed:
+            self._on_event(event)
+
+    def _died(self, error: Exception) -> None:
+        self._tell(Died(f"the vLLM server at {self._url} cannot be reached ({type(error).__name__}: {error})"))
+        self._closed = True
+
+    def _open_soon(self) -> None:
+        self._opened = self._loop.create_task(self._open())
+
+    async def _open(self) -> None:
+        try:
+            served = (await self._ask("GET", "/v1/models"))["data"]
+            base = next(model for model in served if not model.get("parent"))
+            self._model = base["id"]
+            version = (await self._ask("GET", "/version"))["version"]
+            self._tell(Ready(version, base["max_model_len"]))
+        except (httpx.HTTPError, _Refused, LookupError, TypeError, ValueError, StopIteration) as error:
+            self._died(error)
+
+    def _begin(self, order: Order) -> None:
+        self._running[order.number] = task = self._loop.create_task(self._run(order))
+        task.add_done_callback(lambda _: self._running.pop(order.number, None))
+
+    def _stop(self, number: int) -> None:
+        task = self._running.get(number)
+        if task is not None:
+            task.cancel()  # closes its connection, which the server takes as the end of the request
+
+    async def _run(self, order: Order) -> None:
+        try:
+            assert self._opened is not None
+            await asyncio.shield(self._opened)
+            name = self._model
+            if order.adapter is not None:
+                name = order.adapter.name
+                await asyncio.shield(self._load(order.adapter))
+            async for part in self._stream(order, name):
+                self._tell(Tokens([part]))
+        except _Refused as error:
+            self._tell(Failed(order.number, str(error)))
+        except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+            self._died(error)
+
+    async def _stream(self, order: Order, name: str) -> AsyncIterator[Part]:
+        body = {
+            "model": name,
+            "prompt": order.prompt,
+            "seed": order.seed & ((1 << 63) - 1),  # it takes 64 bits with a sign, and -1 for none
+            "max_tokens": order.max_tokens,
+            "temperature": order.temperature,
+            "top_k": order.top_k,
+            "top_p": order.top_p,
+            "stop_token_ids": order.stop,
+            "ignore_eos": True,
+            "logprobs": order.topk,
+            "stream": True,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+        }
+        async with self._client.stream("POST", "/v1/completions", json=body) as response:
+            await _check(response)
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data:").strip()
+                if not data or data == "[DONE]" or not line.startswith("data:"):
+                    continue
+                message = json.loads(data)
+                if "error" in message:
+                    raise _Refused(str(message["error"].get("message", message["error"])))
+                for choice in message["choices"]:
+                    yield _part(order, choice)
+
+    def _load(self, adapter: AdapterFiles) -> asyncio.Task[None]:
+        task = self._loading.get(adapter.number)
+        if task is None or (task.done() and task.exception() is not None):
+            self._loading[adapter.number] = task = self._loop.create_task(self._load_now(adapter))
+        return task
+
+    async def _load_now(self, adapter: AdapterFiles) -> None:
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        try:
+            await self._ask("POST", "/v1/load_lora_adapter", body)
+        except _Refused as error:
+            raise _Refused(f"adapter {adapter.folder} was not loaded: {error}; {_ADAPTER_HINT}") from None
+
+    def _begin_unload(self, adapter: AdapterFiles) -> None:
+        task = self._loop.create_task(self._unload_now(adapter))
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
+
+    async def _unload_now(self, adapter: AdapterFiles) -> None:
+        loading = self._loading.pop(adapter.number, None)
+        with suppress(_Refused, httpx.HTTPError):  # one that was never loaded, or a server that is gone
+            if loading is not None:
+                await loading
+                await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": adapter.name})
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        response = await self._client.request(method, path, json=body)
+        await _check(response)
+        return response.json() if "json" in response.headers.get("content-type", "") else response.text
+
+    async def _close(self) -> None:
+        for task in list(self._running.values()):
+            task.cancel()
+        ending: list[Coroutine[Any, Any, Any] | asyncio.Task[Any]] = [*self._running.values(), *self._unloading]
+        await asyncio.gather(*ending, return_exceptions=True)
+        await self._client.aclose()
+
+
+async def _check(response: httpx.Response) -> None:
+    if response.is_success:
+        return
+    text = (await response.aread()).decode(errors="replace")
+    with suppress(ValueError, LookupError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    raise _Refused(f"HTTP {response.status_code}: {text[:500]}")
+
+
+def _part(order: Order, choice: dict[str, Any]) -> Part:
+    logprobs = choice["logprobs"] or {"token_logprobs": [], "top_logprobs": []}
+    topk = None
+    if order.topk:
+        topk = [
+            sorted(((int(name.partition(":")[2]), value) for name, value in table.items()), key=lambda pair: -pair[1])
+            for table in logprobs["top_logprobs"]
+        ]
+    # A logprob that is none (NaN is not JSON) is one to the caller's rules, not to this file's.
+    values = [float("nan") if value is None else value for value in logprobs["token_logprobs"]]
+    return Part(order.number, choice["token_ids"] or [], values, topk, 0, choice["finish_reason"])

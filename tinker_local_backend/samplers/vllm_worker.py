@@ -1,0 +1,170 @@
+"""The process that holds vLLM. Runs under vLLM's own Python, which has none of this project's packages.
+
+    python -P vllm_worker.py
+
+Reads and writes lines of JSON. The first line it reads are the arguments of vLLM's engine; it answers {"ready": ...} or
+{"fatal": text}. Then:
+
+    {"op": "add", "id", "prompt", "seed", "temperature", "top_k", "top_p", "max_tokens", "stop", "topk", "adapter"}
+    {"op": "abort", "ids"}
+    {"op": "unload", "adapter"}
+
+`adapter` is null or [number, name, folder]. Answers are {"tokens": [[id, ids, logprobs, topk, cached, ended], ...]}, what
+came since the last answer of each sample, and {"failed": id, "error": text}. It ends when its input ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "tinker_local_backend"
+
+if PACKAGE not in sys.modules:
+    # The sampling code is shared with the engine, but the package's __init__ asks for more than this environment has. At the
+    # top of the script, because processes that vLLM spawns run it again.
+    shell = types.ModuleType(PACKAGE)
+    shell.__path__ = [str(Path(__file__).resolve().parents[1])]
+    sys.modules[PACKAGE] = shell
+
+EXTENSION = f"{PACKAGE}.samplers.vllm_sampling.WorkerExtension"
+
+
+class Worker:
+    """vLLM's engine, stepped in a loop that takes in commands between two steps."""
+
+    def __init__(self, arguments: dict[str, Any], answers: Any):
+        vllm = importlib.import_module("vllm")
+        self._vllm = vllm
+        self._lora_request = importlib.import_module("vllm.lora.request").LoRARequest
+        self._delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
+        self._answers = answers
+        engine_args = vllm.EngineArgs(
+            **arguments,
+            generation_config="vllm",
+            enable_lora=True,
+            logprobs_mode="processed_logprobs",
+            max_logprobs=-1,
+            async_scheduling=False,  # a step's tokens are known before the next one draws
+            worker_extension_cls=EXTENSION,
+            disable_log_stats=True,
+        )
+        self._engine = vllm.LLMEngine.from_engine_args(engine_args)
+        self._engine.engine_core.collective_rpc("use_our_sampling")
+        self._loaded: set[int] = set()
+        self._wanting_topk: set[str] = set()
+        self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        config = self._engine.vllm_config
+        cache = config.cache_config
+        self.answer(
+            ready={
+                "version": vllm.__version__,
+                "max_model_len": config.model_config.max_model_len,
+                "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+            }
+        )
+
+    def answer(self, **fields: Any) -> None:
+        self._answers.write(json.dumps(fields) + "\n")
+        self._answers.flush()
+
+    def serve(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+        while True:
+            self._take(self._commands.get())
+            while self._engine.has_unfinished_requests():
+                while not self._commands.empty():
+                    self._take(self._commands.get())
+                self._report(self._engine.step())
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._commands.put(json.loads(line))
+        os._exit(0)  # whoever asked is gone: nobody wants the rest of this step
+
+    def _take(self, command: dict[str, Any]) -> None:
+        if command["op"] == "abort":
+            self._engine.abort_request(command["ids"])
+            self._wanting_topk.difference_update(command["ids"])
+        elif command["op"] == "unload":
+            if command["adapter"] in self._loaded:
+                self._loaded.remove(command["adapter"])
+                self._engine.remove_lora(command["adapter"])
+        else:
+            try:
+                self._add(command)
+            except Exception as error:  # of this request alone: a prompt too long, an adapter that does not load
+                self.answer(failed=command["id"], error=f"{type(error).__name__}: {error}")
+
+    def _add(self, command: dict[str, Any]) -> None:
+        lora = None
+        if command["adapter"] is not None:
+            number, name, folder = command["adapter"]
+            lora = self._lora_request(name, number, folder)
+            if number not in self._loaded:
+                self._engine.add_lora(
+                    lora
+                )  # here, so that an adapter that does not load fails its requests and no others
+                self._loaded.add(number)
+        params = self._vllm.SamplingParams(
+            temperature=command["temperature"],
+            top_k=command["top_k"],
+            top_p=command["top_p"],
+            seed=command["seed"],
+            max_tokens=command["max_tokens"],
+            stop_token_ids=command["stop"],
+            ignore_eos=True,
+            logprobs=command["topk"],
+            detokenize=False,
+            output_kind=self._delta,
+        )
+        prompt = {"prompt_token_ids": command["prompt"]}
+        self._engine.add_request(command["id"], prompt, params, lora_request=lora)
+        if command["topk"]:
+            self._wanting_topk.add(command["id"])
+
+    def _report(self, outputs: list[Any]) -> None:
+        rows = []
+        for output in outputs:
+            (part,) = output.outputs
+            tokens = list(part.token_ids)
+            tables = part.logprobs or []
+            logprobs = [table[token].logprob for token, table in zip(tokens, tables, strict=True)]
+            topk = [_likeliest(table) for table in tables] if output.request_id in self._wanting_topk else None
+            if part.finish_reason is not None:
+                self._wanting_topk.discard(output.request_id)
+            rows.append([output.request_id, tokens, logprobs, topk, output.num_cached_tokens or 0, part.finish_reason])
+        if rows:
+            self.answer(tokens=rows)
+
+
+def _likeliest(table: dict[int, Any]) -> list[tuple[int, float]]:
+    """Token ids and logprobs, likeliest first; one more than asked for where the sampled token is not among them."""
+    return sorted(((token, found.logprob) for token, found in table.items()), key=lambda pair: -pair[1])
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM prints goes to the log
+    arguments = json.loads(sys.stdin.readline())
+    try:
+        worker = Worker(arguments, answers)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        answers.write(json.dumps({"fatal": f"{type(error).__name__}: {error}"}) + "\n")
+        answers.flush()
+        os._exit(1)
+    worker.serve()
+
+
+if __name__ == "__main__":
+    main()
