@@ -22,7 +22,7 @@ from tinker_local_backend.engine.datums import Example, LossConfig, check_datum,
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch, split_positions
-from tinker_local_backend.engine.optimizer import AdamW, check_adam_params
+from tinker_local_backend.engine.optimizer import AdamW, check_adam_params, global_norm
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer
 from tinker_local_backend.errors import NonFiniteError, RequestError
@@ -65,13 +65,12 @@ class TrainState:
         if self.gradients is None:
             self.gradients = gradients
             return
-        for total, part in zip(self.gradients, gradients, strict=True):
-            total += part
+        torch._foreach_add_(self.gradients, gradients)
 
 
 def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    # One answer from the device, not one for each matrix.
-    return bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
+    # One answer from the device, not one for each matrix; squares of float32 never overflow in float64.
+    return math.isfinite(float(global_norm(gradients)))
 
 
 def _not_finite(what: str, datums: Sequence[int] = ()) -> NonFiniteError:
@@ -222,9 +221,9 @@ def backpropagate(
     parts: list[torch.Tensor | None] = [None] * len(parameters)
     if hidden.requires_grad and bool(gradient.hidden.any()):
         parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
-    for total, part in zip(gradients, parts, strict=True):
-        if part is not None:
-            total += part
+    found = [(total, part) for total, part in zip(gradients, parts, strict=True) if part is not None]
+    if found:
+        torch._foreach_add_([total for total, _ in found], [part for _, part in found])
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
         gradients[place[id(matrix)]] += part
