@@ -180,9 +180,9 @@ class _TrainedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, a, b, inner = (tensor.detach() for tensor in ctx.saved_tensors)
-        by_y = by_y.flatten(0, -2).contiguous()
+        by_y = outputs[0].flatten(0, -2).contiguous()
         by_inner = linear(by_y, b.to(by_y.dtype).t()).mul_(ctx.scale)
         by_a = linear(by_inner.t(), x.flatten(0, -2).t()).to(a.dtype)
         by_b = linear(inner.t(), by_y.t()).t().mul(ctx.scale).to(b.dtype)

@@ -29,7 +29,8 @@ class AdamW:
         if not math.isfinite(norm):
             raise NonFiniteError("the accumulated gradient is not finite; it was discarded and no weight was changed")
         if 0 < params.grad_clip_norm < norm:
-            torch._foreach_mul_(gradients, params.grad_clip_norm / norm)
+            for gradient in gradients:
+                gradient *= params.grad_clip_norm / norm
         for group in self._torch.param_groups:
             group.update(
                 lr=params.learning_rate,
@@ -78,7 +79,8 @@ class AdamW:
 
 def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Euclidean norm of all entries of all matrices, a float64 scalar on their device."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)))
+    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def check_adam_params(params: tinker.AdamParams) -> None:

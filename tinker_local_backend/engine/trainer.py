@@ -65,7 +65,8 @@ class TrainState:
         if self.gradients is None:
             self.gradients = gradients
             return
-        torch._foreach_add_(self.gradients, gradients)
+        for total, part in zip(self.gradients, gradients, strict=True):
+            total += part
 
 
 def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
@@ -221,9 +222,9 @@ def backpropagate(
     parts: list[torch.Tensor | None] = [None] * len(parameters)
     if hidden.requires_grad and bool(gradient.hidden.any()):
         parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
-    found = [(total, part) for total, part in zip(gradients, parts, strict=True) if part is not None]
-    if found:
-        torch._foreach_add_([total for total, _ in found], [part for _, part in found])
+    for total, part in zip(gradients, parts, strict=True):
+        if part is not None:
+            total += part
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
         gradients[place[id(matrix)]] += part
