@@ -2,8 +2,6 @@
 
 import chz
 
-from recipes.common import CommonConfig
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 
@@ -11,10 +9,9 @@ SHIPPED = "collatz"
 
 
 @chz.chz(typecheck=True)
-class JudgeKeys(CommonConfig):
+class JudgeKeys:
     """Keys of every recipe that trains a judge."""
 
-    model_name: str = with_default(CommonConfig, "model_name", "tiny_debate")
     debates: str = chz.field(
         default=SHIPPED,
         doc=f"{SHIPPED} (shipped: debates of tiny_debate), the folder of a run with debate_*.json, or a .jsonl file of "

@@ -23,6 +23,7 @@ RECIPE = "debate_judge_sl"
 class CLIConfig(JudgeKeys, SLConfig):
     """Keys of `python -m recipes.debate_judge.sl`."""
 
+    model_name: str = with_default(SLConfig, "model_name", "tiny_debate")
     max_length: int = with_default(SLConfig, "max_length", 1024)
 
 
