@@ -275,60 +275,62 @@ def test_a_model_that_vllm_does_not_take_is_refused_with_its_words(home: Path, t
         service.create_sampling_client(base_model=small).result()
 
 
+@pytest.fixture(scope="module")
+def url(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [os.environ["TINKER_TEST_VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--enable-lora",
+        "--max-loras",
+        "3",
+        "--max-lora-rank",
+        "8",
+    ]
+    command += ["--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1"]
+    own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TINKER_"))}
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], env=inherited | own, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + 150
+            while not _answers(f"{url}/health"):
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.2)
+            yield url
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def remote(url: str, model: str, home: Path) -> Iterator[TrainingClient]:
+    with (
+        sampling_with(SAMPLER="vllm", VLLM_URL=url, VLLM_MAX_LORAS="2", HOME=str(home)),
+        ServiceClient() as service,
+    ):
+        yield make_training_client(service, model, rank=4)
+
+
 class TestServer:
     """Somebody else's vLLM, with its own sampler."""
 
-    @pytest.fixture(scope="class")
-    def url(self, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [os.environ["TINKER_TEST_VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        command += [
-            "--dtype",
-            "float32",
-            "--enforce-eager",
-            "--enable-lora",
-            "--max-loras",
-            "3",
-            "--max-lora-rank",
-            "8",
-        ]
-        command += ["--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1"]
-        own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TINKER_"))}
-        log = tmp_path_factory.mktemp("server") / "log"
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                [*command, "--port", str(port)], env=inherited | own, stdout=file, stderr=file, start_new_session=True
-            )
-            try:
-                url = f"http://127.0.0.1:{port}"
-                deadline = time.monotonic() + 150
-                while not _answers(f"{url}/health"):
-                    assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-                    time.sleep(0.2)
-                yield url
-            finally:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-    @pytest.fixture(scope="class")
-    def training(self, url: str, model: str, home: Path) -> Iterator[TrainingClient]:
-        with (
-            sampling_with(SAMPLER="vllm", VLLM_URL=url, VLLM_MAX_LORAS="2", HOME=str(home)),
-            ServiceClient() as service,
-        ):
-            yield make_training_client(service, model, rank=4)
-
     @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-    def test_logprobs_are_the_trainers(self, training: TrainingClient, temperature: float) -> None:
-        found = compare(training, snapshot(training), PROMPTS, 4, params(temperature=temperature))
+    def test_logprobs_are_the_trainers(self, remote: TrainingClient, temperature: float) -> None:
+        found = compare(remote, snapshot(remote), PROMPTS, 4, params(temperature=temperature))
         assert len(found.values) == len(PROMPTS) * 4 * 16
         assert found.measured.largest < LARGEST
 
-    def test_stops_and_seeds(self, training: TrainingClient) -> None:
-        client = snapshot(training)
+    def test_stops_and_seeds(self, remote: TrainingClient) -> None:
+        client = snapshot(remote)
         free, again = (client.sample(prompt(PROMPTS[0]), 2, params()).result().sequences for _ in range(2))
         assert [s.tokens for s in free] == [s.tokens for s in again]
         assert free[0].tokens != free[1].tokens
@@ -340,32 +342,37 @@ class TestServer:
         (stopped,) = client.sample(prompt(PROMPTS[0]), 1, params(stop=[text])).result().sequences
         assert stopped.stop_reason == "stop" and stopped.tokens == free[0].tokens[: len(stopped.tokens)]
 
-    def test_versions_and_the_base_model(self, training: TrainingClient, model: str) -> None:
-        owner: Any = training._owner
+    def test_versions_and_the_base_model(self, remote: TrainingClient, model: str) -> None:
+        owner: Any = remote._owner
         base = owner.create_sampling_client(base_model=model).result()
-        first = snapshot(training)
-        take_steps(training, 3, seed=60)
-        clients = [base, first, snapshot(training)] * 3
+        first = snapshot(remote)
+        take_steps(remote, 3, seed=60)
+        clients = [base, first, snapshot(remote)] * 3
         futures = [client.sample(prompt(PROMPTS[3]), 2, params(seed=i)) for i, client in enumerate(clients)]
         for client, future in zip(clients, futures, strict=True):
             assert off_by(client, PROMPTS[3], future.result()) < LARGEST
 
-    def test_what_it_reports_otherwise_is_refused(self, training: TrainingClient) -> None:
+    def test_what_it_reports_otherwise_is_refused(self, remote: TrainingClient) -> None:
         with pytest.raises(RequestError, match=r"top_k 5.*\(processed_logprobs\); use top_k=-1"):
-            snapshot(training).sample(prompt([1]), 1, params(top_k=5))
+            snapshot(remote).sample(prompt([1]), 1, params(top_k=5))
 
-    def test_an_adapter_of_too_large_a_rank(self, training: TrainingClient, model: str) -> None:
-        owner: Any = training._owner
+    def test_an_adapter_of_too_large_a_rank(self, remote: TrainingClient, model: str) -> None:
+        owner: Any = remote._owner
         large = make_training_client(owner, model, rank=16)
         with pytest.raises(SamplingError, match=r"rank 16.*start the server with --enable-lora, --max-lora-rank"):
             snapshot(large).sample(prompt([1]), 1, params()).result()
 
     def test_its_adapters_are_unloaded_at_the_end(self, url: str, model: str, home: Path) -> None:
+        def served() -> set[str]:
+            return {entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]}
+
+        before = served()
         with sampling_with(SAMPLER="vllm", VLLM_URL=url, HOME=str(home / "other")):
             with ServiceClient() as service:
                 snapshot(make_training_client(service, model, rank=4)).sample(prompt([1]), 1, params()).result()
-                before = len(httpx.get(f"{url}/v1/models").json()["data"])
-            assert len(httpx.get(f"{url}/v1/models").json()["data"]) == before - 1
+                own = served() - before
+            assert len(own) == 2  # one of them is that of the base model
+            assert not own & served()
 
 
 def _answers(url: str) -> bool:
