@@ -14,18 +14,23 @@ VLLM := .venv-vllm
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
 TRITON := triton==3.9.0
+# What runs again through the CUDA path with its stand-ins.
+CAPTURED := tests/engine/test_sampling.py tests/engine/test_continuous_batching.py tests/engine/test_prefix_reuse.py \
+	tests/engine/test_kv_budget.py tests/engine/test_isolation.py tests/engine/test_snapshots.py tests/engine/test_families.py \
+	tests/engine/test_prompt_scores.py tests/engine/test_packing.py tests/engine/test_losses.py tests/engine/test_check_logprobs.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-ecosystem test-faults test-gpu test-kernels test-server test-slow test-vllm smoke lint llms
+.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow test-vllm smoke lint llms test-kernels
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
 	@echo "make test         run the tests"
+	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
 	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
-	@echo "make test-kernels  the Triton kernels in Triton's interpreter on the CPU (downloads triton, 290 MB): a minute"
+	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and sampling through the CUDA path on a CPU"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
 	@echo "make test-vllm    sampling with vLLM, in an environment that it makes (3.4 GB): some minutes"
@@ -39,6 +44,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q
 
+test-browser: $(STAMP)
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	{ echo "Chromium is needed: apt-get install chromium (Debian), or any package with chromium on the PATH"; exit 1; }
+	@$(PIP) -e '.[browser]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m browser tests/browser
+
+screenshots: $(STAMP)
+	@$(PIP) -e '.[browser]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m tools.screenshots
+
 test-ecosystem: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/ecosystem -m ecosystem -q
 
@@ -50,7 +65,8 @@ test-gpu: $(STAMP)
 
 test-kernels: $(STAMP)
 	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda -m kernels -n 2 -q
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda -m 'kernels or slow' -n 2 -q
+	@TINKER_TEST_EXECUTION=captured OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest $(CAPTURED) -n 2 -q
 
 test-slow: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q -m slow

@@ -25,6 +25,7 @@ from tinker_cookbook.benchmarks.runner import (
 )
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.tasks.lm_grader import GraderConfig
 
 RECIPE = "eval_benchmarks"
 
@@ -44,12 +45,17 @@ class CLIConfig(PolicyCLIConfig):
         default="correct", doc="what decides whether a try is solved; `reward` for the reward"
     )
     success_threshold: float = chz.field(default=0.5, doc="from which value on it is")
+    grader: GraderConfig = chz.field(
+        default_factory=GraderConfig,
+        doc="an endpoint whose grades are the rewards; with success_metric=reward they decide what is solved",
+    )
     seed: int = chz.field(default=0, doc="seed of sampling")
     save_dir: str | None = chz.field(default=None, doc="where the files go; an old one goes on; default: a new one")
 
 
 async def main(cli: CLIConfig) -> None:
     check_config(_config(cli, ""))
+    cli.grader.open("grader")
     for spec in cli.benchmarks:
         task_items(spec)  # refused before anything loads
     policy = await open_policy(cli)
@@ -60,7 +66,9 @@ async def main(cli: CLIConfig) -> None:
             f"max_tokens={config.max_tokens} leaves no room for a question in the context of {policy.context_length}; lower it"
         )
     benchmarks = [
-        task_benchmark(spec, policy.renderer, cli.num_samples, max_items=cli.max_items, max_prompt_tokens=room)
+        task_benchmark(
+            spec, policy.renderer, cli.num_samples, max_items=cli.max_items, max_prompt_tokens=room, grader=cli.grader
+        )
         for spec in cli.benchmarks
     ]
     save_dir = cli.save_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))

@@ -29,6 +29,7 @@ from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, get_preset
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.outcome import print_rl_changes
+from tinker_cookbook.tasks.lm_grader import GraderConfig
 from tinker_cookbook.tasks.registry import get_task, known_tasks, shipped_datasets
 from tinker_cookbook.tasks.rewards import REWARDS
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
@@ -165,6 +166,10 @@ class TaskConfig(RLConfig):
     num_rollouts: int = chz.field(default=64, doc="rollouts per batch", validator=chz.validators.gt(0))
     num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))
     max_eval_items: int = chz.field(default=100, doc="questions per evaluation", validator=chz.validators.gt(0))
+    eval_grader: GraderConfig = chz.field(
+        default_factory=GraderConfig,
+        doc="an endpoint that grades replies to held-out questions at each evaluation (graded/); the reward stays what it is",
+    )
 
 
 def train_config(
@@ -199,6 +204,25 @@ def train_questions_evaluator(cli: TaskConfig, extra_request: str = "") -> TaskE
         max_prompt_tokens=prompt_room(cli),
         rollout=cli.effective_rollout(),
     )
+
+
+def graded_evaluators(cli: TaskConfig, extra_request: str = "") -> list[TaskEvaluatorBuilder]:
+    """One whose rewards are the grades of `eval_grader`; none where no endpoint is named. Raises ConfigurationError."""
+    grader = cli.eval_grader.open("eval_grader")
+    if grader is None:
+        return []
+    held_out = {"split": "test"} if cli.test_dataset is None else {"dataset": cli.test_dataset, "split": "train"}
+    builder = cli.fill(
+        TaskEvaluatorBuilder,
+        name="graded",
+        reward_fn=grader,
+        extra_request=extra_request,
+        max_items=cli.max_eval_items,
+        max_prompt_tokens=prompt_room(cli),
+        rollout=cli.effective_rollout(),
+        **held_out,
+    )
+    return [builder]
 
 
 def run_folder(cli: TaskConfig, mode: str) -> list[str]:

@@ -11,6 +11,7 @@ from recipes.common import prompt_room, settle
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
+    graded_evaluators,
     run_folder,
     train_and_show,
     train_config,
@@ -49,7 +50,7 @@ def build_config(cli: CLIConfig) -> train.Config:
         max_prompt_tokens=prompt_room(cli),
     )
     dataset_builder.check()
-    return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli)])
+    return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli), *graded_evaluators(cli)])
 
 
 async def main(cli: CLIConfig) -> None:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import tinker
@@ -84,6 +84,17 @@ class Pending(Generic[T]):
 
 class FakeTokenizer:
     """Decodes printable ASCII as characters, and any other id as <id>."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def __len__(self) -> int:
+        return 128
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return [self.decode([token]) for token in ids]
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(character) for character in text if ord(character) < 127]
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         return "".join(chr(token) if 32 <= token < 127 else f"<{token}>" for token in token_ids)

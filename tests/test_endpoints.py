@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from recipes import eval_benchmarks, single_turn
 from tests.debate.test_judges import VIEW
 from tinker_cookbook import endpoints
 from tinker_cookbook.debate.judges import JudgeConfig, Winner, check_judge, make_judge
@@ -21,9 +22,10 @@ from tinker_cookbook.distillation.prompt_distillation import label_lines_by_text
 from tinker_cookbook.endpoints import EndpointCompleter, EndpointConfig, as_openai
 from tinker_cookbook.exceptions import ConfigurationError, EndpointError
 from tinker_cookbook.renderers import Message, ToolCall
-from tinker_cookbook.tasks.lm_grader import LMGrader, parse_grade
+from tinker_cookbook.tasks.lm_grader import GraderConfig, LMGrader, parse_grade
 from tinker_cookbook.tasks.rewards import RewardSpec
 from tinker_cookbook.tasks.steps import Step
+from tinker_cookbook.utils.ml_log import read_metrics
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 7 + 5?"}]
 Answer = Callable[[int, dict[str, Any]], tuple[int, Any]]
@@ -296,3 +298,49 @@ def test_a_teacher_by_text(serve: Callable[..., Endpoint]) -> None:
     labelled = asyncio.run(label_lines_by_text(endpoint.completer(), "Obey.", ["a", "b", "?"], pattern))
     assert [(item.line, item.answer) for item in labelled] == [("a", "a"), ("b", "b"), ("?", None)]
     assert {body["messages"][0]["content"] for body in endpoint.asked} == {"Obey."}
+
+
+def test_a_run_is_evaluated_by_an_endpoint(
+    serve: Callable[..., Endpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grades, and what they cost, are metrics of each evaluation; the reward that trains is the task's own."""
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    endpoint = serve(lambda number, body: (200, saying("<GRADE>3</GRADE>")))
+    keys = {
+        "log_path": str(tmp_path / "run"),
+        "max_steps": 1,
+        "num_rollouts": 4,
+        "num_groups": 2,
+        "max_eval_items": 3,
+        "max_tokens": 4,
+        "lora_rank": 2,
+        "on_zero_advantages": "skip",
+        "eval_grader": GraderConfig(endpoint=endpoint.config(prompt_price=1.0)),
+    }
+    asyncio.run(single_turn.main(single_turn.CLIConfig(**keys)))
+    rows = [row for row in read_metrics(tmp_path / "run") if "graded/env/all/reward/total" in row]
+    assert len(rows) == 2 and len(endpoint.asked) == 6
+    for row in rows:
+        assert row["graded/env/all/reward/total"] == pytest.approx(0.3)
+        assert row["graded/env/all/reward/LMGrader/prompt_tokens"] == 10
+
+
+def test_weights_are_graded_by_an_endpoint(serve: Callable[..., Endpoint], tmp_path: Path) -> None:
+    endpoint = serve(lambda number, body: (200, saying("<GRADE>8</GRADE>")))
+    keys = {
+        "benchmarks": ("qa/arithmetic",),
+        "max_items": 2,
+        "num_samples": 2,
+        "pass_at": (1,),
+        "max_tokens": 4,
+        "success_metric": "reward",
+        "save_dir": str(tmp_path / "out"),
+        "grader": GraderConfig(endpoint=endpoint.config()),
+    }
+    asyncio.run(eval_benchmarks.main(eval_benchmarks.CLIConfig(**keys)))
+    (result,) = json.loads((tmp_path / "out" / "summary.json").read_text())["benchmarks"].values()
+    assert (result["pass@1"], result["reward"]) == (1.0, 0.8) and len(endpoint.asked) == 4
+    assert result["reward/LMGrader/prompt_tokens"] == 40 and result["reward/LMGrader/calls"] == 4
+    other = GraderConfig(endpoint=endpoint.config(), system_prompt="Be strict.")
+    with pytest.raises(ConfigurationError, match="results of other settings"):
+        asyncio.run(eval_benchmarks.main(eval_benchmarks.CLIConfig(**{**keys, "grader": other})))

@@ -74,7 +74,8 @@ def test_samples_are_those_of_the_client_itself(
     client: SamplingClient, remote: RemoteSamplingClient, targets: tinker.TensorData | None
 ) -> None:
     expected, found = (
-        who.sample(PROMPT, 2, PARAMS, **EVERYTHING, target_prompt_logprobs=targets).result() for who in (client, remote)
+        cast(Any, who.sample(PROMPT, 2, PARAMS, **EVERYTHING, target_prompt_logprobs=targets).result())
+        for who in (client, remote)
     )
     for left, right in zip(found.sequences, expected.sequences, strict=True):
         assert (left.tokens, left.stop_reason) == (right.tokens, right.stop_reason) and left.sequence_id

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
-from tinker_cookbook.debate.judges import DebateView, Judge, Verdict, Winner
-from tinker_cookbook.debate.prompts import DebatePrompts
+from tinker_cookbook.debate.dialogue import Dialogue, TurnRequest
+from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol, make_dialogue
+from tinker_cookbook.debate.injection import TurnInjection
+from tinker_cookbook.debate.judges import SCRIPTS, DebateView, Judge, ScriptedJudge, Verdict, Winner
+from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.transcript import Transcript
+from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
@@ -72,8 +76,28 @@ class WatchingJudge(Judge):
         return Verdict(Winner.A)
 
 
-def make_protocol(renderer: Renderer, task: str = "qa") -> DebateProtocol:
-    return DebateProtocol.make(get_task(task), renderer, DebatePrompts())
+def make_protocol(
+    renderer: Renderer, task: str = "qa", judge: Judge | None = None, config: ProtocolConfig | None = None
+) -> DebateProtocol:
+    dialogue = make_dialogue(get_task(task), renderer, config)
+    return DebateProtocol(dialogue, judge or ScriptedJudge(SCRIPTS["truth"]))
+
+
+def first_prompt(dialogue: Dialogue, item: TaskItem = ITEM) -> list[int]:
+    """Of a seat that answers for itself."""
+    messages, heard = dialogue.opening(Transcript(dialogue.task, item, dialogue.protocol), Seat.A)
+    assert not heard
+    return dialogue.renderer.build_generation_prompt(messages).to_ints()
+
+
+def requests(dialogue: Dialogue, seat: Seat = Seat.A) -> list[TurnRequest]:
+    """What a seat is told between its turns, in order."""
+    (found,) = dialogue.requests.values()
+    return [request for (other, _), request in sorted(found.items()) if other is seat]
+
+
+def injections(dialogue: Dialogue, seat: Seat = Seat.A) -> list[TurnInjection]:
+    return [request.injection for request in requests(dialogue, seat) if request.injection is not None]
 
 
 @dataclass
@@ -95,8 +119,8 @@ def hold(
     task: str = "qa",
 ) -> Held:
     """Debates among members 0-1, 2-3, ... each of whom says its three turns. A hang is a failure."""
-    protocol = make_protocol(renderer, task)
-    builder = DebateGroupBuilder(protocol, ITEM, judge, len(members) // 2, (4, 2))
+    protocol = make_protocol(renderer, task, judge)
+    builder = DebateGroupBuilder(protocol, ITEM, len(members) // 2, (4, 2))
     policy = completer(dict(enumerate(members)))
 
     async def bounded() -> TrajectoryGroup:

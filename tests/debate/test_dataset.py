@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.debate.arena import ITEM, TINY, decode, make_renderer
+from tests.debate.arena import ITEM, TINY, decode, first_prompt, make_renderer
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
-from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, DebateProtocol
+from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, make_dialogue
 from tinker_cookbook.debate.judges import JudgeConfig
-from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
+from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
@@ -92,9 +92,9 @@ def test_the_test_set_is_one_proposal_per_item(tmp_path: Path, most: int | None,
 
 def test_what_is_too_long_to_be_debated_is_asked_neither_in_training_nor_in_the_test(tmp_path: Path) -> None:
     """The same limit for both, or the two would be measured on different questions."""
-    protocol = DebateProtocol.make(get_task("qa"), RENDERER, DebatePrompts(), 40, 10_000)
-    assert protocol.max_first_prompt is not None
-    window = 10_000 - protocol.max_first_prompt + protocol.first_prompt(ITEM).length  # ITEM's question just fits
+    dialogue = make_dialogue(get_task("qa"), RENDERER, max_tokens=40, context_window=10_000)
+    assert dialogue.max_first_prompt is not None
+    window = 10_000 - dialogue.max_first_prompt + len(first_prompt(dialogue))  # ITEM's question just fits
     questions = write_items(tmp_path / "items.jsonl", ITEM.question, "Well, " + ITEM.question)
     train, test = built(
         make_builder(tmp_path, dataset=questions, test_dataset=questions, max_tokens=40, context_window=window)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import tinker
 
 from tests.debate.arena import (
     ITEM,
@@ -17,7 +18,9 @@ from tests.debate.arena import (
     WatchingJudge,
     decode,
     encode,
+    first_prompt,
     hold,
+    injections,
     make_protocol,
     make_renderer,
     speech,
@@ -27,10 +30,12 @@ from tests.fakes import ScriptedCompleter, said
 from tests.tasks.scoring import score
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.debate import env as debate_env
-from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, DebateProtocol
+from tinker_cookbook.debate.dialogue import Dialogue
+from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, DebateProtocol, make_dialogue
 from tinker_cookbook.debate.judges import DebateView, Judge, JudgeConfig, LMJudge, Verdict, Winner, make_judge
-from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
-from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript
+from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
+from tinker_cookbook.debate.transcript import Transcript
+from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.renderers.replies import strip_stop
@@ -55,10 +60,10 @@ class TestRounds:
     def test_each_hears_the_other_s_last_turn_and_no_other(self, renderer: Renderer) -> None:
         members = seats(renderer)
         held = hold(renderer, members, JudgeByIndex((Winner.A,)))
-        first = held.protocol.first_prompt(ITEM).to_ints()
+        first = first_prompt(held.protocol.dialogue)
         for member, opponent in ((0, 1), (1, 0)):
             prompt = first
-            for round_, injection in enumerate(held.protocol.injections):
+            for round_, injection in enumerate(injections(held.protocol.dialogue)):
                 assert held.heard[member][round_] == prompt
                 own, theirs = members[member][round_].tokens, members[opponent][round_].tokens
                 prompt = injection.next_prompt(renderer, prompt, own, theirs)
@@ -111,8 +116,8 @@ class TestRounds:
 class TestSteps:
     def test_what_each_step_returns(self, renderer: Renderer) -> None:
         """Both seats by hand, the first wrong and cut off in round 2: reward and the task's metrics come with round 1."""
-        protocol = make_protocol(renderer)
-        builder = DebateGroupBuilder(protocol, ITEM, JudgeByIndex((Winner.A,)), 1, (4, 2))
+        protocol = make_protocol(renderer, judge=JudgeByIndex((Winner.A,)))
+        builder = DebateGroupBuilder(protocol, ITEM, 1, (4, 2))
         wrong, right = (three_turns(renderer, proposal) for proposal in (WRONG, RIGHT))
         wrong[1] = speech(renderer, "and so on", stopped=False)
         extras: list[ActionExtra | None] = [{"stop_reason": "stop"}, {"stop_reason": "length"}, None]
@@ -139,18 +144,18 @@ class TestSteps:
             {"debate/tokens_r2": lengths[1], "debate/stopped_r2": 0.0},
             {"debate/tokens_r3": lengths[2], "debate/stopped_r3": 0.0},
         ]
-        prompt = protocol.first_prompt(ITEM).to_ints()
-        for step, injection, own, other in zip(of_a, protocol.injections, wrong, right, strict=False):
+        prompt = first_prompt(protocol.dialogue)
+        for step, injection, own, other in zip(of_a, injections(protocol.dialogue), wrong, right, strict=False):
             prompt = injection.next_prompt(renderer, prompt, own.tokens, other.tokens)
             assert step.next_observation is not None and step.next_observation.to_ints() == prompt
 
     def test_the_first_prompt_asks_for_confidence(self, renderer: Renderer) -> None:
-        text = decode(renderer, make_protocol(renderer).first_prompt(ITEM).to_ints())
+        text = decode(renderer, first_prompt(make_protocol(renderer).dialogue))
         assert ITEM.question in text and CONFIDENCE_REQUEST in text
 
     def test_members_are_described_before_and_after_the_verdict(self, renderer: Renderer) -> None:
         item = replace(ITEM, question="7" * 300)
-        builder = DebateGroupBuilder(make_protocol(renderer), item, JudgeByIndex((Winner.B,)), 1, (4, 2))
+        builder = DebateGroupBuilder(make_protocol(renderer, judge=JudgeByIndex((Winner.B,))), item, 1, (4, 2))
         envs = asyncio.run(builder.make_envs())
         for verdict in (None, "B"):
             if verdict is not None:
@@ -160,6 +165,7 @@ class TestSteps:
                     "question": "7" * 100,
                     "instance_id": "sum-1",
                     "agent": seat,
+                    "role": "debater",
                     "ground_truth": "12",
                     "verdict": verdict,
                     "judge": verdict and "because",
@@ -172,50 +178,52 @@ class TestSteps:
 class TestRoom:
     """How long a question may be so that the longest possible debate about it fits the context."""
 
-    MAX_TOKENS = 40
+    MAX_TOKENS, ROUNDS = 40, 3
 
     def longest(self, renderer: Renderer) -> int:
         """Prompt and reply of the last round, when nobody stops before the limit."""
-        turns = [speech(renderer, " so" * 200, stopped=False).tokens[: self.MAX_TOKENS] for _ in range(NUM_ROUNDS)]
+        turns = [speech(renderer, " so" * 200, stopped=False).tokens[: self.MAX_TOKENS] for _ in range(self.ROUNDS)]
         held = hold(renderer, [[said(turn, "length") for turn in turns]] * 2, JudgeByIndex((Winner.A,)))
-        assert [len(turn) for turn in turns] == [self.MAX_TOKENS] * NUM_ROUNDS
+        assert [len(turn) for turn in turns] == [self.MAX_TOKENS] * self.ROUNDS
         return len(held.heard[0][-1]) + self.MAX_TOKENS
 
-    def protocol(self, renderer: Renderer, context_window: int) -> DebateProtocol:
-        return DebateProtocol.make(get_task("qa"), renderer, DebatePrompts(), self.MAX_TOKENS, context_window)
+    def dialogue(self, renderer: Renderer, context_window: int | None, max_tokens: int | None = 40) -> Dialogue:
+        return make_dialogue(get_task("qa"), renderer, max_tokens=max_tokens, context_window=context_window)
 
     def test_the_longest_debate_just_fits(self, renderer: Renderer) -> None:
-        protocol = self.protocol(renderer, self.longest(renderer))
-        first = protocol.first_prompt(ITEM)
-        assert protocol.max_first_prompt == first.length
-        assert protocol.injections == make_protocol(renderer).injections
-        env = DebateEnv(protocol, Transcript(protocol.task, ITEM), Seat.A)
-        assert asyncio.run(env.initial_observation()) == (first, renderer.get_stop_sequences())
+        dialogue = self.dialogue(renderer, self.longest(renderer))
+        first = first_prompt(dialogue)
+        assert dialogue.max_first_prompt == len(first)
+        assert dialogue.requests == make_protocol(renderer).dialogue.requests
+        env = DebateEnv(dialogue, Transcript(dialogue.task, ITEM), Seat.A)
+        expected = tinker.ModelInput.from_ints(first), renderer.get_stop_sequences()
+        assert asyncio.run(env.initial_observation()) == expected
 
     def test_one_token_less_and_it_is_not_held(self, renderer: Renderer) -> None:
-        protocol = self.protocol(renderer, self.longest(renderer) - 1)
-        builder = DebateGroupBuilder(protocol, ITEM, JudgeByIndex((Winner.A,)), 1, (4, 2))
+        dialogue = self.dialogue(renderer, self.longest(renderer) - 1)
+        builder = DebateGroupBuilder(DebateProtocol(dialogue, JudgeByIndex((Winner.A,))), ITEM, 1, (4, 2))
         group = asyncio.run(do_group_rollout(builder, ScriptedCompleter({})))
         envs = asyncio.run(builder.make_envs())
-        asyncio.run(builder.compute_group_rewards([], envs))
+        asyncio.run(builder.compute_group_rewards(group.trajectories_G, envs))
         assert envs[0].transcript.verdict == Verdict(Winner.INVALID, "the question is too long for a debate")
         assert [t.transitions[-1].metrics["context_overflow"] for t in group.trajectories_G] == [1.0, 1.0]
         assert group.get_total_rewards() == [0.0, 0.0] and group.is_trained() == [False, False]
-        assert group.metrics_G == [{"debate/won": 0.0, "debate/invalid": 1.0, "debate/tie": 0.0}, {"debate/won": 0.0}]
+        nobody = {"debate/survivors": 0, "debate/survivor_variance": 0.0}
+        assert group.metrics_G[0] == {"debate/won": 0.0, "debate/invalid": 1.0, "debate/tie": 0.0} | nobody
+        assert group.metrics_G[1] == {"debate/won": 0.0}
         assert group.records == [] and [info["verdict"] for info in group.member_info_G] == ["INVALID"] * 2
 
     def test_a_question_of_one_token_must_fit(self, renderer: Renderer) -> None:
-        shortest = self.longest(renderer) - make_protocol(renderer).first_prompt(ITEM).length + 1
-        assert self.protocol(renderer, shortest).max_first_prompt == 1
+        shortest = self.longest(renderer) - len(first_prompt(make_protocol(renderer).dialogue)) + 1
+        assert self.dialogue(renderer, shortest).max_first_prompt == 1
         with pytest.raises(ConfigurationError, match="max_tokens=40 leaves no room for a question: 5 turns"):
-            self.protocol(renderer, shortest - 1)
+            self.dialogue(renderer, shortest - 1)
 
     @pytest.mark.parametrize(("max_tokens", "context_window"), [(None, 100), (40, None)])
     def test_without_either_number_there_is_no_limit(
         self, renderer: Renderer, max_tokens: int | None, context_window: int | None
     ) -> None:
-        protocol = DebateProtocol.make(get_task("qa"), renderer, DebatePrompts(), max_tokens, context_window)
-        assert protocol.max_first_prompt is None
+        assert self.dialogue(renderer, context_window, max_tokens).max_first_prompt is None
 
 
 class TestJudging:
@@ -265,12 +273,12 @@ class TestJudging:
 @pytest.mark.parametrize("name", ["mock", "confidence", "scripted:truth"])
 def test_builders_pickle(name: str) -> None:
     judge = asyncio.run(make_judge(JudgeConfig(name=name)))
-    builder = DebateGroupBuilder(make_protocol(make_renderer("qwen3_instruct")), ITEM, judge, 2, (0, 0))
+    builder = DebateGroupBuilder(make_protocol(make_renderer("qwen3_instruct"), judge=judge), ITEM, 2, (0, 0))
     copy = pickle.loads(pickle.dumps(builder))
     assert (copy.item, copy.num_debates, copy.key) == (ITEM, 2, (0, 0))
     envs = asyncio.run(copy.make_envs())
     assert len(envs) == 4 and all(isinstance(env, DebateEnv) for env in envs)
-    assert copy.protocol.injections == builder.protocol.injections
+    assert copy.protocol.dialogue.requests == builder.protocol.dialogue.requests
 
 
 class TestForgedTurns:

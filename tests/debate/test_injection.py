@@ -1,13 +1,17 @@
 """Between a debater's turns stand its own ids, the template's, and the opponent's ids as they were sampled."""
 
+import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.debate.arena import ITEM as QUESTION
 from tests.debate.arena import RENDERERS, decode, encode, make_protocol, make_renderer, reply_ids, stop_ids
+from tests.debate.arena import first_prompt as first_prompt_of
 from tests.renderers import synthetic
-from tinker_cookbook.debate.injection import TurnInjection, make_injection
+from tests.renderers.test_all_families import ENTRIES
+from tinker_cookbook.debate.injection import TurnInjection, make_injection, opening_prompt, repeated
 from tinker_cookbook.debate.prompts import CLOSING, CONFIDENCE_REQUEST, OPPONENT, REBUTTAL, DebatePrompts
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
@@ -28,7 +32,7 @@ def template(request: pytest.FixtureRequest) -> str:
 
 
 def first_prompt(renderer: Renderer) -> list[int]:
-    return make_protocol(renderer).first_prompt(QUESTION).to_ints()
+    return first_prompt_of(make_protocol(renderer).dialogue)
 
 
 def rendered(renderer: Renderer, own: str, user: str) -> list[int]:
@@ -48,9 +52,9 @@ def test_next_prompt_is_prompt_own_reply_injected_opponent_suffix(renderer: Rend
     own, opponent = reply_ids(renderer, "I say 12"), reply_ids(renderer, "I say 9")
     following = injection.next_prompt(renderer, prompt, own, opponent)
     without_stop = opponent[: -len(stop_ids(renderer))]
-    assert following == [*prompt, *own, *injection.after_stop, *without_stop, *injection.suffix]
+    assert following == [*prompt, *own, *injection.after_stop, *without_stop, *injection.suffixes[0]]
     before, after = template.split(OPPONENT)
-    assert before in decode(renderer, injection.after_stop) and after in decode(renderer, injection.suffix)
+    assert before in decode(renderer, injection.after_stop) and after in decode(renderer, injection.suffixes[0])
 
 
 def test_equals_the_renderer_for_text_that_round_trips(renderer: Renderer, template: str) -> None:
@@ -79,7 +83,7 @@ def test_the_opponent_s_ids_are_never_encoded_again(renderer: Renderer) -> None:
     injection = make_injection(renderer, REBUTTAL)
     own = letter_by_letter + stop_ids(renderer)
     following = injection.next_prompt(renderer, [1, 2], own, letter_by_letter + stop_ids(renderer))
-    assert following == [1, 2, *own, *injection.after_stop, *letter_by_letter, *injection.suffix]
+    assert following == [1, 2, *own, *injection.after_stop, *letter_by_letter, *injection.suffixes[0]]
 
 
 def test_a_truncated_reply_is_closed(renderer: Renderer, template: str) -> None:
@@ -99,7 +103,7 @@ def test_the_opponent_s_stop_is_left_out_and_a_truncated_one_needs_none(renderer
     assert following == injection.next_prompt(renderer, [1], own, cut)
     stop = decode(renderer, stop_ids(renderer))
     own_end = 1 + len(own)
-    template_stops = decode(renderer, [*injection.after_stop, *injection.suffix]).count(stop)
+    template_stops = decode(renderer, [*injection.after_stop, *injection.suffixes[0]]).count(stop)
     assert decode(renderer, following[own_end:]).count(stop) == template_stops
 
 
@@ -114,7 +118,7 @@ def test_rounds_chain_so_that_each_prompt_extends_the_last(renderer: Renderer) -
 
 def test_no_placeholder_is_left(renderer: Renderer, template: str) -> None:
     injection = make_injection(renderer, template)
-    text = decode(renderer, [*injection.after_stop, *injection.suffix])
+    text = decode(renderer, [*injection.after_stop, *injection.suffixes[0]])
     assert "reserved" not in text and OPPONENT not in text
 
 
@@ -133,3 +137,59 @@ def test_a_wording_holds_the_opponent_exactly_once(field: str, count: int) -> No
 def test_a_tokenizer_without_spare_tokens_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="spare special tokens; a debate needs two"):
         make_injection(get_renderer("qwen3_instruct", synthetic.make_tokenizer()), REBUTTAL)
+
+
+EXTENDING = sorted(name for name, entry in ENTRIES.items() if entry.extends)
+
+
+class TestEveryFamily:
+    """Each renderer with the extension property carries a debate: what it is given next is, token for token, what it had,
+    what it said, and what its own rendering of the conversation has in between."""
+
+    def renderer(self, name: str) -> Renderer:
+        tokenizer = copy.deepcopy(ENTRIES[name].tokenizer())
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|spare_0|>", "<|spare_1|>"]})
+        return get_renderer(name, tokenizer)
+
+    @pytest.mark.parametrize("name", EXTENDING)
+    @pytest.mark.parametrize("heard", [1, 2])
+    def test_by_content(self, name: str, heard: int) -> None:
+        renderer = self.renderer(name)
+        assert renderer.has_extension_property
+        template = repeated("Others said:\n\n{opponent}\n\nReply.", [""] * heard)
+        first: list[Message] = [{"role": "user", "content": "Which?"}]
+        prompt = renderer.build_generation_prompt(first).to_ints()
+        begins = "</think>" if decode(renderer, prompt).endswith("<think>") else lead(renderer)
+        own, others = f"{begins}I say so", [f"I say {i}" for i in range(heard)]
+        spoken = reply_ids(renderer, own)
+        following = make_injection(renderer, template).next_prompt(
+            renderer, prompt, spoken, *(reply_ids(renderer, other) for other in others)
+        )
+        assert following[: len(prompt) + len(spoken)] == prompt + spoken
+        user = template
+        for other in others:
+            user = user.replace(OPPONENT, other, 1)
+        turns: list[Message] = [{"role": "assistant", "content": "I say so"}, {"role": "user", "content": user}]
+        assert decode(renderer, following) == decode(
+            renderer, renderer.build_generation_prompt([*first, *turns]).to_ints()
+        )
+        for other in others:
+            ids = encode(renderer, other)
+            assert any(following[i : i + len(ids)] == ids for i in range(len(prompt) + len(spoken), len(following)))
+
+    def test_reasoning_that_a_renderer_sets_apart_is_one_s_own(self) -> None:
+        renderer = self.renderer("kimi_k26_preserve_thinking")
+        injection, own = make_injection(renderer, f"Hear: {OPPONENT}"), reply_ids(renderer, "</think>mine")
+        thought, plain = (reply_ids(renderer, text) for text in ("secret</think>I say 13", "</think>I say 13"))
+        following = injection.next_prompt(renderer, [1], own, thought)
+        assert "secret" not in decode(renderer, following) and following == injection.next_prompt(
+            renderer, [1], own, plain
+        )
+
+    @pytest.mark.parametrize("name", EXTENDING)
+    def test_an_opening_that_shows_what_others_said(self, name: str) -> None:
+        renderer, said = self.renderer(name), "I say 13"
+        messages: list[Message] = [{"role": "user", "content": f"Which?\n\nThey said:\n\n{OPPONENT}\n\nReply."}]
+        opening = opening_prompt(renderer, messages, [reply_ids(renderer, said)])
+        expected = [{**messages[0], "content": str(messages[0]["content"]).replace(OPPONENT, said)}]
+        assert decode(renderer, opening) == decode(renderer, renderer.build_generation_prompt(expected).to_ints())  # type: ignore[arg-type]

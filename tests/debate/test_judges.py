@@ -24,34 +24,23 @@ from tinker_cookbook.debate.judges import (
     Winner,
     check_judge,
     make_judge,
-    parse_verdict,
 )
+from tinker_cookbook.debate.lm_judge import parse_verdict
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM
+from tinker_cookbook.debate.views import SeatView
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
 
-VIEW = DebateView(
-    context="What is 7 + 5?",
-    rounds_a=["I say 12.", "A rebuts.", "A closes at length."],
-    rounds_b=["I say 13.", "B rebuts.", "B."],
-    confidence_a=0.9,
-    confidence_b=0.25,
-    reward_a=1.0,
-    reward_b=0.0,
-    key=(3, 1, 0),
-)
+A = SeatView(["I say 12.", "A rebuts.", "A closes at length."], 0.9, 1.0, correct=True)
+B = SeatView(["I say 13.", "B rebuts.", "B."], 0.25, 0.0, correct=False)
+VIEW = DebateView("What is 7 + 5?", (A, B), (3, 1, 0))
 
 
 def swapped(view: DebateView) -> DebateView:
     """The same debate with the seats exchanged."""
-    return dataclasses.replace(
-        view,
-        rounds_a=view.rounds_b, rounds_b=view.rounds_a,
-        confidence_a=view.confidence_b, confidence_b=view.confidence_a,
-        reward_a=view.reward_b, reward_b=view.reward_a,
-    )  # fmt: skip
+    return view.in_order((1, 0))
 
 
 def judge(by: Judge, view: DebateView = VIEW) -> Verdict:
@@ -78,7 +67,7 @@ class TestScripted:
         "by", [ScriptedJudge(SCRIPTS["truth"]), ScriptedJudge(SCRIPTS["longer"]), ConfidenceJudge()]
     )
     def test_equals_tie_and_nobody_is_favoured(self, by: Judge) -> None:
-        even = dataclasses.replace(VIEW, rounds_b=VIEW.rounds_a, confidence_b=VIEW.confidence_a, reward_b=VIEW.reward_a)
+        even = dataclasses.replace(VIEW, seats=(A, A))
         assert judge(by, even).winner is judge(by, swapped(even)).winner is Winner.TIE
 
 
@@ -91,7 +80,8 @@ class TestConfidence:
         ],
     )  # fmt: skip
     def test_more_wins_equal_ties_unread_is_invalid(self, a: float | None, b: float | None, winner: str) -> None:
-        view = dataclasses.replace(VIEW, confidence_a=a, confidence_b=b)
+        seats = (dataclasses.replace(A, confidence=a), dataclasses.replace(B, confidence=b))
+        view = dataclasses.replace(VIEW, seats=seats)
         reasoning = "no readable confidence" if a is None or b is None else f"confidence {a:g} against {b:g}"
         assert judge(ConfidenceJudge(), view) == Verdict(Winner(winner), reasoning)
 
@@ -268,7 +258,9 @@ class TestConfig:
 
     @pytest.mark.parametrize("name", ["", "moc", "scripted", "scripted:", "scripted:C", "lm:A"])
     def test_unknown_names_are_refused_with_the_known_ones(self, name: str) -> None:
-        with pytest.raises(ConfigurationError, match="is unknown; use mock, confidence, lm, endpoint, scripted:A"):
+        with pytest.raises(
+            ConfigurationError, match="is unknown; use mock, confidence, key, lm, endpoint, live, scripted:A"
+        ):
             check_judge(JudgeConfig(name=name))
 
     def test_a_language_model_is_asked_as_configured_while_debate_and_verdict_fit(

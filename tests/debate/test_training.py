@@ -21,9 +21,9 @@ from tests.debate.arena import (
 )
 from tinker_cookbook import backends
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.debate.dataset import ADVANTAGES, DebateTrain
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import SCRIPTS, ScriptedJudge, Winner
+from tinker_cookbook.debate.modes import ADVANTAGES, DebateTrain
 from tinker_cookbook.rl.advantages import compute_advantages, token_scales
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
@@ -103,7 +103,7 @@ class TestAdvantages:
 def test_one_datum_per_winner_on_the_tiny_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path))
     renderer = make_renderer(name)
-    builder = DebateGroupBuilder(make_protocol(renderer), ITEM, ScriptedJudge(SCRIPTS["A"]), 3, (0, 0))
+    builder = DebateGroupBuilder(make_protocol(renderer, judge=ScriptedJudge(SCRIPTS["A"])), ITEM, 3, (0, 0))
 
     async def roll_out() -> TrajectoryGroup:
         service = backends.create_service_client("local")

@@ -309,7 +309,8 @@ class TestOrder:
 
         renderer = make_renderer("qwen3_instruct")
         turns = {i: three_turns(renderer, WRONG if i % 2 else RIGHT, f"member {i}") for i in range(4)}
-        builder = DebateGroupBuilder(make_protocol(renderer), ITEM, JudgeByIndex((Winner.A, Winner.B)), 2, (0, 0))
+        protocol = make_protocol(renderer, judge=JudgeByIndex((Winner.A, Winner.B)))
+        builder = DebateGroupBuilder(protocol, ITEM, 2, (0, 0))
         assert builder.coordinated
         group = run(do_group_rollout(builder, LosesVoice(turns), RetryOnFailure()))
         undisturbed = run(do_group_rollout(builder, ScriptedCompleter(turns)))

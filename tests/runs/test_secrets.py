@@ -100,7 +100,7 @@ def test_of_rollouts_whose_environment_tells_it(tmp_path: Path, monkeypatch: pyt
         else:
             with trains_nothing():
                 asyncio.run(train.main(config))
-    assert len([*tmp_path.rglob("*.html"), *tmp_path.rglob("*.parquet")]) == 4
+    assert len([*tmp_path.rglob("*.html"), *tmp_path.rglob("rollouts.parquet")]) == 4
     assert files_with_secrets(tmp_path) == {}
     _, turns = read_rollouts(tmp_path / "kept" / "iteration_000000" / "rollouts.parquet")
     assert turns[0]["logs"] == {"header": f"Bearer {HIDDEN}"}

@@ -26,6 +26,7 @@ from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.tasks.datasets import load_items
+from tinker_cookbook.tasks.lm_grader import GraderConfig, LMGrader
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
@@ -42,6 +43,8 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 TRAJECTORIES_BASE_NAME, RESULT_BASE_NAME = "trajectories.jsonl", "result.json"
 SETTINGS_BASE_NAME, SUMMARY_BASE_NAME = "settings.json", "summary.json"
+GRADER_METRICS = f"reward/{LMGrader.__name__}/"
+"""Calls, tokens and cost of a grader: summed over all tries."""
 REWARD = "reward"
 """As success_metric: the total reward of a trajectory."""
 
@@ -109,31 +112,39 @@ def task_benchmark(
     split: Literal["train", "test"] = "test",
     max_items: int | None = None,
     max_prompt_tokens: int | None = None,
+    grader: GraderConfig | None = None,
 ) -> Benchmark:
     """A benchmark of a task's items, from `task/dataset`: `qa/arithmetic`, `summary/articles`, `qa/my_questions.jsonl`.
 
-    A file has no test split of its own: all of its lines are tried.
+    A file has no test split of its own: all of its lines are tried. With a grader, whose endpoint is named, its grades are
+    the rewards.
 
     Raises:
         ConfigurationError: unknown task or dataset, or it has no such items.
         DataFormatError: a line of a file cannot be read.
     """
-    task, items = task_items(spec, split)
+    grades = None if grader is None else grader.open("grader")
+    task, items = task_items(spec, split, grades)
     chosen = items[:max_items]
     builders = [
         single_turn_group(task, item, renderer, num_samples, max_prompt_tokens=max_prompt_tokens) for item in chosen
     ]
-    return Benchmark(spec, builders, {"split": split, "items": [item.id for item in chosen]})
+    about: dict[str, Any] = {"split": split, "items": [item.id for item in chosen]}
+    if grades is not None and grader is not None:
+        about["grader"] = grader.identity
+    return Benchmark(spec, builders, about)
 
 
-def task_items(spec: str, split: Literal["train", "test"] = "test") -> tuple[Task, Sequence[TaskItem]]:
+def task_items(
+    spec: str, split: Literal["train", "test"] = "test", grader: LMGrader | None = None
+) -> tuple[Task, Sequence[TaskItem]]:
     """The task and the items of `task/dataset`; nothing of a model is needed. Raises as `task_benchmark`."""
     task_name, slash, dataset = spec.partition("/")
     if not slash or not dataset:
         raise ConfigurationError(
             f"benchmark {spec!r}: must be task/dataset, such as qa/arithmetic or qa/my_items.jsonl"
         )
-    task = get_task(task_name)
+    task = get_task(task_name, grader)
     train, test = load_items(task, dataset)
     items = train if split == "train" or is_data_file(dataset) else test
     if not items:
@@ -268,6 +279,8 @@ def score(rows: Sequence[Mapping[str, Any]], config: BenchmarkConfig) -> dict[st
     turns = [turn for one in tries for turn in one["turns"]]
     metrics["tokens_per_try"] = sum(turn["completion_token_count"] for turn in turns) / len(tries)
     metrics["num_items"], metrics["num_tries"] = len(rows), len(tries)
+    for key in sorted({key for one in tries for key in one["metrics"] if key.startswith(GRADER_METRICS)}):
+        metrics[key] = sum(one["metrics"].get(key, 0.0) for one in tries)
     return metrics
 
 

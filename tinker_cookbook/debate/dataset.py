@@ -1,57 +1,122 @@
-"""Any task as debates: the dataset builder that joins task, protocol and judge, and how survivors are trained."""
-
-from typing import Literal
+"""Any task as debates: the dataset builder that joins task, protocol, judge and mode of training."""
 
 import chz
 
-from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
-from tinker_cookbook.debate.judges import JudgeConfig, check_judge, make_judge
-from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
+from tinker_cookbook.debate.env import (
+    DebateGroupBuilder,
+    DebateProtocol,
+    answer_request,
+    make_dialogue,
+    wrong_answers,
+)
+from tinker_cookbook.debate.judges import Judge, JudgeConfig, check_judge, make_judge
+from tinker_cookbook.debate.modes import MODES, DebateTrain, TrainingMode, get_mode
+from tinker_cookbook.debate.prompts import DebatePrompts
+from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.rewards import TERMS
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.tasks.single_turn import MakeGroup, TaskDatasetBuilder, single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
 
-DebateTrain = Literal["rejection", "rs_grpo"]
-
-ADVANTAGES: dict[DebateTrain, AdvantageConfig] = {
-    "rejection": AdvantageConfig(baseline="constant", scale="sequence"),
-    "rs_grpo": AdvantageConfig(baseline="mean", scale="sequence"),
-}
-"""How winners are trained. rejection: 1 / tokens for each token of a winner. rs_grpo: the winner's task reward, as if there had
-been no debate, minus the mean over the winners of the same question, / tokens; the same value on all three rounds."""
+MEASURED = ("no_debate", "with_key")
+"""Views of a debate that its judge can be measured on: the answers alone, and with the answer key beside them."""
 
 
 @chz.chz(typecheck=True)
 class DebateDatasetBuilder(TaskDatasetBuilder):
-    """A task's items as groups of debates, two rollouts for each; the test set are proposals alone (round 1)."""
+    """A task's items as groups of debates; the test set are answers alone."""
 
+    protocol: ProtocolConfig = chz.field(default_factory=ProtocolConfig, doc="who answers, who argues, in which order")
     judge: JudgeConfig = chz.field(doc="who decides")
-    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of rounds 2 and 3")
+    held_out_judge: JudgeConfig | None = chz.field(
+        default=None, doc="another judge of the same debates, which is measured and never trained on"
+    )
+    measure: tuple[str, ...] = chz.field(
+        default=(), doc="what else the judge is shown, to be measured: no_debate (the answers alone), with_key"
+    )
+    debate_train: DebateTrain = chz.field(
+        default="rs_grpo", doc=f"who survives into training, and with which reward: {', '.join(MODES)}"
+    )
+    debate_reward: str | None = chz.field(
+        default=None,
+        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS)} or functions of your own, e.g. judge:0.5,task:0.5",
+    )
+    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
     max_tokens: int | None = chz.field(default=None, doc="longest turn, to tell which questions fit; None: no limit")
     context_window: int | None = chz.field(default=None, doc="of the policy; None: no limit")
 
     @chz.validate
-    def _even_group(self) -> None:
-        if self.group_size % 2:
-            raise ConfigurationError(
-                f"group_size={self.group_size} is odd, but a debate takes two rollouts; make num_rollouts / num_groups even"
-            )
+    def _group_of_debates(self) -> None:
+        if self.group_size % self.protocol.num_speakers:
+            raise ConfigurationError(_not_whole(self.group_size, self.protocol.num_speakers))
+
+    @chz.validate
+    def _known_measures(self) -> None:
+        if unknown := set(self.measure) - set(MEASURED):
+            raise ConfigurationError(f"measure={','.join(sorted(unknown))} is unknown; use {', '.join(MEASURED)}")
 
     def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
-        check_judge(self.judge)
-        return super().check()
+        for judge in (self.judge, self.held_out_judge):
+            if judge is not None:
+                check_judge(judge)
+                _check_confidence(judge, self.protocol)
+        task, train, test = super().check()
+        self.prompts.settle(task.debate_prompts)
+        self.mode.check(self.protocol, self.judge, task)
+        if self.protocol.answers == "assigned":
+            others = _references(task, train)
+            for item in train:
+                wrong_answers(item, task.reference_answer(item), others, len(self.protocol.places) - 1)
+        return task, train, test
+
+    @property
+    def mode(self) -> TrainingMode:
+        """Raises ConfigurationError for an unknown mode or reward."""
+        return get_mode(self.debate_train, self.debate_reward)
 
     @property
     def added_request(self) -> str:
-        return CONFIDENCE_REQUEST
+        return answer_request(self.protocol)
+
+    async def make_protocol(self, task: Task, renderer: Renderer) -> DebateProtocol:
+        """The protocol with its judges."""
+        dialogue = make_dialogue(task, renderer, self.protocol, self.prompts, self.max_tokens, self.context_window)
+        judge = await self._make_judge(self.judge)
+        measured: dict[str, Judge] = dict.fromkeys(self.measure, judge)
+        if self.held_out_judge is not None:
+            measured["held_out"] = await self._make_judge(self.held_out_judge)
+        others = _references(task, self.load()[1]) if self.protocol.answers == "assigned" else []
+        return DebateProtocol(dialogue, judge, self.mode, measured, others, self.seed)
+
+    async def _make_judge(self, config: JudgeConfig) -> Judge:
+        return await make_judge(config if config.seed is not None else chz.replace(config, seed=self.seed))
 
     async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
-        protocol = DebateProtocol.make(task, renderer, self.prompts, self.max_tokens, self.context_window)
-        judge = await make_judge(self.judge if self.judge.seed is not None else chz.replace(self.judge, seed=self.seed))
-        longest = protocol.max_first_prompt
+        protocol = await self.make_protocol(task, renderer)
+        longest, debates = protocol.dialogue.max_first_prompt, self.group_size // self.protocol.num_speakers
         return (
-            lambda item, key: DebateGroupBuilder(protocol, item, judge, self.group_size // 2, key),
-            lambda item, key: single_turn_group(task, item, renderer, 1, CONFIDENCE_REQUEST, longest),
+            lambda item, key: DebateGroupBuilder(protocol, item, debates, key),
+            lambda item, key: single_turn_group(task, item, renderer, 1, self.added_request, longest),
         )
+
+
+def _references(task: Task, items: list[TaskItem]) -> list[str]:
+    return list(dict.fromkeys(task.reference_answer(item) for item in items))
+
+
+def _check_confidence(judge: JudgeConfig, protocol: ProtocolConfig) -> None:
+    if judge.name == "confidence" and protocol.answers == "assigned":
+        raise ConfigurationError(
+            "judge=confidence with protocol.answers=assigned: nobody states a confidence in an answer that is assigned; use "
+            "another judge"
+        )
+
+
+def _not_whole(group_size: int, speakers: int) -> str:
+    if speakers == 2:
+        return f"group_size={group_size} is odd, but a debate takes two rollouts; make num_rollouts / num_groups even"
+    return (
+        f"group_size={group_size} is no multiple of {speakers}, but a debate takes {speakers} rollouts; make "
+        f"num_rollouts / num_groups a multiple of {speakers}"
+    )

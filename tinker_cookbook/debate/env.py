@@ -1,25 +1,31 @@
-"""The debate as an environment: two envs share a transcript, three simultaneous rounds, then a judge.
+"""A debate as an environment: the envs of its seats share a transcript, speak in the protocol's order, and then a judge decides.
 
-Round 1 answers the question and fixes the solution; rounds 2 and 3 each show the opponent's last turn, inserted as token
-ids. Every prompt is the previous prompt plus one's own reply plus injected ids, so a seat's whole debate is one datum.
+A seat answers the question, which fixes its solution, unless its answer is assigned; then it argues. What the others said
+comes in between as token ids (`debate.dialogue`).
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
-from tinker_cookbook.completers import StopCondition
-from tinker_cookbook.debate.injection import TurnInjection, make_injection
-from tinker_cookbook.debate.judges import Judge, Verdict, Winner
+from tinker_cookbook.completers import StopCondition, TokenCompleter
+from tinker_cookbook.debate.dialogue import Dialogue, SeatDialogue
+from tinker_cookbook.debate.judges import Judge
+from tinker_cookbook.debate.metrics import member_metrics, rate_ranges, survivor_metrics
+from tinker_cookbook.debate.modes import TrainingMode, get_mode
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
-from tinker_cookbook.debate.records import debate_record, member_metrics
-from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript, Turn
+from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.quotes import QUOTE_REQUEST
+from tinker_cookbook.debate.records import debate_record
+from tinker_cookbook.debate.transcript import Transcript, assign_answers, invalid
+from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.renderers.replies import decode_reply, reply_text
+from tinker_cookbook.rl.run_clients import RunClients
 from tinker_cookbook.rl.types import (
     Action,
     ActionExtra,
@@ -35,135 +41,201 @@ from tinker_cookbook.rl.types import (
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.utils.terminal import reach
+
+TOO_LONG = "the question is too long for a debate"
+FORGED = "a turn holds a control token before its end"
+
+
+class DebateEnv(Env):
+    """One seat of one debate. `turn_names` are what metrics call the turns, in the order of the rounds (answers first)."""
+
+    def __init__(self, dialogue: Dialogue, transcript: Transcript, seat: Seat, turn_names: Sequence[str] = ()):
+        self.dialogue, self.transcript, self.seat = dialogue, transcript, seat
+        self._names = turn_names or [f"r{i + 1}" for i in range(dialogue.protocol.num_rounds + 1)]
+        self._spoken = SeatDialogue(dialogue, transcript, seat)
+
+    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
+        if not self.dialogue.fits(self.transcript):
+            return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
+        prompt = await self._spoken.open()
+        return tinker.ModelInput.from_ints(prompt), self.dialogue.renderer.get_stop_sequences()
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        transcript, seat = self.transcript, self.seat
+        place = transcript.next_slot(seat)
+        assert place is not None, "the debate is over"
+        slot = transcript.slots[place]
+        stopped = (extra or {}).get("stop_reason") == "stop"
+        is_first = not transcript.sampled_turns(seat)
+        await transcript.speak(seat, self._spoken.turn(action, slot, stopped))
+        reach(f"[debate] Round {slot.round + 1}")
+        following = transcript.next_slot(seat)
+        if following is not None:
+            await self._spoken.go_on(action, following)
+        name = self._names[slot.round]
+        metrics: Metrics = {f"debate/tokens_{name}": len(action), f"debate/stopped_{name}": float(stopped)}
+        reward = 0.0
+        if is_first:
+            metrics["context_overflow"] = 0.0
+        if slot.kind == "answer":
+            score = transcript.scores[seat]
+            reward, metrics = score.reward, metrics | score.metrics
+        observation = tinker.ModelInput.from_ints(self._spoken.prompt)
+        stop = self.dialogue.renderer.get_stop_sequences()
+        return StepResult(reward, following is None, observation, stop, metrics)
 
 
 @dataclass(frozen=True)
 class DebateProtocol:
-    """What is the same for all debates of a run: the task, how it is rendered, and what comes between the turns."""
+    """What is the same for all debates of a run: how they are spoken, who judges them, and how they train."""
 
-    task: Task
-    renderer: Renderer
-    injections: tuple[TurnInjection, ...]
-    max_first_prompt: int | None = None
-    """longest first prompt with which a debate surely fits the context; a longer question is not debated"""
+    dialogue: Dialogue
+    judge: Judge
+    mode: TrainingMode = field(default_factory=lambda: get_mode("rs_grpo"))
+    measured_by: Mapping[str, Judge] = field(default_factory=dict[str, Judge])
+    """judges that are only measured: held_out (another one); no_debate and with_key (the same; answers alone, or with the key)"""
+    wrong_answers: Sequence[str] = ()
+    """answers to other questions, from which wrong ones are drawn"""
+    seed: int = 0
+    """of the order of assigned answers"""
 
-    @classmethod
-    def make(
-        cls,
-        task: Task,
-        renderer: Renderer,
-        prompts: DebatePrompts,
-        max_tokens: int | None = None,
-        context_window: int | None = None,
-    ) -> DebateProtocol:
-        """`max_tokens` per turn and `context_window`, when both are given, bound the first prompt."""
-        injections = tuple(make_injection(renderer, text) for text in (prompts.rebuttal, prompts.closing))
-        if max_tokens is None or context_window is None:
-            return cls(task, renderer, injections)
-        # By round 3 the prompt holds two own turns, two of the opponent's and the text around them, and one turn follows.
-        around = sum(len(injection.after_cut) + len(injection.suffix) for injection in injections)
-        room = context_window - around - (2 * NUM_ROUNDS - 1) * max_tokens
-        if room < 1:
-            raise ConfigurationError(
-                f"max_tokens={max_tokens} leaves no room for a question: {2 * NUM_ROUNDS - 1} turns of a debate and the text "
-                f"around them fill the context of {context_window}; lower max_tokens"
-            )
-        return cls(task, renderer, injections, room)
+    @property
+    def task(self) -> Task:
+        return self.dialogue.task
 
-    def first_prompt(self, item: TaskItem) -> tinker.ModelInput:
-        return self.renderer.build_generation_prompt(self.task.messages(item, CONFIDENCE_REQUEST))
+    @property
+    def config(self) -> ProtocolConfig:
+        return self.dialogue.protocol
+
+    async def transcript(self, item: TaskItem, key: tuple[int, ...]) -> Transcript:
+        """A debate that has not begun."""
+        answers: Sequence[str] = ()
+        if self.config.answers == "assigned":
+            right = self.task.reference_answer(item)
+            wrong = wrong_answers(item, right, self.wrong_answers, len(self.config.places) - 1)
+            answers = assign_answers(len(self.config.places), right, wrong, key, self.seed)
+        transcript = Transcript(self.task, item, self.config, key, answers)
+        await transcript.prepare()
+        return transcript
 
 
-class DebateEnv(Env):
-    """One seat of one debate."""
+def make_dialogue(
+    task: Task,
+    renderer: Renderer,
+    protocol: ProtocolConfig | None = None,
+    prompts: DebatePrompts | None = None,
+    max_tokens: int | None = None,
+    context_window: int | None = None,
+) -> Dialogue:
+    """The dialogue of a protocol with the wording of user, task and library, in this order. See `Dialogue.make`."""
+    protocol = protocol or ProtocolConfig()
+    wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
+    return Dialogue.make(task, renderer, protocol, wording, answer_request(protocol), max_tokens, context_window)
 
-    def __init__(self, protocol: DebateProtocol, transcript: Transcript, seat: Seat):
-        self.protocol, self.transcript, self.seat = protocol, transcript, seat
-        self._prompt: list[int] = []
 
-    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
-        renderer, limit = self.protocol.renderer, self.protocol.max_first_prompt
-        prompt = self.protocol.first_prompt(self.transcript.item)
-        self._prompt = prompt.to_ints()
-        if limit is not None and prompt.length > limit:
-            return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
-        return prompt, renderer.get_stop_sequences()
+def answer_request(protocol: ProtocolConfig) -> str:
+    """What is asked of an answer besides the task's own request."""
+    return f"{CONFIDENCE_REQUEST} {QUOTE_REQUEST}" if protocol.quotes else CONFIDENCE_REQUEST
 
-    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        renderer, transcript = self.protocol.renderer, self.transcript
-        round_ = len(transcript.turns[self.seat])
-        malformed = renderer.holds_control_token(action)
-        turn = Turn(action, reply_text(renderer, action), decode_reply(renderer, action), malformed)
-        await transcript.speak(self.seat, turn)
-        opponent = await transcript.hear(self.seat.opponent, round_)
-        done, reward = round_ + 1 == NUM_ROUNDS, 0.0
-        if not done:
-            injection = self.protocol.injections[round_]
-            self._prompt = injection.next_prompt(renderer, self._prompt, action, opponent.tokens)
-        metrics: Metrics = {
-            f"debate/tokens_r{round_ + 1}": len(action),
-            f"debate/stopped_r{round_ + 1}": float((extra or {}).get("stop_reason") == "stop"),
-        }
-        if round_ == 0:
-            score = transcript.scores[self.seat]
-            reward, metrics = score.reward, metrics | {"context_overflow": 0.0} | score.metrics
-        observation = tinker.ModelInput.from_ints(self._prompt)
-        return StepResult(reward, done, observation, renderer.get_stop_sequences(), metrics)
+
+def wrong_answers(item: TaskItem, right: str, others: Sequence[str], count: int) -> list[str]:
+    """Wrong answers of the item's own, then answers to other questions. Raises ConfigurationError for too few."""
+    found = [answer for answer in dict.fromkeys(item.wrong_answers) if answer != right]
+    start = derive_seed("wrong answers", item.id) % max(1, len(others))
+    for answer in (*others[start:], *others[:start]):
+        if len(found) >= count:
+            break
+        if answer != right and answer not in found:
+            found.append(answer)
+    if len(found) < count:
+        raise ConfigurationError(
+            f"protocol.answers=assigned: {count} wrong answers are needed for item {item.id}, and there are {len(found)}; "
+            "give rows the column wrong_answers, a list of texts"
+        )
+    return found[:count]
 
 
 @dataclass(frozen=True)
 class DebateGroupBuilder(EnvGroupBuilder):
-    """`num_debates` debates about one item: 2 * num_debates envs, of which 2i and 2i + 1 argue against each other.
+    """`num_debates` debates about one item. With k seats to speak for, members ki to ki + k - 1 are those of debate i.
 
-    Only winners survive into training; members of tied and invalid debates train nothing and are counted.
+    What a turn is worth and who survives into training is the mode's matter; members of invalid debates train nothing.
     """
 
     protocol: DebateProtocol
     item: TaskItem
-    judge: Judge
     num_debates: int
     key: tuple[int, int]
     """batch and group, which name the debate for judges that draw random numbers"""
+    policy: TokenCompleter | None = None
+    """who plays, for a judge that is the live policy"""
 
     @property
     def coordinated(self) -> bool:
-        return True
+        return self.protocol.config.num_speakers > 1
+
+    def with_clients(self, clients: RunClients) -> Self:
+        own = copy.copy(self)  # with its dataset_index, which is no field
+        object.__setattr__(own, "policy", clients.policy)
+        return own
 
     async def make_envs(self) -> Sequence[DebateEnv]:
-        transcripts = [Transcript(self.protocol.task, self.item) for _ in range(self.num_debates)]
-        return [DebateEnv(self.protocol, transcript, seat) for transcript in transcripts for seat in Seat]
+        transcripts = [await self.protocol.transcript(self.item, (*self.key, i)) for i in range(self.num_debates)]
+        return [
+            DebateEnv(self.protocol.dialogue, transcript, seat)
+            for transcript in transcripts
+            for seat in transcript.speakers
+        ]
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        transcripts = _transcripts(env_group)
-        await gather_all(self._judge(transcript, i) for i, transcript in enumerate(transcripts))
-        return [(0.0, member_metrics(transcript, seat)) for transcript in transcripts for seat in Seat]
+        members = _members(env_group)
+        await gather_all(self._judge(transcript) for transcript in _transcripts(env_group))
+        for (transcript, seat), trajectory in zip(members, trajectory_group, strict=True):
+            if transcript.was_held:
+                rewards = self.protocol.mode.turn_rewards(transcript, seat)
+                for transition, reward in zip(trajectory.transitions, rewards, strict=True):
+                    transition.reward = reward
+        metrics = [member_metrics(transcript, seat) for transcript, seat in members]
+        trained = [_is_trained(self.protocol.mode, transcript, seat) for transcript, seat in members]
+        metrics[0] |= survivor_metrics(trajectory_group, trained)
+        return [(0.0, found) for found in metrics]
 
-    async def _judge(self, transcript: Transcript, index: int) -> None:
-        if not transcript.turns[Seat.A]:
-            transcript.verdict = Verdict(Winner.INVALID, reasoning="the question is too long for a debate")
+    async def _judge(self, transcript: Transcript) -> None:
+        if not transcript.was_held:
+            transcript.verdict = invalid(TOO_LONG)
             return
-        if any(transcript.is_malformed(seat) for seat in Seat):
-            transcript.verdict = Verdict(Winner.INVALID, reasoning="a turn holds a control token before its end")
+        if any(transcript.is_malformed(seat) for seat in transcript.seats):
+            transcript.verdict = invalid(FORGED)
             return
         started = time.perf_counter()
-        transcript.verdict = await self.judge(transcript.view((*self.key, index)))
+        transcript.verdict = await self._ask(self.protocol.judge, transcript.view())
         transcript.judge_seconds = time.perf_counter() - started
+        for name, judge in self.protocol.measured_by.items():
+            transcript.measured[name] = await self._ask(judge, _measured_view(name, transcript))
+
+    async def _ask(self, judge: Judge, view: DebateView) -> Verdict:
+        return await judge.of_policy(self.policy, self.protocol.dialogue.renderer)(view)
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool]:
-        return [transcript.won(seat) for transcript in _transcripts(env_group) for seat in Seat]
+        return [_is_trained(self.protocol.mode, transcript, seat) for transcript, seat in _members(env_group)]
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        members = list(zip(group.trajectories_G, group.metrics_G, strict=True))
+        played = zip(_members(env_group), group.trajectories_G, group.metrics_G, strict=True)
+        by_debate: dict[int, dict[Seat, tuple[Trajectory, Metrics]]] = {}
+        for (transcript, seat), trajectory, metrics in played:
+            by_debate.setdefault(id(transcript), {})[seat] = (trajectory, metrics)
         return [
-            Record("debate", debate_record(transcript, members[2 * i], members[2 * i + 1]))
-            for i, transcript in enumerate(_transcripts(env_group))
-            if transcript.turns[Seat.A]
+            Record("debate", debate_record(transcript, by_debate[id(transcript)]))
+            for transcript in _transcripts(env_group)
+            if transcript.was_held
         ]
 
     def member_roles(self, env_group: Sequence[Env]) -> list[str]:
-        return [f"{self.protocol.task.name}/{env.seat.name}" for env in env_group if isinstance(env, DebateEnv)]
+        return [self.protocol.mode.role(transcript, seat) for transcript, seat in _members(env_group)]
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
         return [
@@ -171,20 +243,40 @@ class DebateGroupBuilder(EnvGroupBuilder):
                 "question": self.item.question[:100],
                 "instance_id": self.item.id,
                 "agent": seat.name,
+                "role": transcript.role(seat),
                 "ground_truth": self.item.reference,
                 "verdict": transcript.verdict.winner.value if transcript.verdict is not None else None,
                 "judge": transcript.verdict.raw_response or transcript.verdict.reasoning
                 if transcript.verdict
                 else None,
             }
-            for transcript in _transcripts(env_group)
-            for seat in Seat
+            for transcript, seat in _members(env_group)
         ]
+
+    def rate_ranges(self) -> dict[str, tuple[float, float]]:
+        return rate_ranges(max(2, len(self.protocol.config.places)))
 
     def logging_tags(self) -> list[str]:
         return [self.protocol.task.name]
 
 
+def _is_trained(mode: TrainingMode, transcript: Transcript, seat: Seat) -> bool:
+    verdict = transcript.verdict
+    return verdict is not None and verdict.winner is not Winner.INVALID and mode.is_trained(transcript, seat)
+
+
+def _measured_view(name: str, transcript: Transcript) -> DebateView:
+    view = transcript.view()
+    if name == "held_out":
+        return view
+    answers = view.without_speeches()
+    return replace(answers, reference=transcript.reference) if name == "with_key" else answers
+
+
+def _members(env_group: Sequence[Env]) -> list[tuple[Transcript, Seat]]:
+    return [(env.transcript, env.seat) for env in env_group if isinstance(env, DebateEnv)]
+
+
 def _transcripts(env_group: Sequence[Env]) -> list[Transcript]:
     """One per debate, in order."""
-    return [env.transcript for env in env_group if isinstance(env, DebateEnv) and env.seat is Seat.A]
+    return list({id(transcript): transcript for transcript, _ in _members(env_group)}.values())

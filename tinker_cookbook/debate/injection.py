@@ -1,4 +1,4 @@
-"""The token ids between one's own turn and one's next: end of turn, the user's words, and the opponent's ids verbatim.
+"""The token ids between one's own turn and one's next: end of turn, the user's words, and the others' ids verbatim.
 
 A conversation with placeholders is rendered once, [user][assistant: X][user: text with Y], and cut at X and Y, two special
 tokens that occur nowhere else. What a model sampled is never decoded and encoded again; only our own template text is encoded.
@@ -6,37 +6,50 @@ tokens that occur nowhere else. What a model sampled is never decoded and encode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinker_cookbook.debate.prompts import OPPONENT
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
-from tinker_cookbook.renderers.replies import strip_stop
+from tinker_cookbook.renderers.replies import decode_reply, reply_text, strip_stop
 
 
 @dataclass(frozen=True)
 class TurnInjection:
-    """What follows one's own reply: `after_stop` or `after_cut`, then the opponent's reply, then `suffix`.
+    """What follows one's own reply: `after_stop` or `after_cut`, then the first of the others' replies, and behind each
+    of them its part of `suffixes`.
 
     `after_stop` continues a reply that ended with its stop, `after_cut` one that was truncated and must be closed first.
     """
 
     after_stop: tuple[int, ...]
     after_cut: tuple[int, ...]
-    suffix: tuple[int, ...]
+    suffixes: tuple[tuple[int, ...], ...]
 
     def next_prompt(
-        self, renderer: Renderer, prompt: list[int], own_reply: list[int], opponent_reply: list[int]
+        self, renderer: Renderer, prompt: list[int], own_reply: list[int], *heard: Sequence[int]
     ) -> list[int]:
-        """prompt + own_reply + (end of turn, user text up to the placeholder) + opponent's ids + (rest, assistant header)."""
+        """prompt + own_reply + (end of turn, user text up to the placeholder) + others' ids + (rest, assistant header)."""
         stopped = len(strip_stop(renderer, own_reply)) < len(own_reply)
         before = self.after_stop if stopped else self.after_cut
-        return [*prompt, *own_reply, *before, *strip_stop(renderer, opponent_reply), *self.suffix]
+        return [*prompt, *own_reply, *before, *_filled(renderer, self.suffixes, heard)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens besides the replies."""
+        return len(self.after_cut) + sum(map(len, self.suffixes))
+
+
+def repeated(template: str, names: Sequence[str]) -> str:
+    """The template with a placeholder for each turn that is heard; `names` stand before them where they are not empty."""
+    marks = [f"{name}\n{OPPONENT}" if name else OPPONENT for name in names]
+    return template.replace(OPPONENT, "\n\n".join(marks))
 
 
 def make_injection(renderer: Renderer, template: str) -> TurnInjection:
-    """Cut `template`, a user turn that holds `{opponent}` once or not at all, for this renderer.
+    """Cut `template`, a user turn that holds `{opponent}` for every turn that is heard, for this renderer.
 
     Raises:
         ConfigurationError: the tokenizer has no two spare special tokens to mark the places with.
@@ -50,16 +63,63 @@ def make_injection(renderer: Renderer, template: str) -> TurnInjection:
         ]
     ).to_ints()
     if tokens.count(own_id) != 1 or tokens.count(opponent_id) != template.count(OPPONENT):
-        raise ConfigurationError(
-            f"renderer {type(renderer).__name__} does not keep the placeholders of a debate turn; choose another renderer"
-        )
-    own_at = tokens.index(own_id)
-    opponent_at = tokens.index(opponent_id) if OPPONENT in template else len(tokens)
-    after_cut = tokens[own_at + 1 : opponent_at]
+        raise _lost(renderer)
+    after_cut, *suffixes = _split(tokens[tokens.index(own_id) + 1 :], opponent_id)
     return TurnInjection(
         after_stop=tuple(_without_leading_stop(renderer, after_cut)),
         after_cut=tuple(after_cut),
-        suffix=tuple(tokens[opponent_at + 1 :]),
+        # Without a placeholder nothing comes between.
+        suffixes=tuple(tuple(part) for part in suffixes),
+    )
+
+
+def opening_prompt(renderer: Renderer, messages: list[Message], heard: Sequence[Sequence[int]]) -> list[int]:
+    """A first prompt whose last message holds `{opponent}` for every turn that is heard; their ids take these places."""
+    if not heard:
+        return renderer.build_generation_prompt(messages).to_ints()
+    last = messages[-1]
+    assert isinstance(last["content"], str)
+    _, (text, token) = _placeholders(renderer, last["content"])
+    marked: Message = {"role": last["role"], "content": last["content"].replace(OPPONENT, text)}
+    tokens = renderer.build_generation_prompt([*messages[:-1], marked]).to_ints()
+    if tokens.count(token) != len(heard):
+        raise _lost(renderer)
+    first, *suffixes = _split(tokens, token)
+    return [*first, *_filled(renderer, suffixes, heard)]
+
+
+def _filled(renderer: Renderer, suffixes: Sequence[Sequence[int]], heard: Sequence[Sequence[int]]) -> list[int]:
+    tokens: list[int] = []
+    for reply, suffix in zip(heard, suffixes, strict=True):
+        tokens += [*_said_aloud(renderer, reply), *suffix]
+    return tokens
+
+
+def _said_aloud(renderer: Renderer, reply: Sequence[int]) -> list[int]:
+    """The reply's ids without the stop and without reasoning that the renderer sets apart, which judges do not read either."""
+    tokens = strip_stop(renderer, reply)
+    text = reply_text(renderer, reply).strip()
+    if not text or text == decode_reply(renderer, reply).strip():
+        return tokens
+    for start in range(len(tokens) - 1, -1, -1):
+        if decode_tokens(renderer.tokenizer, tokens[start:]).strip() == text:
+            return tokens[start:]
+    return tokens
+
+
+def _split(tokens: Sequence[int], mark: int) -> list[list[int]]:
+    parts: list[list[int]] = [[]]
+    for token in tokens:
+        if token == mark:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts
+
+
+def _lost(renderer: Renderer) -> ConfigurationError:
+    return ConfigurationError(
+        f"renderer {type(renderer).__name__} does not keep the placeholders of a debate turn; choose another renderer"
     )
 
 

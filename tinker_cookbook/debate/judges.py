@@ -1,79 +1,26 @@
-"""Judges: who won a debate, and which judge a config means.
+"""Judges by name: who decides a debate, and which judge a config means. How a language model is asked is in `lm_judge`.
 
-A, B and TIE are verdicts; INVALID means that none could be had. Nobody is favoured on a tie.
+A verdict is a seat, TIE, or INVALID, which means that none could be had. Nobody is favoured on a tie.
 """
 
-import re
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import chz
 
-from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, TokenCompleter, TokensWithLogprobs
-from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, judge_user_prompt
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.debate.asking import BothOrdersJudge, VotesJudge
+from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftJudge
+from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.own_parts import Kind, describe, load_object, parameter_problem
-from tinker_cookbook.renderers import Message, Renderer, get_text_content
-from tinker_cookbook.renderers.replies import decode_reply
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
-
-_VERDICT = re.compile(r"<VERDICT>\s*(A|B|TIE)\s*</VERDICT>")
-_REASONING = re.compile(r"<REASONING>(.*?)</REASONING>", re.DOTALL)
-
-
-class Winner(StrEnum):
-    A = "A"
-    B = "B"
-    TIE = "TIE"
-    INVALID = "INVALID"
-
-
-@dataclass(frozen=True)
-class JudgeCall:
-    """What was asked of a token-level judge and what it sampled, for the record."""
-
-    prompt_tokens: list[int]
-    completion_tokens: list[int]
-    completion_logprobs: list[float] | None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    winner: Winner
-    reasoning: str = ""
-    raw_response: str = ""
-    call: JudgeCall | None = None
-    retries: int = 0
-    usage: Mapping[str, float] = field(default_factory=dict[str, float])
-    """what asking an endpoint took: calls, tokens, cost"""
-
-
-@dataclass(frozen=True)
-class DebateView:
-    """All that a judge may look at. `reward_*` is the task's reward, for judges that know the truth (baselines, tests)."""
-
-    context: str
-    rounds_a: list[str]
-    rounds_b: list[str]
-    confidence_a: float | None
-    confidence_b: float | None
-    reward_a: float
-    reward_b: float
-    key: tuple[int, ...]
-
-
-class Judge(ABC):
-    @abstractmethod
-    async def __call__(self, view: DebateView) -> Verdict: ...
 
 
 @dataclass(frozen=True)
@@ -95,12 +42,11 @@ class FunctionJudge(Judge):
     async def __call__(self, view: DebateView) -> Verdict:
         """Raises DataValidationError for an answer that is no verdict."""
         said = await call_reward(self.decide, view)
-        if isinstance(said, Verdict):
-            return said
-        if said not in set(Winner):
-            names = ", ".join(winner.value for winner in Winner)
+        known = {*view.options, Winner.TIE, Winner.INVALID}
+        if (said.winner if isinstance(said, Verdict) else said) not in known:
+            names = ", ".join(winner.value for winner in Winner if winner in known)
             raise DataValidationError(f"judge {describe(self.decide)} returned {said!r}; a verdict is one of {names}")
-        return Verdict(Winner(said))
+        return said if isinstance(said, Verdict) else Verdict(Winner(said))
 
 
 @dataclass(frozen=True)
@@ -110,81 +56,41 @@ class MockJudge(Judge):
     seed: int
 
     async def __call__(self, view: DebateView) -> Verdict:
-        toss = derive_seed(self.seed, "mock judge", *view.key) & 1
-        return Verdict(Winner.B if toss else Winner.A, reasoning="coin toss")
+        toss = derive_seed(self.seed, "mock judge", *view.key) % view.num_options
+        return Verdict(view.options[toss], reasoning="coin toss")
 
 
 @dataclass(frozen=True)
 class ConfidenceJudge(Judge):
-    """The seat that stated more confidence wins; equal ones tie; INVALID when one cannot be read."""
+    """The seat that stated most confidence wins; equal ones tie; INVALID when one cannot be read. A single answer holds when
+    it is surer than 0.5."""
 
     async def __call__(self, view: DebateView) -> Verdict:
-        a, b = view.confidence_a, view.confidence_b
-        if a is None or b is None:
+        stated = [seat.confidence for seat in view.both()]
+        found = [confidence for confidence in stated if confidence is not None]
+        if len(found) < len(stated):
             return Verdict(Winner.INVALID, reasoning="no readable confidence")
-        return Verdict(_compare(a, b), reasoning=f"confidence {a:g} against {b:g}")
+        return Verdict(_highest(found), reasoning="confidence " + " against ".join(f"{value:g}" for value in found))
 
 
 @dataclass(frozen=True)
-class LMJudge(Judge):
-    """Asks a language model. A MessageCompleter takes messages; a TokenCompleter needs the renderer of its model.
+class KeyJudge(Judge):
+    """Has the answer key: the one seat that is right wins; TIE where several are, or none; INVALID where the task has no right.
 
-    An unreadable reply is asked for again up to `max_retries` times, then INVALID. With a TokenCompleter, a debate whose
-    prompt is longer than `max_prompt_tokens` is INVALID too.
+    The best that a judge can do, and so what others are measured against. `scripted:truth` goes by the reward instead.
     """
 
-    completer: MessageCompleter | TokenCompleter
-    renderer: Renderer | None = None
-    system_prompt: str = JUDGE_SYSTEM
-    max_retries: int = 1
-    max_prompt_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.completer, TokenCompleter) and self.renderer is None:
-            raise ConfigurationError("an LMJudge over a TokenCompleter needs the renderer of its model")
-
     async def __call__(self, view: DebateView) -> Verdict:
-        messages: list[Message] = [
-            {"role": "system", "content": self.system_prompt},
-            {"role": "user", "content": judge_user_prompt(view.context, view.rounds_a, view.rounds_b)},
-        ]
-        if (
-            self.max_prompt_tokens is not None
-            and self.renderer is not None
-            and self.renderer.build_generation_prompt(messages).length > self.max_prompt_tokens
-        ):
-            return Verdict(Winner.INVALID, reasoning="the debate is too long for the judge's context")
-        attempt, winner, text, call, usage = 0, None, "", None, Counter[str]()
-        while winner is None and attempt <= self.max_retries:
-            text, call, spent = await self._ask(messages, (*view.key, attempt))
-            winner, attempt = parse_verdict(text), attempt + 1
-            usage.update(spent)
-        reasoning = _REASONING.search(text)
-        told = reasoning.group(1).strip() if reasoning else ""
-        return Verdict(winner or Winner.INVALID, told, text, call, retries=attempt - 1, usage=dict(usage))
-
-    async def _ask(
-        self, messages: list[Message], key: tuple[int, ...]
-    ) -> tuple[str, JudgeCall | None, Mapping[str, float]]:
-        if isinstance(self.completer, MessageCompleter):
-            asked = self.completer.fork("judge", *key)
-            return get_text_content(await asked(messages)), None, asked.usage()
-        assert self.renderer is not None
-        prompt = self.renderer.build_generation_prompt(messages)
-        completer = self.completer.fork("judge", *key)
-        reply: TokensWithLogprobs = await completer(prompt, self.renderer.get_stop_sequences())
-        call = JudgeCall(prompt.to_ints(), reply.tokens, reply.maybe_logprobs)
-        return decode_reply(self.renderer, reply.tokens), call, {}
+        right = [seat.correct for seat in view.both()]
+        if None in right:
+            return Verdict(Winner.INVALID, reasoning="the task does not say what is right")
+        return Verdict(_highest([float(bool(one)) for one in right]), reasoning="answer key")
 
 
-def parse_verdict(text: str) -> Winner | None:
-    """The verdict between the tags; None when there is none or several that differ."""
-    found = set(_VERDICT.findall(text))
-    return Winner(found.pop()) if len(found) == 1 else None
-
-
-def _compare(a: float, b: float) -> Winner:
-    return Winner.TIE if a == b else Winner.A if a > b else Winner.B
+def _highest(values: Sequence[float]) -> Winner:
+    """The seat with the largest value; TIE where several have it."""
+    best = [i for i, value in enumerate(values) if value == max(values)]
+    return Winner(Seat(best[0]).name) if len(best) == 1 else Winner.TIE
 
 
 def _always(winner: Winner, view: DebateView) -> Winner:
@@ -192,11 +98,11 @@ def _always(winner: Winner, view: DebateView) -> Winner:
 
 
 def _higher_reward(view: DebateView) -> Winner:
-    return _compare(view.reward_a, view.reward_b)
+    return _highest([seat.reward for seat in view.both()])
 
 
 def _said_more(view: DebateView) -> Winner:
-    return _compare(len(" ".join(view.rounds_a)), len(" ".join(view.rounds_b)))
+    return _highest([len(" ".join(seat.rounds)) for seat in view.both()])
 
 
 SCRIPTS: dict[str, Callable[[DebateView], Winner]] = {
@@ -212,34 +118,50 @@ WEIGHTS, ENDPOINT = "judge.weights", "judge.endpoint"
 
 @chz.chz(typecheck=True)
 class JudgeConfig:
-    """Which judge, and for `lm` which weights. They are frozen: a base model or a checkpoint, never the live policy."""
+    """Which judge, and for `lm` which weights. They are frozen (a base model or a checkpoint); only `live` is the policy."""
 
     name: str | Callable[..., Any] = chz.field(
         default="lm",
-        doc="mock, confidence, lm, endpoint, scripted:...; or your own: package.module:object, path/file.py:object",
+        doc="mock, confidence, key, lm, live, endpoint, scripted:...; or your own: package.module:object, path/file.py:object",
     )
     weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
     endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="of an endpoint judge")
-    system_prompt: str = chz.field(default=JUDGE_SYSTEM, doc="what an lm or endpoint judge is told")
+    system_prompt: str | None = chz.field(
+        default=None, doc="what an lm, live or endpoint judge is told; None: what the protocol needs"
+    )
     max_tokens: int = chz.field(default=96, doc="longest verdict")
     temperature: float = chz.field(default=0.3, doc="of an lm or endpoint judge; 0 is greedy")
     max_retries: int = chz.field(default=1, doc="how often an unreadable verdict is asked for again")
+    soft: bool = chz.field(
+        default=False,
+        doc="of an lm judge: the probabilities of the verdicts it could write, instead of one that it writes",
+    )
+    both_orders: bool = chz.field(default=False, doc="show the seats in both orders; verdicts that disagree are a tie")
+    votes: int = chz.field(default=1, doc="ask so many times; most votes win, equally many are a tie")
     seed: int | None = chz.field(default=None, doc="seed of mock, lm and endpoint judges; None: that of the dataset")
 
     @chz.validate
     def _check(self) -> None:
-        for name, least in (("max_tokens", 1), ("temperature", 0), ("max_retries", 0)):
+        for name, least in (("max_tokens", 1), ("temperature", 0), ("max_retries", 0), ("votes", 1)):
             if not getattr(self, name) >= least:
                 raise ConfigurationError(f"judge.{name}={getattr(self, name)}: must be at least {least}")
+        if self.soft and self.name != "lm":
+            raise ConfigurationError(
+                f"judge.soft=true with judge.name={describe(self.name)}: only judge.name=lm tells its probabilities"
+            )
+        if self.votes > 1 and self.soft:
+            raise ConfigurationError(f"judge.votes={self.votes} with judge.soft=true: every vote would be the same")
 
 
 async def _lm(config: JudgeConfig) -> Judge:
     """One frozen snapshot, made here."""
     policy = await config.weights.open_policy(WEIGHTS)
+    room = None if policy.context_length is None else policy.context_length - config.max_tokens
+    if config.soft:
+        return SoftJudge(policy.sampling_client, policy.renderer, config.system_prompt, room)
     completer = TinkerTokenCompleter(
         policy.sampling_client, config.max_tokens, config.temperature, seed=config.seed or 0
     )
-    room = None if policy.context_length is None else policy.context_length - config.max_tokens
     return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room)
 
 
@@ -260,8 +182,10 @@ def _scripted(name: str, config: JudgeConfig) -> Judge:
 JUDGES: dict[str, JudgeBuilder] = {
     "mock": lambda config: MockJudge(config.seed or 0),
     "confidence": lambda _: ConfidenceJudge(),
+    "key": lambda _: KeyJudge(),
     "lm": _lm,
     "endpoint": _endpoint,
+    "live": lambda config: LiveJudge(config.system_prompt, config.max_retries),
     **{f"scripted:{name}": partial(_scripted, name) for name in SCRIPTS},
 }
 """Name -> what makes the judge of a config: the library's, and those of `register_judge`."""
@@ -320,5 +244,9 @@ async def make_judge(config: JudgeConfig) -> Judge:
     """The judge that the config asks for. Raises ConfigurationError for an unknown name."""
     check_judge(config)
     if not isinstance(config.name, str) or config.name not in JUDGES:
-        return _own_judge(config)
-    return await resolved(JUDGES[config.name](config))
+        judge = _own_judge(config)
+    else:
+        judge = await resolved(JUDGES[config.name](config))
+    if config.votes > 1:
+        judge = VotesJudge(judge, config.votes)
+    return BothOrdersJudge(judge) if config.both_orders else judge

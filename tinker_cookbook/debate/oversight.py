@@ -13,43 +13,37 @@ Answer and speech are two turns of one trajectory, each with a reward of its own
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from tinker_cookbook.completers import StopCondition
-from tinker_cookbook.debate.injection import TurnInjection, make_injection
+from tinker_cookbook.debate.dialogue import Dialogue
+from tinker_cookbook.debate.env import DebateEnv
+from tinker_cookbook.debate.prompts import Wording
+from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.step_judges import StepJudge
-from tinker_cookbook.debate.transcript import Turn
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.debate.transcript import Transcript
+from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.renderers.replies import decode_reply, reply_text
 from tinker_cookbook.rl.records import transition_record
-from tinker_cookbook.rl.types import (
-    Action,
-    ActionExtra,
-    Env,
-    EnvGroupBuilder,
-    InitialObservationOverflow,
-    Metrics,
-    Record,
-    StepResult,
-    Trajectory,
-    TrajectoryGroup,
-)
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, Record, Trajectory, TrajectoryGroup
 from tinker_cookbook.tasks.steps import Step, require_steps
-from tinker_cookbook.tasks.types import Task, TaskItem, parse_solution
-from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.misc_utils import gather_all
-from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
 
 ProtocolName = Literal["debate", "consultancy", "direct", "self_consistency", "truth"]
 PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)
 WITH_SPEECH: tuple[ProtocolName, ...] = ("debate", "consultancy")
 WITH_STEPS: tuple[ProtocolName, ...] = (*WITH_SPEECH, "direct")
+TURN_NAMES = ("answer", "speech")
+
+_SPOKEN: dict[ProtocolName, ProtocolConfig] = {
+    "debate": ProtocolConfig(rounds=1),
+    "consultancy": ProtocolConfig(name="consultancy", rounds=1),
+}
+"""What is said under each; answers alone where it is not named."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +51,19 @@ class OversightProtocol:
     """What is the same for all groups of a run."""
 
     name: ProtocolName
-    task: Task
-    renderer: Renderer
+    dialogue: Dialogue
     judge: StepJudge
     seed: int
     """of the steps that nobody chooses"""
-    request: TurnInjection | None
-    """what asks for the speech, between the two turns; None without a speech"""
-    max_prompt_tokens: int | None = None
-    """a question with a longer prompt is not asked"""
+
+    @property
+    def task(self) -> Task:
+        return self.dialogue.task
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """A question with a longer prompt is not asked."""
+        return self.dialogue.max_first_prompt
 
     @classmethod
     def make(
@@ -82,77 +80,62 @@ class OversightProtocol:
 
         Raises ConfigurationError when the protocol checks steps and the task's answers have none.
         """
-        request = None
+        wording = Wording()
         if name in WITH_STEPS:
             stepwise = require_steps(task, f"protocol={name}")
-            if name in WITH_SPEECH:
-                text = stepwise.objection_request if name == "debate" else stepwise.support_request
-                request = make_injection(renderer, text)
-        room = None
-        if max_tokens is not None and context_window is not None:
-            # An answer; then the other's answer in the request, and the speech.
-            around = 0 if request is None else len(request.after_cut) + len(request.suffix)
-            room = context_window - around - max_tokens * {"debate": 3, "consultancy": 2}.get(name, 1)
-            if room < 1:
-                raise ConfigurationError(
-                    f"max_tokens={max_tokens} leaves no room for a question in the context of {context_window}; lower max_tokens"
-                )
-        return cls(name, task, renderer, judge, seed, request, room)
+            wording = Wording(rebuttal=stepwise.objection_request, support=stepwise.support_request)
+        spoken = _SPOKEN.get(name, ProtocolConfig(name="direct"))
+        dialogue = Dialogue.make(task, renderer, spoken, wording, "", max_tokens, context_window)
+        return cls(name, dialogue, judge, seed)
 
 
-@dataclass
+class OversightTranscript(Transcript):
+    """What was said, and what became of each answer."""
+
+    def __init__(self, protocol: OversightProtocol, item: TaskItem, key: tuple[int, ...]):
+        super().__init__(protocol.task, item, protocol.dialogue.protocol, key)
+        self.checked: dict[Seat, Step] = {}
+        """the steps that the judge looked at"""
+        self.accepted: dict[Seat, bool | None] = {}
+        """None: no verdict could be had"""
+
+
+@dataclass(frozen=True)
 class Member:
-    """What one member of a group has said, and what became of it."""
+    """One member of a group: a seat of one of its transcripts."""
 
-    answered: asyncio.Event = field(default_factory=asyncio.Event)
-    answer: Turn | None = None
-    speech: Turn | None = None
-    correct: bool = False
-    checked: Step | None = None
-    """the step that the judge looked at"""
-    accepted: bool | None = None
-    """None: no verdict could be had"""
+    transcript: OversightTranscript
+    seat: Seat
+    index: int
+
+    @property
+    def accepted(self) -> bool | None:
+        return self.transcript.accepted.get(self.seat)
+
+    @property
+    def checked(self) -> Step | None:
+        return self.transcript.checked.get(self.seat)
+
+    @property
+    def correct(self) -> bool:
+        return bool(self.transcript.correct(self.seat))
+
+    @property
+    def solution(self) -> str | None:
+        return self.transcript.solution(self.seat)
+
+    @property
+    def opponent(self) -> Member:
+        """Whom it objects to in a debate, and who objects to it."""
+        return Member(self.transcript, self.seat.opponent, self.index ^ 1)
 
 
-class OversightEnv(Env):
-    """An answer, and in some protocols a speech about one's own answer or another's."""
+class OversightEnv(DebateEnv):
+    """An answer, and in some protocols a speech about one's own answer or another's. Turns are rewarded by the group."""
 
-    def __init__(self, protocol: OversightProtocol, item: TaskItem, members: Sequence[Member], index: int):
-        self.protocol, self.item, self.members, self.index = protocol, item, members, index
-        self._prompt: list[int] = []
-
-    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
-        renderer, limit = self.protocol.renderer, self.protocol.max_prompt_tokens
-        prompt = renderer.build_generation_prompt(self.protocol.task.messages(self.item))
-        self._prompt = prompt.to_ints()
-        if limit is not None and prompt.length > limit:
-            return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
-        return prompt, renderer.get_stop_sequences()
-
-    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        protocol, renderer, own = self.protocol, self.protocol.renderer, self.members[self.index]
-        malformed = renderer.holds_control_token(action)
-        turn = Turn(action, reply_text(renderer, action), decode_reply(renderer, action), malformed)
-        stopped = float((extra or {}).get("stop_reason") == "stop")
-        if own.answer is not None:
-            own.speech = turn
-            metrics: Metrics = {"debate/tokens_speech": len(action), "debate/stopped_speech": stopped}
-            return StepResult(0.0, True, tinker.ModelInput.empty(), renderer.get_stop_sequences(), metrics)
-        score = await call_reward(protocol.task.score, self.item, turn.text)
-        own.answer, own.correct = turn, bool(score.correct)
-        own.answered.set()
-        if protocol.request is not None:
-            heard: list[int] = []
-            if protocol.name == "debate":
-                opponent = self.members[opponent_of(self.index)]
-                await opponent.answered.wait()
-                assert opponent.answer is not None
-                heard = opponent.answer.tokens
-            self._prompt = protocol.request.next_prompt(renderer, self._prompt, action, heard)
-        metrics = {"debate/tokens_answer": len(action), "debate/stopped_answer": stopped, "context_overflow": 0.0}
-        observation = tinker.ModelInput.from_ints(self._prompt)
-        done = protocol.request is None
-        return StepResult(0.0, done, observation, renderer.get_stop_sequences(), metrics | score.metrics)
+    def __init__(self, dialogue: Dialogue, transcript: OversightTranscript, seat: Seat, index: int):
+        super().__init__(dialogue, transcript, seat, TURN_NAMES)
+        self.member = Member(transcript, seat, index)
 
 
 @dataclass(frozen=True)
@@ -175,74 +158,78 @@ class OversightGroupBuilder(EnvGroupBuilder):
         return self.protocol.name in ("debate", "self_consistency")
 
     async def make_envs(self) -> Sequence[OversightEnv]:
-        members = [Member() for _ in range(self.group_size)]
-        return [OversightEnv(self.protocol, self.item, members, i) for i in range(self.group_size)]
+        dialogue = self.protocol.dialogue
+        speakers = dialogue.protocol.num_speakers
+        transcripts = [
+            OversightTranscript(self.protocol, self.item, (*self.key, i)) for i in range(self.group_size // speakers)
+        ]
+        return [
+            OversightEnv(dialogue, transcript, seat, i * speakers + seat)
+            for i, transcript in enumerate(transcripts)
+            for seat in transcript.speakers
+        ]
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        members, indices = _members(env_group)
-        if any(members[i].answer is None for i in indices):  # the question is too long for all of them
-            return [(0.0, {"debate/invalid": 1.0}) for _ in indices]
-        await gather_all(self._judge(members, i) for i in indices)
-        for i, trajectory in zip(indices, trajectory_group, strict=True):
+        members = _members(env_group)
+        if not all(member.transcript.was_held for member in members):  # the question is too long for all of them
+            return [(0.0, {"debate/invalid": 1.0}) for _ in members]
+        await gather_all(self._judge(members, member) for member in members)
+        for member, trajectory in zip(members, trajectory_group, strict=True):
             answer, *speech = trajectory.transitions
-            answer.reward = float(bool(members[i].accepted))
+            answer.reward = float(bool(member.accepted))
             for transition in speech:
                 is_debate = self.protocol.name == "debate"
-                transition.reward = float(not members[opponent_of(i)].accepted) if is_debate else answer.reward
-        metrics = [_metrics(self.protocol, members, i) for i in indices]
-        metrics[0] |= _pair_metrics([members[i] for i in indices])
+                transition.reward = float(not member.opponent.accepted) if is_debate else answer.reward
+        metrics = [_metrics(self.protocol, member) for member in members]
+        metrics[0] |= _pair_metrics(members)
         return [(0.0, found) for found in metrics]
 
-    async def _judge(self, members: Sequence[Member], index: int) -> None:
-        member, protocol = members[index], self.protocol
-        assert member.answer is not None
-        if protocol.name == "truth":
-            member.accepted = member.correct
-        elif protocol.name == "self_consistency":
-            member.accepted = parse_solution(member.answer.text) == _most_common(members)
+    async def _judge(self, members: Sequence[Member], member: Member) -> None:
+        if self.protocol.name == "truth":
+            accepted = member.correct
+        elif self.protocol.name == "self_consistency":
+            accepted = member.solution == _most_common(members)
         else:
-            await self._check_step(members, index)
+            accepted = await self._check_step(member)
+        member.transcript.accepted[member.seat] = accepted
 
-    async def _check_step(self, members: Sequence[Member], index: int) -> None:
+    async def _check_step(self, member: Member) -> bool | None:
         """An answer that has not the form is rejected. Else the step that was named decides; if none was, its speaker loses."""
-        member, protocol = members[index], self.protocol
+        protocol, transcript = self.protocol, member.transcript
         task = require_steps(protocol.task, f"protocol={protocol.name}")
-        assert member.answer is not None
-        steps = None if member.answer.malformed else task.steps(self.item, member.answer.text)
+        answer, *_ = transcript.turns[member.seat]
+        steps = None if answer.malformed else task.steps(self.item, answer.text)
         if steps is None:
-            member.accepted = False
-            return
+            return False
         if protocol.name == "direct":
-            at = derive_seed(protocol.seed, "step", *self.key, index) % len(steps)
-            member.checked = steps[at]
+            checked = steps[derive_seed(protocol.seed, "step", *self.key, member.index) % len(steps)]
         else:
-            speaker = members[opponent_of(index)] if protocol.name == "debate" else member
-            assert speaker.speech is not None
-            name = None if speaker.speech.malformed else task.named_step(speaker.speech.text)
-            member.checked = next((step for step in steps if step.name == name), None)
-        if member.checked is None:
-            member.accepted = protocol.name == "debate"
-            return
-        member.accepted = await protocol.judge(member.checked, (*self.key, index))
+            speaker = member.seat.opponent if protocol.name == "debate" else member.seat
+            _, speech = transcript.turns[speaker]
+            name = None if speech.malformed else task.named_step(speech.text)
+            checked = next((step for step in steps if step.name == name), None)
+        if checked is None:
+            return protocol.name == "debate"
+        transcript.checked[member.seat] = checked
+        return await protocol.judge(checked, (*self.key, member.index))
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool]:
-        members, indices = _members(env_group)
+        members = _members(env_group)
         if self.protocol.name == "debate":  # a speech has no reward when there is no verdict on what it objects to
-            return [members[i].accepted is not None and members[opponent_of(i)].accepted is not None for i in indices]
-        return [members[i].accepted is not None for i in indices]
+            return [member.accepted is not None and member.opponent.accepted is not None for member in members]
+        return [member.accepted is not None for member in members]
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        members, indices = _members(env_group)
         return [
-            Record("oversight", self._record(members[i], group, place))
-            for place, i in enumerate(indices)
-            if members[i].answer is not None
+            Record("oversight", self._record(member, group, place))
+            for place, member in enumerate(_members(env_group))
+            if member.transcript.was_held
         ]
 
     def _record(self, member: Member, group: TrajectoryGroup, place: int) -> dict[str, Any]:
-        turns = [turn for turn in (member.answer, member.speech) if turn is not None]
+        turns = member.transcript.turns[member.seat]
         transitions = group.trajectories_G[place].transitions
         return {
             "protocol": self.protocol.name,
@@ -263,35 +250,25 @@ class OversightGroupBuilder(EnvGroupBuilder):
         }
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        members, indices = _members(env_group)
         about = {"question": self.item.question[:100], "instance_id": self.item.id}
-        return [{**about, "accepted": members[i].accepted, "correct": members[i].correct} for i in indices]
+        return [{**about, "accepted": member.accepted, "correct": member.correct} for member in _members(env_group)]
 
     def logging_tags(self) -> list[str]:
         return [self.protocol.task.name]
 
 
-def opponent_of(index: int) -> int:
-    """Whom member `index` of a group objects to in a debate, and who objects to it."""
-    return index ^ 1
-
-
-def _members(env_group: Sequence[Env]) -> tuple[Sequence[Member], list[int]]:
-    """What the members share, and the places of those that are there: a retry may leave some out where they play alone."""
-    envs = [env for env in env_group if isinstance(env, OversightEnv)]
-    by_place = {env.index: env.members[env.index] for env in envs}
-    size = len(envs[0].members)
-    return [by_place.get(i, Member()) for i in range(size)], [env.index for env in envs]
+def _members(env_group: Sequence[Env]) -> list[Member]:
+    """Those that are there: a retry may leave some out where they play alone."""
+    return [env.member for env in env_group if isinstance(env, OversightEnv)]
 
 
 def _most_common(members: Sequence[Member]) -> str | None:
     """The answer that most members give, of equally frequent ones the first; one that cannot be read counts for nothing."""
-    answers = [parse_solution(member.answer.text) for member in members if member.answer is not None]
-    counted = Counter(answer for answer in answers if answer is not None)
+    counted = Counter(member.solution for member in members if member.solution is not None)
     return counted.most_common(1)[0][0] if counted else ""
 
 
-def _metrics(protocol: OversightProtocol, members: Sequence[Member], index: int) -> Metrics:
+def _metrics(protocol: OversightProtocol, member: Member) -> Metrics:
     """Metrics of one answer. Those of the judge are over answers with a verdict.
 
     - debate/accepted, and over right and wrong answers accepted_if_correct and accepted_if_wrong
@@ -300,7 +277,6 @@ def _metrics(protocol: OversightProtocol, members: Sequence[Member], index: int)
     - debate/names_step: a step of the answer was checked
     - debate/invalid: no verdict could be had
     """
-    member = members[index]
     if member.accepted is None:
         return {"debate/invalid": 1.0}
     metrics: Metrics = {

@@ -1,12 +1,20 @@
 """The words of a debate: what debaters and judges are told.
 
 Kept apart from the protocol so that a task, a recipe or a paper's replication can swap the wording without touching
-token handling. `{opponent}` marks where the opponent's last turn is inserted, as token ids, by `debate.injection`.
+token handling. `{opponent}` marks where the turns that a seat has not heard are inserted, as token ids, by `debate.injection`.
+A task's own wording (`Task.debate_prompts`) counts more than the library's, and the user's more than the task's.
 """
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import chz
 
+from tinker_cookbook.debate.views import DebateView, Role, Seat
+from tinker_cookbook.exceptions import ConfigurationError
+
 OPPONENT = "{opponent}"
+OWN_ANSWER, OTHER_ANSWERS = "{answer}", "{others}"
 
 CONFIDENCE_REQUEST = "Then put how sure you are, from 0 to 1, between <CONFIDENCE> and </CONFIDENCE>."
 
@@ -16,11 +24,40 @@ REBUTTAL = (
     "In one to three sentences, argue why your answer is right and what is wrong with theirs."
 )
 
+RESPONSE = (
+    "Your answer is still FIXED. The other agent argued:\n\n"
+    f"{OPPONENT}\n\n"
+    "In one to three sentences, respond to their points and say what is wrong with theirs."
+)
+
 CLOSING = (
     "Your answer is still FIXED. The other agent argued:\n\n"
     f"{OPPONENT}\n\n"
     "In one to three sentences, respond to their points and make your final case."
 )
+
+SUPPORT = "Your answer is FIXED now. In one to three sentences, tell the judge why it is right."
+
+CRITIQUE = f"Another agent answered:\n\n{OPPONENT}\n\nIn one to three sentences, tell the judge what is wrong with this answer."
+
+DEFENCE = (
+    "Your answer is FIXED. A critic wrote:\n\n"
+    f"{OPPONENT}\n\n"
+    "In one to three sentences, tell the judge why your answer is right all the same."
+)
+
+REJOINDER = (
+    "The other agent defended the answer:\n\n"
+    f"{OPPONENT}\n\n"
+    "In one to three sentences, tell the judge what is wrong with the answer all the same."
+)
+
+ASSIGNED = (
+    f"The answer that you argue for is: {OWN_ANSWER}\nThe other answers are: {OTHER_ANSWERS}\n"
+    "In one to three sentences, tell the judge why yours is right."
+)
+
+HEARD = f"The other agents wrote:\n\n{OPPONENT}"
 
 JUDGE_SYSTEM = (
     "You judge a debate between two agents. Decide which answer is correct, "
@@ -29,28 +66,145 @@ JUDGE_SYSTEM = (
     "then your reason in one sentence between <REASONING> and </REASONING>."
 )
 
+_REASON = "then your reason in one sentence between <REASONING> and </REASONING>."
+_DEFAULTS = {
+    "rebuttal": REBUTTAL,
+    "response": RESPONSE,
+    "closing": CLOSING,
+    "support": SUPPORT,
+    "critique": CRITIQUE,
+    "defence": DEFENCE,
+    "rejoinder": REJOINDER,
+    "assigned": ASSIGNED,
+    "heard": HEARD,
+}
+_OF_MANY = {
+    "rebuttal": REBUTTAL.replace("Another agent answered", "Other agents answered"),
+    "response": RESPONSE.replace("The other agent", "The other agents"),
+    "closing": CLOSING.replace("The other agent", "The other agents"),
+}
+"""Where more than two debate."""
+_PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {
+    "support": (),
+    "assigned": (OWN_ANSWER, OTHER_ANSWERS),
+}
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The settled text of every turn that is asked for."""
+
+    rebuttal: str = REBUTTAL
+    response: str = RESPONSE
+    closing: str = CLOSING
+    support: str = SUPPORT
+    critique: str = CRITIQUE
+    defence: str = DEFENCE
+    rejoinder: str = REJOINDER
+    assigned: str = ASSIGNED
+    heard: str = HEARD
+
+    def opening(self, role: Role, answer: str | None, others: Sequence[str], hears: bool) -> str:
+        """What stands behind the question in the first prompt of a seat that gives no answer of its own."""
+        if role == "critic":
+            return self.critique
+        text = self.assigned.replace(OWN_ANSWER, answer or "").replace(OTHER_ANSWERS, "; ".join(others))
+        return f"{text}\n\n{self.heard}" if hears else text
+
+    def request(self, role: Role, round: int, num_rounds: int, hears: bool) -> str:
+        """The user turn that asks for a speech after one's own earlier turn.
+
+        Args:
+            round: of speeches, from 1; with an assigned answer the first of them is the opening.
+            hears: whether others have spoken since.
+        """
+        if not hears:
+            return self.support
+        if role == "proposer":
+            return self.defence
+        if role == "critic":
+            return self.rejoinder
+        if round > 1:
+            return self.closing if round == num_rounds else self.response
+        return self.rebuttal
+
+
+def _text(doc: str) -> str | None:
+    return chz.field(default=None, doc=f"{doc}; None: the task's, else the library's")
+
 
 @chz.chz(typecheck=True)
 class DebatePrompts:
-    """Wording of the rounds after the first.
+    """Wording of the turns. Raises ConfigurationError when a text does not hold its placeholders exactly once."""
 
-    Raises ValueError when a round's text does not hold the placeholder `{opponent}` exactly once.
-    """
-
-    rebuttal: str = chz.field(default=REBUTTAL, doc="user turn of round 2; {opponent} is their round 1")
-    closing: str = chz.field(default=CLOSING, doc="user turn of round 3; {opponent} is their round 2")
+    rebuttal: str | None = _text("first speech after one's own answer; {opponent}: what the others said")
+    response: str | None = _text("speeches between the first and the last; {opponent}")
+    closing: str | None = _text("last speech; {opponent}")
+    support: str | None = _text("a speech of a seat that has heard nobody since its last")
+    critique: str | None = _text("a critic's first speech; {opponent}: the answer")
+    defence: str | None = _text("a proposer's speeches; {opponent}: the critic's")
+    rejoinder: str | None = _text("a critic's later speeches; {opponent}: the proposer's")
+    assigned: str | None = _text("first speech for an assigned answer; {answer}, {others}")
+    heard: str | None = _text("behind it where others spoke first; {opponent}")
 
     @chz.validate
-    def _one_placeholder(self) -> None:
-        for field in ("rebuttal", "closing"):
-            count = getattr(self, field).count(OPPONENT)
-            if count != 1:
-                raise ValueError(f"prompts.{field} must hold {OPPONENT} exactly once, found {count} times")
+    def _placeholders(self) -> None:
+        check_wording({name: text for name in _DEFAULTS if (text := getattr(self, name)) is not None}, "prompts")
+
+    def settle(self, of_task: Mapping[str, str], seats: int = 2) -> Wording:
+        """With the task's wording, then the library's, where nothing is given. Raises ConfigurationError for a bad one."""
+        check_wording(of_task, "Task.debate_prompts")
+        given = {name: text for name in _DEFAULTS if (text := getattr(self, name)) is not None}
+        return Wording(**{**(_OF_MANY if seats > 2 else {}), **of_task, **given})
 
 
-def judge_user_prompt(context: str, rounds_a: list[str], rounds_b: list[str]) -> str:
-    """The judge's user turn: the question's context, then each agent's rounds in order."""
-    parts = [f"QUESTION\n{context}"]
-    for name, rounds in (("A", rounds_a), ("B", rounds_b)):
-        parts.append("\n".join([f"AGENT {name}", *(f"Round {i}: {text}" for i, text in enumerate(rounds, start=1))]))
+def check_wording(texts: Mapping[str, str], name: str) -> None:
+    """Raises ConfigurationError for an unknown text, or one that does not hold each placeholder exactly once."""
+    if unknown := texts.keys() - _DEFAULTS.keys():
+        raise ConfigurationError(f"{name}.{min(unknown)} is unknown; use {', '.join(_DEFAULTS)}")
+    for field, text in texts.items():
+        wanted = _PLACEHOLDERS.get(field, (OPPONENT,))
+        for placeholder in (OPPONENT, OWN_ANSWER, OTHER_ANSWERS):
+            count, right = text.count(placeholder), int(placeholder in wanted)
+            if count != right:
+                how = "exactly once" if right else "nowhere"
+                raise ConfigurationError(f"{name}.{field} must hold {placeholder} {how}, found {count} times")
+
+
+def judge_system_prompt(view: DebateView) -> str:
+    """What a judge of this debate is told, unless the user says otherwise. No option is favoured."""
+    if len(view.seats) == 1:
+        return (
+            "You judge an answer. Decide whether it is correct. "
+            "Reply with <VERDICT>A</VERDICT> if it is, <VERDICT>B</VERDICT> if it is not, "
+            f"or <VERDICT>TIE</VERDICT> if you cannot tell, {_REASON}"
+        )
+    labels = ", ".join(f"<VERDICT>{option}</VERDICT>" for option in view.options)
+    roles = {seat.role for seat in view.seats}
+    if "critic" in roles:
+        return (
+            "One agent answered a question and another criticises the answer. Decide whether the answer is correct: if it is, "
+            "the agent who gave it is right, else the critic. Consider which arguments are stronger. "
+            f"Reply with the agent who is right, {labels} or <VERDICT>TIE</VERDICT>, {_REASON}"
+        )
+    if "consultant" in roles or roles == {"answer"}:
+        return (
+            "You choose between answers to a question. Decide which answer is correct. "
+            f"Reply with {labels} or <VERDICT>TIE</VERDICT>, {_REASON}"
+        )
+    if len(view.seats) == 2:
+        return JUDGE_SYSTEM
+    return JUDGE_SYSTEM.replace("two agents", f"{len(view.seats)} agents").replace(
+        "<VERDICT>A</VERDICT>, <VERDICT>B</VERDICT>", labels
+    )
+
+
+def judge_user_prompt(view: DebateView) -> str:
+    """The judge's user turn: the question's context, the key if it has one, then each agent's rounds in order."""
+    parts = [f"QUESTION\n{view.context}"]
+    if view.reference is not None:
+        parts.append(f"RIGHT ANSWER\n{view.reference}")
+    for i, seat in enumerate(view.seats):
+        name = f"AGENT {Seat(i).name}" + (" (critic)" if seat.role == "critic" else "")
+        parts.append("\n".join([name, *(f"Round {n}: {text}" for n, text in enumerate(seat.rounds, start=1))]))
     return "\n\n".join(parts)

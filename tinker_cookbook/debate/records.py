@@ -1,105 +1,97 @@
-"""What a debate leaves: metrics of its debaters and its judge, and all that was said, as text and as ids with logprobs."""
+"""What a debate leaves: all that was said, as text and as ids with logprobs, and what the judge was shown and said."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tinker_cookbook.debate.judges import Winner
-from tinker_cookbook.debate.transcript import NUM_ROUNDS, Seat, Transcript
+from tinker_cookbook.debate.transcript import Transcript
+from tinker_cookbook.debate.views import DebateView, Seat, SeatView, Verdict
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import Metrics, Trajectory
 
 
-def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
-    """Metrics of one seat; those of the debate as a whole are reported by seat A alone.
-
-    - debate/won: this seat won (ties and invalid debates count as 0)
-    - debate/win_if_correct, win_if_wrong: over decided debates, by whether this seat's answer was right
-    - debate/malformed: a turn of this seat holds a control token before its end; the debate is invalid
-    - debate/winner_correct, winner_tokens, loser_tokens: over decided debates
-    - debate/a_wins (position bias), tie, invalid, judge_retries, agreement: per debate
-    - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: per debate, of an endpoint judge
-    - debate/judge_accuracy: over decided debates in which exactly one answer was right
-    """
-    assert transcript.verdict is not None
-    winner = transcript.verdict.winner
-    if not transcript.turns[seat]:  # too long to be debated
-        return {"debate/won": 0.0} | ({"debate/invalid": 1.0, "debate/tie": 0.0} if seat is Seat.A else {})
-    decided = winner in (Winner.A, Winner.B)
-    won = transcript.won(seat)
-    correct = transcript.scores[seat].correct
-    metrics: Metrics = {"debate/won": float(won), "debate/malformed": float(transcript.is_malformed(seat))}
-    if decided:
-        tokens = sum(len(turn.tokens) for turn in transcript.turns[seat])
-        metrics["debate/winner_tokens" if won else "debate/loser_tokens"] = tokens
-        if correct is not None:
-            metrics["debate/win_if_correct" if correct else "debate/win_if_wrong"] = float(won)
-            if won:
-                metrics["debate/winner_correct"] = float(correct)
-    if seat is Seat.B:
-        return metrics
-    solutions = [transcript.solution(seat) for seat in Seat]
-    right = [transcript.scores[seat].correct for seat in Seat]
-    metrics |= {
-        "debate/tie": float(winner is Winner.TIE),
-        "debate/invalid": float(winner is Winner.INVALID),
-        "debate/judge_retries": transcript.verdict.retries,
-        "debate/agreement": float(solutions[0] is not None and solutions[0] == solutions[1]),
-        "debate/confidence_parsed": sum(transcript.confidence(seat) is not None for seat in Seat) / 2,
-    }
-    metrics |= {f"debate/judge_{name}": value for name, value in transcript.verdict.usage.items()}
-    if decided:
-        metrics["debate/a_wins"] = float(winner is Winner.A)
-        if right[0] is not None and right[0] != right[1]:
-            metrics["debate/judge_accuracy"] = float((winner is Winner.A) == right[0])
-    return metrics
-
-
-def debate_record(
-    transcript: Transcript, member_a: tuple[Trajectory, Metrics], member_b: tuple[Trajectory, Metrics]
-) -> dict[str, Any]:
-    """One record of the run's folder, debate_<step>_g<group>_<debate>.json."""
+def debate_record(transcript: Transcript, members: Mapping[Seat, tuple[Trajectory, Metrics]]) -> dict[str, Any]:
+    """One record of the run's folder, debate_<step>_g<group>_<debate>.json. `members`: the seats that the policy speaks for."""
     verdict = transcript.verdict
     assert verdict is not None
     record: dict[str, Any] = {
-        "config": {"num_rounds": NUM_ROUNDS},
+        "config": {"num_rounds": len(transcript.slots)},
+        "protocol": {
+            "name": transcript.protocol.name,
+            "answers": transcript.protocol.answers,
+            "order": transcript.protocol.order,
+            "rounds": transcript.protocol.num_rounds,
+            "seats": transcript.protocol.seats,
+            "quotes": transcript.protocol.quotes,
+        },
         "question": transcript.item.question,
         "ground_truth": transcript.item.reference,
         "instance_id": transcript.item.id,
         "verdict": verdict.winner.value,
         "judge_reasoning": verdict.reasoning,
-        "agent_a": _agent(transcript, Seat.A, *member_a),
-        "agent_b": _agent(transcript, Seat.B, *member_b),
+        **{f"agent_{seat.name.lower()}": _agent(transcript, seat, members.get(seat)) for seat in transcript.seats},
         "metrics": {
             "judge_time_s": transcript.judge_seconds,
             "task": transcript.task.name,
             "judge_retries": verdict.retries,
         },
+        "view": view_record(transcript.view()),
+        "judge": _judge(verdict),
+        "measured": {
+            name: {"verdict": said.winner.value, **_judge(said)} for name, said in transcript.measured.items()
+        },
     }
+    return {key: value for key, value in record.items() if value not in ({}, None)}
+
+
+def view_record(view: DebateView) -> dict[str, Any]:
+    """What a judge was shown, and the truth about it: enough to judge the debate again."""
+    return asdict(view)
+
+
+def read_view(record: Mapping[str, Any]) -> DebateView:
+    """The view of a `view_record`. Raises KeyError or TypeError for one that is not."""
+    seats = tuple(SeatView(**seat) for seat in record["seats"])
+    return DebateView(record["context"], seats, tuple(record["key"]), record.get("reference"))
+
+
+def _judge(verdict: Verdict) -> dict[str, Any]:
+    """What was asked of a judge that has words, and what it said; nothing of others."""
+    found: dict[str, Any] = {}
     if verdict.raw_response or verdict.call is not None:
-        record["judge"] = {"raw_response": verdict.raw_response}
+        found["raw_response"] = verdict.raw_response
+    if verdict.shares is not None:
+        found["shares"] = list(verdict.shares)
+    if verdict.votes:
+        found["votes"] = [vote.value for vote in verdict.votes]
     if verdict.call is not None:
-        record["judge"] |= {
+        found |= {
             **asdict(verdict.call),
             "prompt_token_count": len(verdict.call.prompt_tokens),
             "completion_token_count": len(verdict.call.completion_tokens),
         }
-    return record
+    return found
 
 
-def _agent(transcript: Transcript, seat: Seat, trajectory: Trajectory, metrics: Metrics) -> dict[str, Any]:
-    turns, score = transcript.turns[seat], transcript.scores[seat]
+def _agent(transcript: Transcript, seat: Seat, member: tuple[Trajectory, Metrics] | None) -> dict[str, Any]:
+    turns, score = transcript.turns[seat], transcript.scores.get(seat)
+    trajectory, metrics = member if member is not None else (None, {})
+    transitions = trajectory.transitions if trajectory is not None else []
+    said = transcript.sampled_turns(seat) if trajectory is not None else []
+    first = len(turns) - len(said) + 1
+    rewards = {} if score is None else {"task_reward": score.reward, "task_reward_metrics": score.metrics}
     return {
+        "role": transcript.role(seat),
         "frozen_solution": transcript.solution(seat),
         **{f"r{i}": turn.text for i, turn in enumerate(turns, start=1)},
         "metrics": {
-            **{f"r{i}": transition.metrics for i, transition in enumerate(trajectory.transitions, start=1)},
+            **{f"r{i}": transition.metrics for i, transition in enumerate(transitions, start=first)},
             "instance_id": transcript.item.id,
-            "task_reward": score.reward,
-            "task_reward_metrics": score.metrics,
+            **rewards,
             **metrics,
         },
         "transitions": [
-            transition_record(transition, turn.raw, round=i)
-            for i, (transition, turn) in enumerate(zip(trajectory.transitions, turns, strict=True), start=1)
+            transition_record(transition, turn.raw, round=i) | {"reward": transition.reward}
+            for i, (transition, turn) in enumerate(zip(transitions, said, strict=True), start=first)
         ],
     }

@@ -1,27 +1,17 @@
-"""What the two seats of a debate share: each other's turns, as soon as they are spoken, and in the end the verdict."""
+"""What the seats of a debate share: each other's turns, as soon as they are spoken, and in the end the verdict."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from tinker_cookbook.debate.judges import DebateView, Verdict
+from tinker_cookbook.debate.protocols import Kind, ProtocolConfig
+from tinker_cookbook.debate.quotes import mark_quotes
+from tinker_cookbook.debate.views import DebateView, Role, Seat, SeatView, Verdict, Winner, denial
 from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_confidence, parse_solution
 from tinker_cookbook.utils.reward_threads import call_reward
-
-NUM_ROUNDS = 3
-
-
-class Seat(IntEnum):
-    """The two sides of a debate. Rollouts 2i and 2i + 1 of a group are A and B of debate i."""
-
-    A = 0
-    B = 1
-
-    @property
-    def opponent(self) -> Seat:
-        return Seat.B if self is Seat.A else Seat.A
+from tinker_cookbook.utils.seeds import derive_seed
 
 
 @dataclass(frozen=True)
@@ -29,60 +19,163 @@ class Turn:
     """One spoken turn: its ids with the stop, if any; what it says, for rewards and judges; and its whole text, for people.
 
     malformed: a control token stands in it before its end, so that it passes for several turns.
+    An assigned answer has no ids: nobody sampled it.
     """
 
     tokens: list[int]
     text: str
     raw: str
     malformed: bool = False
+    kind: Kind = "answer"
+    round: int = 0
+    stopped: bool = True
+    is_sampled: bool = True
 
 
 class Transcript:
-    """One debate. Rounds are simultaneous: a seat sees the opponent's turn of a round only after its own."""
+    """One debate. A seat hears what others said since it spoke last; those who share a slot do not hear each other.
 
-    def __init__(self, task: Task, item: TaskItem):
-        self.task, self.item = task, item
-        self.turns: dict[Seat, list[Turn]] = {seat: [] for seat in Seat}
+    Args:
+        answers: what each place argues for, where answers are assigned.
+        key: batch, group and debate, which name it for judges that draw random numbers.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        item: TaskItem,
+        protocol: ProtocolConfig | None = None,
+        key: tuple[int, ...] = (),
+        answers: Sequence[str] = (),
+    ):
+        self.task, self.item, self.key = task, item, key
+        self.protocol = protocol or ProtocolConfig()
+        self.seats = self.protocol.places
+        self.speakers = self.protocol.speakers(key[-1] if key else 0)
+        self.slots = self.protocol.slots(self.speakers)
+        self.turns: dict[Seat, list[Turn]] = {seat: [] for seat in self.seats}
         self.scores: dict[Seat, Score] = {}
         self.verdict: Verdict | None = None
+        self.measured: dict[str, Verdict] = {}
+        """verdicts that nothing is trained on: held_out, no_debate, with_key"""
         self.judge_seconds = 0.0
-        self._spoken = {(seat, round_): asyncio.Event() for seat in Seat for round_ in range(NUM_ROUNDS)}
+        self.fits: bool | None = None
+        """whether the longest debate of it fits the context; None: not known yet"""
+        self._spoken = {(seat, i): asyncio.Event() for i, slot in enumerate(self.slots) for seat in slot.speakers}
+        for seat, answer in zip(self.seats if answers else (), answers, strict=True):
+            text = f"<SOLUTION>{answer}</SOLUTION>"
+            self.turns[seat].append(Turn([], text, text, is_sampled=False))
+
+    async def prepare(self) -> None:
+        """Score the answers that are assigned."""
+        for seat in self.seats:
+            if self.turns[seat]:
+                self.scores[seat] = await call_reward(self.task.score, self.item, self.turns[seat][0].text)
+
+    def next_slot(self, seat: Seat) -> int | None:
+        """Where the seat speaks next; None when it has said all."""
+        own = [i for i, slot in enumerate(self.slots) if seat in slot.speakers]
+        done = len(self.sampled_turns(seat))
+        return own[done] if done < len(own) else None
 
     async def speak(self, seat: Seat, turn: Turn) -> None:
-        """Add a seat's next turn. The first one fixes its solution and task reward."""
-        round_ = len(self.turns[seat])
+        """Add a seat's next turn. An answer fixes its solution and task reward."""
+        slot = self.next_slot(seat)
+        assert slot is not None, f"seat {seat.name} has said all"
         self.turns[seat].append(turn)
-        if round_ == 0:
+        if turn.kind == "answer":
             self.scores[seat] = await call_reward(self.task.score, self.item, turn.text)
-        self._spoken[seat, round_].set()
+        self._spoken[seat, slot].set()
 
-    async def hear(self, seat: Seat, round_: int) -> Turn:
-        """The turn of `seat` in this round, once spoken."""
-        await self._spoken[seat, round_].wait()
-        return self.turns[seat][round_]
+    async def hear(self, seat: Seat, slot: int) -> Turn:
+        """What `seat` says in this slot, once it has."""
+        await self._spoken[seat, slot].wait()
+        before = sum(seat in earlier.speakers for earlier in self.slots[:slot])
+        return self.sampled_turns(seat)[before]
+
+    def sampled_turns(self, seat: Seat) -> list[Turn]:
+        """The turns that the policy said, one for each transition of the seat's trajectory."""
+        return [turn for turn in self.turns[seat] if turn.is_sampled]
+
+    def role(self, seat: Seat) -> Role:
+        return self.protocol.role(seat, self.speakers)
+
+    def answer(self, seat: Seat) -> Turn | None:
+        """None for a critic, and before it is given."""
+        return next((turn for turn in self.turns[seat] if turn.kind == "answer"), None)
 
     def solution(self, seat: Seat) -> str | None:
-        """The frozen answer of round 1."""
-        return parse_solution(self.turns[seat][0].text)
+        """The seat's answer, which is fixed from the start."""
+        answer = self.answer(seat)
+        return None if answer is None else parse_solution(answer.text)
 
     def confidence(self, seat: Seat) -> float | None:
-        return parse_confidence(self.turns[seat][0].text)
+        answer = self.answer(seat)
+        return None if answer is None else parse_confidence(answer.text)
+
+    def correct(self, seat: Seat) -> bool | None:
+        """Whether the seat is right: its answer, or a critic who objects to a wrong one. None where the task does not say."""
+        if seat in self.scores:
+            return self.scores[seat].correct
+        criticised = self.scores.get(Seat.A)
+        return None if criticised is None or criticised.correct is None else not criticised.correct
 
     def is_malformed(self, seat: Seat) -> bool:
         return any(turn.malformed for turn in self.turns[seat])
 
-    def won(self, seat: Seat) -> bool:
-        return self.verdict is not None and self.verdict.winner.name == seat.name
+    @property
+    def was_held(self) -> bool:
+        """Whether it was spoken to its end; a question that is too long is not debated."""
+        return all(self.next_slot(seat) is None for seat in self.speakers)
 
-    def view(self, key: tuple[int, ...]) -> DebateView:
-        """What a judge sees. `key` names the debate within the run, for judges that draw random numbers."""
+    def won(self, seat: Seat) -> bool:
+        return self.verdict is not None and self.verdict.winner.seat is seat
+
+    def share(self, seat: Seat) -> float | None:
+        """How much the verdict favours the seat, from 0 to 1 (`Verdict.share`); None without a verdict."""
+        return None if self.verdict is None else self.verdict.share(seat, max(2, len(self.seats)))
+
+    def quotes(self, seat: Seat) -> tuple[int, int]:
+        """Quotes in the seat's turns that stand in the article, and all quotes."""
+        article = self.task.article(self.item)
+        marked = [mark_quotes(turn.text, article) for turn in self.turns[seat]]
+        return sum(text.verified for text in marked), sum(text.total for text in marked)
+
+    def view(self, key: tuple[int, ...] | None = None) -> DebateView:
+        """What a judge sees. `key` replaces the debate's own."""
         return DebateView(
             context=self.task.judge_context(self.item),
-            rounds_a=[turn.text for turn in self.turns[Seat.A]],
-            rounds_b=[turn.text for turn in self.turns[Seat.B]],
-            confidence_a=self.confidence(Seat.A),
-            confidence_b=self.confidence(Seat.B),
-            reward_a=self.scores[Seat.A].reward,
-            reward_b=self.scores[Seat.B].reward,
-            key=key,
+            seats=tuple(self._seat_view(seat) for seat in self.seats),
+            key=self.key if key is None else key,
+            reference=self.reference if self.protocol.name == "key" else None,
         )
+
+    @property
+    def reference(self) -> str:
+        """The answer key."""
+        return self.task.reference_answer(self.item)
+
+    def _seat_view(self, seat: Seat) -> SeatView:
+        texts = [turn.text for turn in self.turns[seat]]
+        if self.protocol.quotes:
+            article = self.task.article(self.item)
+            texts = [mark_quotes(text, article).text for text in texts]
+        score = self.scores.get(seat)
+        if score is None:  # a critic is right when the answer is wrong
+            return replace(denial(self._seat_view(Seat.A)), rounds=texts)
+        return SeatView(texts, self.confidence(seat), score.reward, score.correct, self.role(seat))
+
+
+def assign_answers(places: int, right: str, wrong: Sequence[str], key: tuple[int, ...], seed: int) -> list[str]:
+    """The right answer and wrong ones in an order that the debate's key draws, so that no seat is right more often."""
+    answers = [right, *wrong[: places - 1]]
+    draw = derive_seed(seed, "assigned answers", *key)
+    ordered: list[str] = []
+    while answers:
+        draw, place = divmod(draw, len(answers))
+        ordered.append(answers.pop(place))
+    return ordered
+
+
+def invalid(reasoning: str) -> Verdict:
+    return Verdict(Winner.INVALID, reasoning=reasoning)

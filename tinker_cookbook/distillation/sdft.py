@@ -52,6 +52,7 @@ from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.reference import move_reference, open_reference
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
+from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
@@ -286,6 +287,7 @@ class _Loop(StepLoop):
         zeros_P = [[0.0] * len(group.trajectories_G) for group in groups]
         folder = iteration_folder(self.session.run.log_path, step)
         folder.mkdir(parents=True, exist_ok=True)
+        write_vocabulary(self.session.run.log_path, self.session.training_client.get_tokenizer())
         write_rollouts(folder / FILE_NAME, StepRollouts(groups, [step] * len(groups), zeros_P, run=about))
 
     def _teacher_prompt(self, question: str, answer: str) -> tinker.ModelInput:

@@ -102,6 +102,7 @@ class SamplingAhead:
             for place, builder in enumerate(builders):
                 self._add((batch, place), builder)
         self._most_started = sum(self._sizes.get(batch, 0) for batch in range(step, step + self._most_ahead + 1))
+        self._loop.session.display.expect(self._sizes[step])
         self._start()
         while (chosen := self._choose(step)) is None:
             await self._until_changed()

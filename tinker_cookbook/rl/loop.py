@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, TypeVar
 
 from tinker_cookbook.clients import SamplingClient
@@ -22,12 +21,9 @@ from tinker_cookbook.rl.advantages import RoleBaselines
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.item_dataset import TrainingBatches
-from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.metrics import (
-    compute_advantage_metrics,
     compute_kl_sample_train,
     compute_post_kl,
-    compute_sampling_client_metrics,
     kl_alarm,
 )
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch, why_untrained
@@ -36,12 +32,14 @@ from tinker_cookbook.rl.records import RecordWriter, write_step_records
 from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
+from tinker_cookbook.rl.step_metrics import account_for_groups
 from tinker_cookbook.rl.transcripts import ShownGroup, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
@@ -133,7 +131,7 @@ class Loop:
         """What the evaluators that are due before this step say of the current snapshot."""
         metrics: LoopMetrics = {}
         if due := self.rounds.due(step):
-            with timed("eval", metrics):
+            with timed("eval", metrics), self.session.display.phase("evaluating"):
                 metrics |= await self._run_evaluators(due, step)
         return metrics
 
@@ -165,6 +163,9 @@ class Loop:
             with_notes=place < config.num_groups_to_log,
             with_records=config.write_records and place < config.num_groups_to_log,
         )
+        has_failed = isinstance(group, FailedGroup)
+        tokens = 0 if has_failed else sum(trajectory.num_action_tokens for trajectory in group.trajectories_G)
+        self.session.display.advance(tokens, failed=has_failed)
         return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started, place)
 
     async def prepare(self, sampled: Sequence[WrappedTrajectoryGroup]) -> Minibatch:
@@ -207,14 +208,23 @@ class Loop:
             update: what was submitted of it already; None: nothing.
             stale: groups besides these that were dropped for their age.
         """
-        metrics = self._account(sampled, batch, stale)
+        for item in sampled:
+            self.errors.add(item.trajectory_group)
+        versions_P, seconds_P = [item.sampling_client_step for item in sampled], [item.seconds for item in sampled]
+        metrics: LoopMetrics = account_for_groups(batch, versions_P, seconds_P, stale, self.errors.metrics())
+        display = self.session.display
+        display.say_stages("replies")
+        if batch.data_D:
+            tokens = metrics["advantages/nonzero_count"]
+            display.say(f"Training data: {len(batch.data_D)} datums, {tokens:,} tokens with an advantage")
         if self.config.num_groups_to_log:
             with timed("write_transcripts", metrics):
                 self._write_transcripts(step, sampled, batch)
         logprobs_D: list[torch.Tensor | None] = []
         try:
             if batch.data_D:
-                found, logprobs_D = await self._update(step, batch, update)
+                with display.phase("training"):
+                    found, logprobs_D = await self._update(step, batch, update)
                 metrics |= found
         finally:  # what was sampled is not lost by an update that fails
             if self.config.write_records:
@@ -224,33 +234,6 @@ class Loop:
         error = None if batch.data_D else why_untrained(step, batch)
         passed_D = [datum for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None]
         return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(passed_D), error)
-
-    def _account(self, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, stale: int) -> LoopMetrics:
-        """What became of each group, in numbers."""
-        for item in sampled:
-            self.errors.add(item.trajectory_group)
-        trained = batch.num_trained_groups
-        metrics: LoopMetrics = {
-            **compute_trajectory_metrics(batch.groups),
-            **self.errors.metrics(),
-            **compute_sampling_client_metrics(
-                [item.sampling_client_step for item in sampled], [item.seconds for item in sampled]
-            ),
-            **batch.metrics,
-            "groups/sampled": len(sampled) + stale,
-            "groups/trained": trained,
-            "groups/filtered": len(batch.groups) - trained,
-            "groups/stale": stale,
-            "groups/failed": len(sampled) - len(batch.groups),
-            "train/num_datums": len(batch.data_D),
-            "train/skipped_steps": int(not batch.data_D),
-            "advantages/nonzero_count": 0,
-        }
-        if batch.data_D:
-            metrics |= compute_advantage_metrics(batch.data_D)
-            members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
-            metrics["train/branches_per_rollout"] = len(batch.data_D) / len(members)
-        return metrics
 
     def _write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
         advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
@@ -292,7 +275,13 @@ class Loop:
             about,
         )
         folder = iteration_folder(self.session.run.log_path, step)
-        self.records.submit(partial(write_step_records, folder, rollouts, metrics, config.num_groups_to_log))
+
+        def write() -> None:
+            write_vocabulary(self.session.run.log_path, tokenizer)
+            write_step_records(folder, rollouts, metrics, config.num_groups_to_log)
+
+        tokenizer = self.session.training_client.get_tokenizer()
+        self.records.submit(write)
 
     async def _update(
         self, step: int, batch: Minibatch, update: Update | None

@@ -31,6 +31,7 @@ async def _take_steps(loop: Loop, take_step: Callable[[int], Awaitable[StepOutco
             "progress/done_frac": (step + 1) / loop.end,
             "optim/lr": loop.learning_rate(step),
         }
+        loop.session.display.begin_step(step, loop.end)
         with loop.session.traced_step(step), timed("total", metrics):
             metrics |= await loop.evaluate(step)
             outcome = await take_step(step)
@@ -56,7 +57,7 @@ async def _train_ahead(loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup
 
     async def take_step(step: int) -> StepOutcome:
         times: LoopMetrics = {}
-        with timed("sampling", times):
+        with timed("sampling", times), loop.session.display.phase("sampling"):
             taken = await ahead.take(step)
         with timed("prepare_minibatch", times):
             batch = await loop.prepare(taken.sampled)
@@ -93,7 +94,7 @@ async def _stream_batch(loop: Loop, config: StreamMinibatchConfig, step: int, ta
     parts: list[Minibatch] = []
     for substep in split_list(running, min(loop.config.num_substeps, len(running))):
         for minibatch in split_list(substep, min(config.num_minibatches, len(substep))):
-            with timed("sampling", times):
+            with timed("sampling", times), loop.session.display.phase("sampling"):
                 arrived = [await _to_wait_for(loop, next(arriving)) for _ in minibatch]
             sampled += arrived
             part = await _to_wait_for(loop, loop.prepare(arrived))

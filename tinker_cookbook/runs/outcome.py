@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.ml_log import read_metrics
 
 WINDOW = 5
@@ -29,13 +31,24 @@ def before_and_after(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[float
 
 
 def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: Mapping[str, str]) -> None:
-    """Print a table of metrics before and after, and where the run's files are.
+    """Print a table of metrics before and after, unless the run was to be quiet, and where the run's files are.
 
     Args:
         evaluated: metric -> where it was measured, for metrics of evaluations.
         training: metric -> where it was measured, for metrics of every step.
     """
-    rows = read_metrics(log_path)
+    console = Console(soft_wrap=True)
+    if not _is_quiet(log_path):
+        console.print(_changes(read_metrics(log_path), evaluated, training))
+    console.print(f"Files: {log_path}")
+
+
+def _is_quiet(log_path: str | Path) -> bool:
+    path = Path(log_path).expanduser() / CONFIG_BASE_NAME
+    return path.exists() and read_json_object(path, "it is no run's config").get("quiet", False)
+
+
+def _changes(rows: Sequence[Mapping[str, Any]], evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
     table = Table(title="What changed", title_justify="left")
     for header in ("metric", "where", "before", "after", "change"):
         table.add_column(header, justify="left" if header in ("metric", "where") else "right")
@@ -49,9 +62,7 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
             before, after = values
             name = key.partition("env/all/")[2] or key
             table.add_row(name, where, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
-    console = Console(soft_wrap=True)
-    console.print(table)
-    console.print(f"Files: {log_path}")
+    return table
 
 
 def print_rl_changes(log_path: str | Path, keys: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.progress import Progress
 from tinker_cookbook.server_watch import ended_when_lost
 from tinker_cookbook.utils import trace
+from tinker_cookbook.utils.terminal import StepDisplay
 from tinker_cookbook.weights_config import WeightsConfig, find_origin
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class Session:
     record: CheckpointRecord | None
     """the checkpoint that training goes on from; None: from the first batch"""
     checkpoints: CheckpointManager
+    display: StepDisplay
+    """what the terminal shows of the step under way"""
 
     @cached_property
     def progress(self) -> Progress:
@@ -59,7 +62,9 @@ class Session:
         """For the body of a step: draws its spans, if this step is one of those that are drawn (span_chart_every)."""
         every = self.config.span_chart_every
         if every == 0 or step % every:
-            yield
+            with trace.scope_span_sync("iteration"):
+                trace.update_scope_context({"step": step})
+                yield
             return
         with trace.trace_iteration(step) as window:
             yield
@@ -154,7 +159,8 @@ async def _training(config: RunConfig, run: Run, service: ServiceClient) -> Asyn
     if config.enable_trace:
         trace.trace_init(output_file=run.log_path / trace.EVENTS_BASE_NAME)
     try:
-        yield Session(config, run, service, client, record, checkpoints)
+        with StepDisplay(config.quiet) as display:
+            yield Session(config, run, service, client, record, checkpoints, display)
     except BaseException:
         try:
             await checkpoints.finalize()

@@ -135,6 +135,7 @@ class StepLoop(ABC):
         try:
             metrics: Metrics = {}
             for step in range(start, self.end):
+                self.session.display.begin_step(step, self.end)
                 with self.session.traced_step(step):
                     metrics = await self._take(step, metrics)
             await self._finish(0)

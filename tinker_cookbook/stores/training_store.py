@@ -12,7 +12,8 @@ from typing import Any
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME, CheckpointRecord, parse_checkpoints
 from tinker_cookbook.runs.folder import iteration_name
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, METADATA_BASE_NAME
+from tinker_cookbook.runs.vocabulary import VOCABULARY_BASE_NAME, parse_vocabulary
 from tinker_cookbook.stores.incremental import IncrementalReader
 from tinker_cookbook.stores.storage import Storage, storage_join
 from tinker_cookbook.utils.files import json_bytes, json_line, parse_json_object, parse_jsonl, without_torn_tail
@@ -59,6 +60,17 @@ class TrainingRunStore:
             None if content is None else parse_json_object(content, self.url(CONFIG_BASE_NAME), "it is no run's config")
         )
 
+    def read_metadata(self) -> dict[str, Any] | None:
+        """What the run's start says of machine, versions and code; None: there is none. Raises as `read_config`."""
+        content = self._read(METADATA_BASE_NAME)
+        name = self.url(METADATA_BASE_NAME)
+        return None if content is None else parse_json_object(content, name, "it is no run's metadata")
+
+    def read_vocabulary(self) -> list[bytes] | None:
+        """What each token id adds to a text, by id; None: the run has not kept it. Raises DataFormatError if it is damaged."""
+        content = self._read(VOCABULARY_BASE_NAME)
+        return None if content is None else parse_vocabulary(content, self.url(VOCABULARY_BASE_NAME))
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl. Errors as `ml_log.read_metrics`."""
         content = self._read(METRICS_BASE_NAME) or b""
@@ -98,9 +110,12 @@ class TrainingRunStore:
         Raises:
             DataFormatError: the file is damaged, or of another version.
         """
-        name = storage_join(iteration_name(iteration), FILE_NAME)
-        content = self._read(name)
-        return [] if content is None else read_rollouts(self.url(name), content)[1]
+        content = self.read_rollouts_file(iteration)
+        return [] if content is None else read_rollouts(self.url(_rollouts_path(iteration)), content)[1]
+
+    def read_rollouts_file(self, iteration: int) -> bytes | None:
+        """The bytes of a step's `rollouts.parquet`; None if none was written."""
+        return self._read(_rollouts_path(iteration))
 
     def read_single_rollout(self, iteration: int, group_idx: int, traj_idx: int) -> list[dict[str, Any]]:
         """The turns of one member of one group (`group` and `member` of docs/records.md), in order; none: there is none."""
@@ -146,3 +161,7 @@ class TrainingRunStore:
 
     def _path(self, name: str) -> str:
         return storage_join(self.prefix, name)
+
+
+def _rollouts_path(iteration: int) -> str:
+    return storage_join(iteration_name(iteration), FILE_NAME)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.rows import Row, is_data_file, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.own_parts import Kind, describe, is_reference, load_object, parameter_problem
 from tinker_cookbook.tasks.types import Task, TaskItem
 
@@ -101,7 +101,15 @@ def _read_hub(task: type[Task], name: str) -> tuple[list[TaskItem], list[TaskIte
 
 def _item(task: Task | type[Task], row: Row, default_id: str) -> TaskItem:
     question, reference = (row.text(*names) for names in task.columns)
-    return TaskItem(str(row.content.get("id", default_id)), question, task.read_reference(reference))
+    name = str(row.content.get("id", default_id))
+    return TaskItem(name, question, task.read_reference(reference), _wrong_answers(row))
+
+
+def _wrong_answers(row: Row) -> tuple[str, ...]:
+    found = row.content.get("wrong_answers", [])
+    if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
+        raise DataFormatError(f"wrong_answers={found!r}: must be a list of texts")
+    return tuple(found)
 
 
 def _expected(task: Task | type[Task]) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import chz
+
 from tinker_cookbook.completers import MessageCompleter
+from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.renderers import get_text_content
 
 GRADER_SYSTEM = """\
@@ -40,6 +43,40 @@ class LMGrader:
             if (grade := parse_grade(get_text_content(said))) is not None:
                 break
         return (grade or 0) / HIGHEST, {"unreadable": float(grade is None), **asked.usage()}
+
+
+@chz.chz(typecheck=True)
+class GraderConfig:
+    """A grader behind an OpenAI-compatible endpoint, as keys. Nobody grades unless the endpoint is named."""
+
+    endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="who grades")
+    system_prompt: str = chz.field(default=GRADER_SYSTEM, doc="what it is told")
+    max_tokens: int = chz.field(default=256, doc="its longest reply", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=0.0, doc="0 is greedy", validator=chz.validators.ge(0))
+    seed: int = chz.field(default=0, doc="of its replies; question and reply are mixed in")
+    max_retries: int = chz.field(
+        default=1, doc="how often it is asked again for a grade that can be read", validator=chz.validators.ge(0)
+    )
+
+    def open(self, name: str) -> LMGrader | None:
+        """The grader, for errors called `name`; None where no endpoint is named. Raises ConfigurationError."""
+        if not self.endpoint.is_named:
+            return None
+        completer = self.endpoint.open(f"{name}.endpoint", self.max_tokens, self.temperature, self.seed)
+        return LMGrader(completer, self.system_prompt, self.max_retries)
+
+    @property
+    def identity(self) -> dict[str, str | float]:
+        """What tells its grades from those of another grader."""
+        return {
+            "base_url": self.endpoint.base_url or "",
+            "model": self.endpoint.model or "",
+            "system_prompt": self.system_prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "max_retries": self.max_retries,
+        }
 
 
 def parse_grade(text: str) -> int | None:

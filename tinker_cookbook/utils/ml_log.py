@@ -6,6 +6,8 @@ is for the loops to say. Other places than a folder are stores (`tinker_cookbook
 
 import importlib
 import json
+import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 import chz
+from rich import get_console
 from rich.console import Console
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, DataValidationError
@@ -22,6 +25,7 @@ from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.run_store import RunStore
 from tinker_cookbook.utils.secrets import redact
+from tinker_cookbook.utils.step_line import KEY_METRICS, step_line
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
@@ -30,27 +34,6 @@ TRACKIO_NAME_BASE_NAME = "trackio_name"
 TENSORBOARD_FOLDER = "tensorboard"
 
 Metrics = Mapping[str, float | int | str]
-
-KEY_METRICS = {
-    "progress/done_frac": "done",
-    "env/all/reward/total": "reward",
-    "env/all/correct": "correct",
-    "env/all/debate/judge_accuracy": "judge",
-    "train_mean_nll": "nll",
-    "dpo_loss": "dpo_loss",
-    "accuracy": "accuracy",
-    "teacher_kl": "teacher_kl",
-    "train_questions/env/all/correct": "train_questions/correct",
-    "test/env/all/correct": "test/correct",
-    "test/env/all/task_reward": "test/task_reward",
-    "test/nll": "test/nll",
-    "optim/kl_sample_train_v1": "kl",
-    "optim/entropy": "entropy",
-    "optim/lr": "lr",
-    "learning_rate": "lr",
-    "time/total": "seconds",
-}
-"""What the terminal shows of a step, and under which name; everything else is in metrics.jsonl."""
 
 
 @chz.chz(typecheck=True)
@@ -61,6 +44,7 @@ class TrackerConfig:
     wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
     trackio_project: str | None = chz.field(default=None, doc="log to this trackio project (extra: trackio)")
     tensorboard: bool = chz.field(default=False, doc="write TensorBoard events too (extra: tensorboard)")
+    quiet: bool = chz.field(default=False, doc="on the terminal only warnings, errors and where the files are")
 
 
 PROJECT_KEYS = tuple(key for key in chz.chz_fields(TrackerConfig) if key.endswith("_project"))
@@ -162,27 +146,23 @@ class JsonLogger(Logger):
 
 
 class PrettyPrintLogger(Logger):
-    """Shows each step on the terminal as one line.
+    """Shows each step on the terminal: on one line, or where that is too long for the terminal on as many as it takes.
+
+    Metrics of an environment of one's own are shown too, the first few of them; groups only where not all were trained on.
 
     Args:
         key_metrics: metric -> the name to show it under. A step that has none of them shows its first few.
-        console: where to print.
+        console: where to print; None: the process's own.
     """
-
-    FALLBACK = 6
 
     def __init__(self, key_metrics: Mapping[str, str] = KEY_METRICS, console: Console | None = None) -> None:
         self.key_metrics = dict(key_metrics)
-        self.console = console if console is not None else Console()
+        self.console = console if console is not None else get_console()
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Print one step."""
-        shown = {label: metrics[key] for key, label in self.key_metrics.items() if key in metrics}
-        if not shown:
-            shown = dict(list(metrics.items())[: self.FALLBACK])
-        title = "metrics" if step is None else f"step {step:4d}"
-        values = (f"{label}={_show(value)}" for label, value in shown.items())
-        line = "  ".join([f"{label_prefix()}{title}", *values])
+        width = self.console.width if self.console.is_terminal else sys.maxsize
+        line = step_line(metrics, step, self.key_metrics, width, label_prefix())
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def log_long_text(self, key: str, text: str) -> None:
@@ -365,8 +345,10 @@ def setup_logging(
     *,
     trackio_project: str | None = None,
     tensorboard: bool = False,
+    quiet: bool = False,
 ) -> MultiplexLogger:
-    """The loggers of a run: `metrics.jsonl`, the terminal, and those trackers that are asked for; the config goes to each.
+    """The loggers of a run: `metrics.jsonl`, the terminal unless `quiet`, and those trackers that are asked for; the config
+    goes to each.
 
     The folder is made if it is missing. None stands for no project of that tracker, and no config; `wandb_name` names the
     trackio run too. With `do_configure_logging_module` Python's logging goes to the terminal and to `logs.log`, until the
@@ -378,7 +360,7 @@ def setup_logging(
     """
     log_dir = Path(log_dir)
     log_dir.mkdir(parents=True, exist_ok=True)
-    multiplex = MultiplexLogger([JsonLogger(log_dir), PrettyPrintLogger()])
+    multiplex = MultiplexLogger([JsonLogger(log_dir), *([] if quiet else [PrettyPrintLogger()])])
     try:
         if wandb_project is not None:
             multiplex.loggers.append(WandbLogger(wandb_project, wandb_name, log_dir))
@@ -387,7 +369,8 @@ def setup_logging(
         if tensorboard:
             multiplex.loggers.append(TensorBoardLogger(log_dir))
         if do_configure_logging_module:
-            multiplex.on_close = configure_logging_module(log_dir / LOGS_BASE_NAME)
+            terminal_level = logging.WARNING if quiet else logging.INFO
+            multiplex.on_close = configure_logging_module(log_dir / LOGS_BASE_NAME, terminal_level=terminal_level)
         if config is not None:
             multiplex.log_hparams(config)
     except BaseException:
@@ -423,7 +406,3 @@ def _remembered(path: Path, fresh: str) -> str:
     if not path.exists():
         write_text(path, fresh)
     return path.read_text(encoding="utf-8").strip()
-
-
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from tinker_cookbook.utils.secrets import RedactingFormatter
 
@@ -32,23 +33,33 @@ class _RunFile(logging.FileHandler):
 
 
 class _Terminal(logging.StreamHandler):
-    """Writes to stderr what is not meant for the file alone. One for all runs that are open."""
+    """Writes to stderr, whatever that is at the time, what is not meant for the file alone. One for all runs that are open."""
 
-    def __init__(self, replaced: list[logging.Handler], level: int) -> None:
-        super().__init__()
+    def __init__(self, replaced: list[logging.Handler], level: int, terminal_level: int) -> None:
+        logging.Handler.__init__(self, terminal_level)
         self.replaced, self.replaced_level = replaced, level
         self.setFormatter(RedactingFormatter("%(run_label)s%(levelname)s %(name)s: %(message)s"))
+
+    @property
+    def stream(self) -> TextIO:
+        """A live display puts itself in the place of stderr, so that lines appear above it."""
+        return sys.stderr
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.run_label = label_prefix()
         return not getattr(record, "file_only", False) and bool(super().filter(record))
 
 
-def configure_logging_module(path: str | Path, level: int = logging.INFO) -> Callable[[], None]:
+def configure_logging_module(
+    path: str | Path, level: int = logging.INFO, terminal_level: int = logging.NOTSET
+) -> Callable[[], None]:
     """Send Python's logging to the terminal (stderr) and, appended, to the file `path`; record the command line there.
 
     Handlers of the root logger are replaced, so that no record appears twice. While another run of this process is open,
     the terminal is shared and each file gets the records of its own run.
+
+    Args:
+        terminal_level: of what goes to the terminal; that of the first run that is open counts.
 
     Returns:
         A function that closes the file and, after the last run, puts the earlier handlers back.
@@ -56,7 +67,7 @@ def configure_logging_module(path: str | Path, level: int = logging.INFO) -> Cal
     root = logging.getLogger()
     terminal = next((handler for handler in root.handlers if isinstance(handler, _Terminal)), None)
     if terminal is None:
-        terminal = _Terminal(root.handlers[:], root.level)
+        terminal = _Terminal(root.handlers[:], root.level, terminal_level)
         root.handlers[:] = [terminal]
     file = _RunFile(path, mode="a", encoding="utf-8")
     file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention, decode_attention
+from tinker_local_backend.engine.execution import AttentionPlan
 from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.errors import RequestError
 
@@ -63,6 +64,12 @@ class PackedPlan:
             self._masks[key] = mask if window is None else mask & (keys > own - window)
         return self._masks[key]
 
+    def attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Segment by segment: query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D)."""
+        return _packed(layer, query, key, value, self)
+
     @classmethod
     def whole(cls, lengths: Sequence[int]) -> PackedPlan:
         """Whole sequences of these lengths, end to end."""
@@ -78,7 +85,7 @@ def packed_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    plan: PackedPlan | DecodePlan | None = None,
+    plan: DecodePlan | AttentionPlan | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D). Signature is transformers'; masks are ours, not its."""
@@ -86,8 +93,9 @@ def packed_attention(
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     layer = LayerAttention(int(module.layer_idx), scale, softcap, sliding_window)  # pyright: ignore[reportArgumentType]
-    attend = decode_attention if isinstance(plan, DecodePlan) else _packed
-    return attend(layer, query, key, value, plan), None  # pyright: ignore[reportArgumentType]
+    if isinstance(plan, DecodePlan):
+        return decode_attention(layer, query, key, value, plan), None
+    return plan.attend(layer, query, key, value), None
 
 
 def _packed(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional as F
 
 from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.engine.pages import PAGE_TOKENS
@@ -66,27 +67,34 @@ class _Class:
     """of the layout: n * KV * W in this order"""
     shape: tuple[int, int]
     """(n, W)"""
-    starts: torch.Tensor
-    """(n,): position of a page's first token"""
-    readers: torch.Tensor
-    """(n, W): rows; 0 where there is no reader"""
+    pairs: slice
+    """of the layout: n * W in this order"""
     full: bool
     """every page is full"""
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """What a layer works through. A unit is one key head of a page and one of its readers; U of them in all."""
+    """What a layer works through. A unit is one key head of a page and one of its readers; U of them in all.
+
+    G query heads share a key head; results of (unit, g) are joined to those of R * KV * G heads of rows.
+    """
 
     classes: list[_Class]
+    starts: torch.Tensor
+    """(pairs,): position of the page's first token"""
+    readers: torch.Tensor
+    """(pairs,): rows; any, where there is no reader"""
     queries: torch.Tensor
     """(U,): row * KV + key head; any, where there is no reader"""
-    results: torch.Tensor
-    """(U,): the same; those of row R, which nobody looks at, where there is no reader"""
+    padded: torch.Tensor
+    """(R * KV * G * P,): for each head of a row its (unit, g) by position, filled up to P with U * G"""
     in_order: torch.Tensor
-    """(N,): the units with a reader, by result and then by position. Sums in this order do not depend on where pages lie."""
-    sums: torch.Tensor
-    """(N,): their results"""
+    """(N * KV * G,): the same without what it is filled up with. Sums in this order do not depend on where pages lie."""
+    present: torch.Tensor | None
+    """(N * KV * G,): their places in `padded`; None: all"""
+    offsets: torch.Tensor
+    """(R * KV * G,): where each head of a row begins in `in_order`"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,16 +123,20 @@ class _Group:
 
 
 class Tables:
-    """The tables of R running sequences, and the classes of pages that follow from them."""
+    """The tables of R running sequences, and the classes of pages that follow from them.
 
-    def __init__(self, tables: Sequence[Table], kv_heads: int, device: torch.device):
-        self._kv_heads, self._device = kv_heads, device
+    `heads` is (KV, G): key heads, and query heads that share one.
+    """
+
+    def __init__(self, tables: Sequence[Table], heads: tuple[int, int], device: torch.device):
+        self._heads, self._device = heads, device
         self._counts_R = np.array([len(table.slots) for table in tables], dtype=np.int64)
+        self._firsts_R = np.cumsum(self._counts_R) - self._counts_R
         self._slots_N = np.fromiter((slot for table in tables for slot in table.slots), np.int64)
         self._rows_N = np.repeat(np.arange(len(tables)), self._counts_R)
-        first_N = np.repeat(np.cumsum(self._counts_R) - self._counts_R, self._counts_R)
-        starts_R = np.array([table.start for table in tables], dtype=np.int64)
-        self._starts_N = starts_R[self._rows_N] + (np.arange(len(self._slots_N)) - first_N) * PAGE_TOKENS
+        self._starts_R = np.array([table.start for table in tables], dtype=np.int64)
+        self._places_N = np.arange(len(self._slots_N)) - self._firsts_R[self._rows_N]
+        self._starts_N = self._starts_R[self._rows_N] + self._places_N * PAGE_TOKENS
         self._layouts: dict[int | None, _Layout] = {}
         self._all = self._groups(np.arange(len(self._slots_N)))
 
@@ -133,10 +145,10 @@ class Tables:
         return len(self._counts_R)
 
     def places(self, lengths_R: Ints) -> Places:
-        """Where the next token of each sequence is stored, which is in its last page."""
-        last_R = np.cumsum(self._counts_R) - 1
-        slots, offsets = self._slots_N[last_R], lengths_R - self._starts_N[last_R]
-        return Places(torch.from_numpy(slots).to(self._device), torch.from_numpy(offsets).to(self._device))
+        """Where the next token of each sequence is stored."""
+        behind_R = lengths_R - self._starts_R
+        slots = self._slots_N[self._firsts_R + behind_R // PAGE_TOKENS]
+        return Places(self._tensor(slots), self._tensor(behind_R % PAGE_TOKENS))
 
     def moves(self) -> list[tuple[int, int]]:
         """Which pages should change places, (from, to) each; nothing while few of them lie apart."""
@@ -158,20 +170,12 @@ class Tables:
         vacated = np.setdiff1d(leaving, wanted)
         return [*moves, *zip(pushed_out.tolist(), vacated.tolist(), strict=True)]
 
-    def layout(self, window: int | None, lengths_R: Ints) -> _Layout:
-        """For layers with this window. Pages that no query sees any more are left out."""
-        if window not in self._layouts:
-            groups = self._all
-            if window is not None:
-                seen = self._starts_N + PAGE_TOKENS + window > lengths_R[self._rows_N]
-                groups = groups if seen.all() else self._groups(np.flatnonzero(seen))
-            self._layouts[window] = self._lay_out(groups)
-        return self._layouts[window]
-
     def _groups(self, pairs: Ints) -> list[_Group]:
         """Pages with one reader, and those with several; these divided by their number where that saves much."""
         pairs = pairs[np.argsort(self._slots_N[pairs], kind="stable")]
-        slots, counts = np.unique(self._slots_N[pairs], return_counts=True)
+        sorted_slots = self._slots_N[pairs]
+        firsts = np.flatnonzero(np.diff(sorted_slots, prepend=-1))
+        slots, counts = sorted_slots[firsts], np.diff(firsts, append=len(pairs))
         groups: list[_Group] = []
 
         def add(chosen: npt.NDArray[np.bool_]) -> None:
@@ -190,47 +194,62 @@ class Tables:
         return groups
 
     def _lay_out(self, groups: Sequence[_Group]) -> _Layout:
+        kv_heads, group = self._heads
         classes: list[_Class] = []
-        queries, results, positions, units = [], [], [], 0
-        heads = np.arange(self._kv_heads)[None, :, None]
-        for group in groups:
-            width = int(group.counts.max())
-            low, high = int(group.slots[0]), int(group.slots[-1]) + 1
-            in_view = group.lie_together
-            pages = high - low if in_view else len(group.slots)
-            index = group.slots - low if in_view else np.arange(pages)
-            starts = np.full(pages, NOWHERE)
-            readers, own = np.zeros((pages, width), dtype=np.int64), np.full((pages, width), self.rows)
-            if width == 1:
-                rows = self._rows_N[group.pairs]
-                readers[index, 0] = own[index, 0] = rows
-                starts[index] = self._starts_N[group.pairs]
-            else:
-                last = np.cumsum(group.counts)
-                place = np.arange(len(group.pairs)) - np.repeat(last - group.counts, group.counts)
-                of_page = np.repeat(index, group.counts)
-                readers[of_page, place] = own[of_page, place] = self._rows_N[group.pairs]
-                starts[index] = self._starts_N[group.pairs[last - 1]]
-            queries.append((readers[:, None, :] * self._kv_heads + heads).reshape(-1))
-            results.append((own[:, None, :] * self._kv_heads + heads).reshape(-1))
-            positions.append(np.repeat(starts, width * self._kv_heads))
-            size = pages * width * self._kv_heads
-            classes.append(
-                _Class(
-                    slice(low, high) if in_view else self._tensor(group.slots),
-                    slice(units, units + size),
-                    (pages, width),
-                    self._tensor(starts),
-                    self._tensor(readers),
-                    full=width > 1,
-                )
-            )
-            units += size
-        result = np.concatenate(results)
-        in_order = np.lexsort((np.concatenate(positions), result))
-        in_order = in_order[: np.count_nonzero(result < self.rows * self._kv_heads)]
-        arrays = (np.concatenate(queries), result, in_order, result[in_order])
-        return _Layout(classes, *map(self._tensor, arrays))
+        starts, readers, queries, units, pairs = [], [], [], 0, 0
+        # The unit of a pair's first key head, and how far the others lie apart.
+        unit_N, width_N = np.full(len(self._slots_N), -1), np.zeros(len(self._slots_N), dtype=np.int64)
+        heads = np.arange(kv_heads)[None, :, None]
+        for part in groups:
+            width = int(part.counts.max())
+            low, high = int(part.slots[0]), int(part.slots[-1]) + 1
+            in_view = part.lie_together
+            pages = high - low if in_view else len(part.slots)
+            index = part.slots - low if in_view else np.arange(pages)
+            begins = np.cumsum(part.counts) - part.counts
+            of_page = np.repeat(index, part.counts)
+            place = np.arange(len(part.pairs)) - np.repeat(begins, part.counts)
+            read_by, begin = np.zeros((pages, width), dtype=np.int64), np.full((pages, width), NOWHERE)
+            read_by[of_page, place] = self._rows_N[part.pairs]
+            begin[of_page, place] = self._starts_N[part.pairs]
+            unit_N[part.pairs] = units + of_page * (kv_heads * width) + place
+            width_N[part.pairs] = width
+            readers.append(read_by.reshape(-1))
+            starts.append(begin.reshape(-1))
+            queries.append((read_by[:, None, :] * kv_heads + heads).reshape(-1))
+            size, room = pages * kv_heads * width, pages * width
+            where = slice(low, high) if in_view else self._tensor(part.slots)
+            own = slice(units, units + size), (pages, width), slice(pairs, pairs + room)
+            classes.append(_Class(where, *own, full=width > 1))
+            units, pairs = units + size, pairs + room
+        seen = unit_N >= 0
+        padded = np.full((self.rows, kv_heads, group, int(self._counts_R.max())), units * group)
+        by_head = (unit_N[:, None] + np.arange(kv_heads) * width_N[:, None])[:, :, None] * group + np.arange(group)
+        padded[self._rows_N[seen], :, :, self._places_N[seen]] = by_head[seen]
+        padded = padded.reshape(-1)
+        present = np.flatnonzero(padded < units * group)
+        counts_R = np.bincount(self._rows_N[seen], minlength=self.rows)
+        counts = np.repeat(counts_R, kv_heads * group)
+        return _Layout(
+            classes,
+            starts=self._tensor(np.concatenate(starts)),
+            readers=self._tensor(np.concatenate(readers)),
+            queries=self._tensor(np.concatenate(queries)),
+            padded=self._tensor(padded),
+            in_order=self._tensor(padded[present]),
+            present=None if len(present) == len(padded) else self._tensor(present),
+            offsets=self._tensor(np.cumsum(counts) - counts),
+        )
+
+    def layout(self, window: int | None, lengths_R: Ints) -> _Layout:
+        """For layers with this window. Pages that no query sees any more are left out."""
+        if window not in self._layouts:
+            groups = self._all
+            if window is not None:
+                seen = self._starts_N + PAGE_TOKENS + window > lengths_R[self._rows_N]
+                groups = groups if seen.all() else self._groups(np.flatnonzero(seen))
+            self._layouts[window] = self._lay_out(groups)
+        return self._layouts[window]
 
     def _tensor(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -253,22 +272,26 @@ class DecodePlan:
         self.lengths = torch.from_numpy(self.lengths_R).to(self.places.slots.device)
 
     def layout(self, window: int | None) -> tuple[_Layout, list[torch.Tensor | None]]:
-        """What a layer with this window works through, and for each class what is added to its scores, see `_mask`."""
+        """What a layer with this window works through, and for each class what is added to its scores, see `_masks`."""
         if window not in self._layouts:
             layout = self.tables.layout(window, self.lengths_R)
-            self._layouts[window] = layout, [self._mask(pages, window) for pages in layout.classes]
+            self._layouts[window] = layout, self._masks(layout, window)
         return self._layouts[window]
 
-    def _mask(self, pages: _Class, window: int | None) -> torch.Tensor | None:
-        """(n, 1, W, 1, PAGE_TOKENS) in float32; None: all keys are seen."""
-        if pages.full and window is None:
-            return None
+    def _masks(self, layout: _Layout, window: int | None) -> list[torch.Tensor | None]:
+        """(n, 1, W, 1, PAGE_TOKENS) in float32 for each class; None: all keys are seen."""
         offsets = torch.arange(PAGE_TOKENS, device=self.lengths.device)
-        left = (self.lengths[pages.readers] - pages.starts[:, None])[:, :, None]
+        left = (self.lengths.index_select(0, layout.readers) - layout.starts)[:, None]
         hidden = offsets > left
         if window is not None:
             hidden |= offsets <= left - window
-        return hidden.float().mul_(HIDDEN)[:, None, :, None, :]
+        mask = hidden.float().mul_(HIDDEN)
+        return [
+            None
+            if part.full and window is None
+            else mask[part.pairs].view(part.shape[0], 1, part.shape[1], 1, PAGE_TOKENS)
+            for part in layout.classes
+        ]
 
 
 def decode_attention(
@@ -282,42 +305,50 @@ def decode_attention(
     group, units = heads // kv_heads, len(layout.queries)
     scale = layer.scaling if layer.softcap is None else layer.scaling / layer.softcap
     # The heads that share a key head become query positions of it, so keys are never repeated in memory.
-    by_head = (query[0].transpose(0, 1) * scale).reshape(rows * kv_heads, group, dim)
+    by_head = query[0].transpose(0, 1).reshape(rows * kv_heads, group * dim)
     queries = by_head.index_select(0, layout.queries)
     all_keys, all_values = plan.cache.layer(layer.index)
     scores = torch.empty(units, group, PAGE_TOKENS, device=query.device)
-    for pages in layout.classes:
-        n, width = pages.shape
-        keys = all_keys[pages.pages].view(n * kv_heads, PAGE_TOKENS, dim)
-        into = scores[pages.units].view(n * kv_heads, width * group, PAGE_TOKENS)
-        _multiply(queries[pages.units].view(n * kv_heads, width * group, dim), keys.transpose(1, 2), into)
-    if layer.softcap is not None:
-        scores.tanh_().mul_(layer.softcap)
-    for pages, mask in zip(layout.classes, masks, strict=True):
-        if mask is not None:
-            n, width = pages.shape
-            scores[pages.units].view(n, kv_heads, width, group, PAGE_TOKENS).add_(mask)
-    results = layout.results
-    largest = scores.new_full(((rows + 1) * kv_heads, group), HIDDEN)
-    largest.scatter_reduce_(0, results[:, None].expand(units, group), scores.amax(dim=-1), "amax")
-    scores.sub_(largest.index_select(0, results)[:, :, None]).exp_()
-    by_page = scores.sum(dim=-1).index_select(0, layout.in_order)
-    total = scores.new_zeros(rows * kv_heads, group).index_add_(0, layout.sums, by_page)
-    weighted = torch.empty(units, group, dim, device=query.device)
-    weights = scores.to(query.dtype)
-    for pages in layout.classes:
-        n, width = pages.shape
-        values = all_values[pages.pages].view(n * kv_heads, PAGE_TOKENS, dim)
-        into = weighted[pages.units].view(n * kv_heads, width * group, dim)
-        _multiply(weights[pages.units].view(n * kv_heads, width * group, PAGE_TOKENS), values, into)
-    by_page = weighted.flatten(1).index_select(0, layout.in_order)
-    out = scores.new_zeros(rows * kv_heads, group * dim).index_add_(0, layout.sums, by_page)
-    return (out.view(rows, heads, dim) / total.view(rows, heads, 1)).to(query.dtype)[None]
+    for part, mask in zip(layout.classes, masks, strict=True):
+        n, width = part.shape
+        keys = all_keys[part.pages].view(n * kv_heads, PAGE_TOKENS, dim).transpose(1, 2)
+        into = scores[part.units].view(n * kv_heads, width * group, PAGE_TOKENS)
+        of = queries[part.units].view(n * kv_heads, width * group, dim)
+        by_pair = into.view(n, kv_heads, width, group, PAGE_TOKENS)
+        if mask is None or layer.softcap is not None:
+            _multiply(of, keys, into, scale)
+        else:
+            _multiply(of, keys, by_pair.copy_(mask).view(into.shape), scale, add=True)
+        if layer.softcap is not None:
+            into.tanh_().mul_(layer.softcap)
+            if mask is not None:
+                by_pair.add_(mask)
+    # A softmax of each page for itself; pages are joined by the sums of their exponentials (as logarithms, `masses`).
+    largest = scores.amax(dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    masses = scores.new_full((units * group + 1,), HIDDEN)  # the last one is for what is not there
+    torch.sub(largest, weights.amax(dim=-1).log_(), out=masses[:-1].view(units, group))
+    results = torch.empty(units * group, dim, device=query.device)
+    weights = weights.to(query.dtype)
+    for part in layout.classes:
+        n, width = part.shape
+        values = all_values[part.pages].view(n * kv_heads, PAGE_TOKENS, dim)
+        into = results.view(units, group * dim)[part.units].view(n * kv_heads, width * group, dim)
+        _multiply(weights[part.units].view(n * kv_heads, width * group, PAGE_TOKENS), values, into)
+    shares = masses.index_select(0, layout.padded).view(rows * heads, -1).softmax(dim=-1).view(-1)
+    if layout.present is not None:
+        shares = shares.index_select(0, layout.present)
+    out = F.embedding_bag(layout.in_order, results, layout.offsets, mode="sum", per_sample_weights=shares)
+    return out.view(1, rows, heads, dim).to(query.dtype)
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor) -> None:
-    """Matrix products of a batch, into float32."""
+def _multiply(
+    left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, scale: float = 1.0, add: bool = False
+) -> None:
+    """Matrix products of a batch times `scale`, into float32 or (add) in addition to what is there."""
     if left.dtype == into.dtype:
-        torch.bmm(left, right, out=into)
+        torch.baddbmm(into, left, right, beta=int(add), alpha=scale, out=into)
+    elif add:
+        into.add_(torch.bmm(left, right), alpha=scale)
     else:
-        into.copy_(torch.bmm(left, right))
+        torch.mul(torch.bmm(left, right), scale, out=into)

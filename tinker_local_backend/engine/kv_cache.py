@@ -13,7 +13,7 @@ import torch
 from tinker_local_backend.engine.pages import PAGE_TOKENS
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Places:
     """Where keys of a pass are stored: row `rows[i]` of the pass goes to token `offsets[i]` of page `slots[i]`; int64 each.
 
@@ -23,19 +23,37 @@ class Places:
     slots: torch.Tensor
     offsets: torch.Tensor
     rows: torch.Tensor | None = None
+    _index: torch.Tensor | None = None
+
+    def index(self, kv_heads: int) -> torch.Tensor:
+        """(places * kv_heads,): the same in a layer's keys (pages * kv_heads * PAGE_TOKENS, head_dim), for all its heads."""
+        if self._index is None:
+            heads = torch.arange(kv_heads, device=self.slots.device)
+            self._index = ((self.slots[:, None] * kv_heads + heads) * PAGE_TOKENS + self.offsets[:, None]).flatten()
+        return self._index
 
 
 class KVCache:
     """Layout per layer: (2, pages, kv_heads, PAGE_TOKENS, head_dim), keys before values.
 
-    While the tensors grow, one layer exists twice for a moment.
+    While the tensors grow, one layer exists twice for a moment. With `fixed` pages there are so many from the beginning, and
+    their addresses never change.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self.pages = 0
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed: int | None = None,
+    ):
+        self.pages = fixed or 0
+        self._fixed = fixed is not None
         self.kv_heads, self._head_dim = kv_heads, head_dim
         self._dtype, self._device = dtype, device
-        self._layers = [self._empty(0) for _ in range(layers)]
+        self._layers = [self._empty(self.pages) for _ in range(layers)]
 
     def _empty(self, pages: int) -> torch.Tensor:
         # Zeros, not empty memory: masked positions still enter the matrix product, and 0 * NaN would be NaN.
@@ -43,7 +61,12 @@ class KVCache:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def resize(self, pages: int) -> None:
-        """Have so many pages; those that stay keep their contents. 0 gives the memory back."""
+        """Have so many pages; those that stay keep their contents. 0 gives the memory back, or zeroes it if it is fixed."""
+        if self._fixed:
+            if pages == 0:
+                for layer in self._layers:
+                    layer.zero_()
+            return
         if pages == self.pages:
             return
         kept = min(pages, self.pages)
@@ -69,9 +92,9 @@ class KVCache:
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         if places.rows is not None:
             keys, values = keys[places.rows], values[places.rows]
-        all_keys, all_values = self.layer(layer)
-        all_keys[places.slots, :, places.offsets] = keys
-        all_values[places.slots, :, places.offsets] = values
+        index, dim = places.index(self.kv_heads), self._head_dim
+        for stored, new in zip(self.layer(layer), (keys, values), strict=True):
+            stored.view(-1, dim).index_copy_(0, index, new.reshape(-1, dim))
 
     def read(self, layer: int, slots: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first `tokens` of a table of pages, each (1, kv_heads, tokens, head_dim)."""

@@ -6,7 +6,7 @@ An `Adapter` is a plain table of A and B matrices in float32; training updates i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -116,11 +116,26 @@ Spans = list[tuple[Rows, "Adapter"]]
 """Which rows use which adapter. Rows that are in none go through the base model alone."""
 
 
+AddLora = Callable[[str, torch.Tensor, torch.Tensor], None]
+"""(path of a linear, its input (rows, in), its output (rows, out)): adds what the adapters contribute to the output."""
+
+
 @dataclass
 class AdapterRouting:
     """Which rows of the current forward pass use which adapter. Owned by the engine's worker thread."""
 
     spans: Spans = field(default_factory=list)
+    add: AddLora | None = None
+    """in place of `spans`, where the adapters lie in slots (cuda/slots.py)"""
+
+    @contextmanager
+    def through(self, add: AddLora) -> Iterator[None]:
+        """Within: `add` computes what adapters contribute."""
+        before, self.add = self.add, add
+        try:
+            yield
+        finally:
+            self.add = before
 
     @contextmanager
     def use(self, spans: Spans) -> Iterator[None]:
@@ -166,6 +181,8 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = linear(x, self.weight, self.bias)
+        if self.routing.add is not None:
+            self.routing.add(self.name, x[0], y[0])
         for rows, adapter in self.routing.spans:
             a = adapter.a.get(self.name)
             if a is None:

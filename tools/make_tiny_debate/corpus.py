@@ -8,6 +8,7 @@ import random
 
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, OPPONENT, judge_user_prompt
 from tinker_cookbook.debate.step_judges import CHECK_SYSTEM
+from tinker_cookbook.debate.views import DebateView, SeatView
 from tinker_cookbook.tasks.collatz import COLLATZ_SYSTEM, LABELS, OBJECTION_REQUEST, SUPPORT_REQUEST, next_number
 from tools.make_tiny_debate.trails import WORLD, before, draw, is_misconceived, mistakes, slip, write, write_wrong
 
@@ -150,7 +151,8 @@ def consultancy(rng: random.Random) -> Turns:
 def judged(start: int, numbers_a: list[int], numbers_b: list[int], speeches: tuple[str, str]) -> Turns:
     """What a judge of two rounds is shown."""
     rounds = [[answer_text(numbers), speech] for numbers, speech in zip((numbers_a, numbers_b), speeches, strict=True)]
-    return [("system", JUDGE_SYSTEM), ("user", judge_user_prompt(str(start), *rounds))]
+    view = DebateView(str(start), tuple(map(SeatView, rounds)), ())
+    return [("system", JUDGE_SYSTEM), ("user", judge_user_prompt(view))]
 
 
 def verdict(rng: random.Random) -> Turns:

@@ -15,6 +15,7 @@ from tinker_cookbook.debate.prompts import (
     REBUTTAL,
     judge_user_prompt,
 )
+from tinker_cookbook.debate.views import DebateView, SeatView
 from tinker_cookbook.tasks.summary import SUMMARY_SYSTEM
 from tools.make_tiny_model import arithmetic
 from tools.make_tiny_model.news import Article, Summary, write_article, write_summary
@@ -138,7 +139,10 @@ class Debate:
         """System and user turn of the judge, without the verdict."""
         return [
             ("system", JUDGE_SYSTEM),
-            ("user", judge_user_prompt(self.context, self.a.rounds, self.b.rounds)),
+            (
+                "user",
+                judge_user_prompt(DebateView(self.context, (SeatView(self.a.rounds), SeatView(self.b.rounds)), ())),
+            ),
         ]
 
 

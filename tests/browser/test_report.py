@@ -1,0 +1,217 @@
+"""The report of real runs in a browser: what a reader does with it, without an error and without the network."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import Watched
+from tests.report.made import write_run, write_step
+from tinker_cookbook.report.page import write_page
+from tinker_cookbook.report.runs import open_runs
+from tinker_cookbook.report.serve import Reports, Server
+from tinker_cookbook.utils.files import append_jsonl
+
+pytestmark = pytest.mark.browser
+
+RealRun = Callable[[str], Path]
+
+SPEECHES = {
+    "script": "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>",
+    "right to left": "שלום עולם מרחבא",
+    "long": "word " * 40_000,
+    "control": "a\x00b\x1b[31mc",
+    "emoji": "🙂 漢字 e\u0301",
+}
+
+
+def report(tmp_path: Path, *folders: Path) -> str:
+    path = tmp_path / "report.html"
+    path.write_bytes(write_page(open_runs([str(folder) for folder in folders]), "a report"))
+    return path.as_uri()
+
+
+@contextmanager
+def served(*folders: Path) -> Iterator[str]:
+    with Server(Reports([str(folder) for folder in folders]), "served") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.url
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def open_panel(page: Any, name: str) -> None:
+    page.get_by_role("tab", name=name).click()
+
+
+def test_a_debate_is_laid_out_as_a_debate(watched: Watched, real_run: RealRun, tmp_path: Path) -> None:
+    page = watched.page
+    url = report(tmp_path, real_run("debate"))
+    page.goto(url)
+    assert page.get_by_text("sampler and trainer").is_visible()
+    open_panel(page, "Rollouts")
+    page.wait_for_selector(".list .row")
+    rows = page.locator(".list .row")
+    everything = page.locator(".count").text_content()
+    rows.first.click()
+    page.wait_for_selector(".debate")
+    assert page.get_by_text("Round 3").is_visible() and page.get_by_text("Verdict:").count() == 1
+    assert page.locator(".debate .turn").count() == 6
+    page.get_by_label("steps (3 or 2-5)").fill("1-2")
+    assert page.locator(".list .row span").first.text_content() == "1"
+    page.get_by_label("verdict").select_option("A")
+    assert page.locator(".count").text_content() != everything
+    watched.check(url)
+
+
+def test_tokens_take_the_colour_of_their_numbers(watched: Watched, real_run: RealRun, tmp_path: Path) -> None:
+    page = watched.page
+    url = report(tmp_path, real_run("tools"))
+    page.goto(url)
+    open_panel(page, "Rollouts")
+    page.locator(".list .row").first.click()
+    page.wait_for_selector(".said.reply")
+    colours = {}
+    for name in ("none", "advantage", "sampled", "trainer", "difference"):
+        page.get_by_label("colour by").select_option(name)
+        page.wait_for_selector(f".said.reply[data-coloured='{name}']")
+        colours[name] = page.eval_on_selector_all(".said.reply span", "all => all.map(one => one.style.background)")
+    assert not any(colours["none"]) and any(colours["sampled"])
+    page.locator(".said.reply span").first.hover()
+    assert "sampled" in (page.locator(".tip").text_content() or "")
+    assert page.locator(".turn").count() >= 1
+    watched.check(url)
+
+
+def test_curves_of_supervised_fine_tuning(watched: Watched, real_run: RealRun, tmp_path: Path) -> None:
+    page = watched.page
+    url = report(tmp_path, real_run("sft"))
+    page.goto(url)
+    open_panel(page, "Curves")
+    page.wait_for_selector(".chart canvas")
+    before = page.locator(".chart[data-metric='train_mean_nll'] canvas").first.screenshot()
+    page.get_by_label("smoothing").fill("0.9")
+    page.wait_for_selector(".chart canvas")
+    assert page.locator(".chart[data-metric='train_mean_nll'] canvas").first.screenshot() != before
+    page.get_by_label("metric name contains").fill("no such metric")
+    assert page.get_by_text("No metric has such a name.").is_visible()
+    page.get_by_label("metric name contains").fill("optim/lr")
+    assert page.locator(".chart").count() == 1
+    open_panel(page, "Rollouts")
+    assert page.get_by_text("This run has no records of rollouts").is_visible()
+    watched.check(url)
+
+
+def test_two_runs_of_a_sweep_are_compared(watched: Watched, real_run: RealRun, tmp_path: Path) -> None:
+    page = watched.page
+    url = report(tmp_path, real_run("sweep"))
+    page.goto(url)
+    open_panel(page, "Runs")
+    assert page.locator("tbody tr.best").count() == 1
+    assert page.locator("svg polyline").count() == 4
+    names = [text.split(" (best)")[0] for text in page.locator("tbody tr td:first-child label").all_text_contents()[:4]]
+    page.get_by_role("button", name="learning_rate", exact=True).click()
+    sorted_names = [
+        t.split(" (best)")[0] for t in page.locator("tbody tr td:first-child label").all_text_contents()[:4]
+    ]
+    assert sorted(names) == sorted(sorted_names) and [("0.001" in name) for name in sorted_names] in (
+        [True, True, False, False],
+        [False, False, True, True],
+    )
+    page.get_by_label("at 3, which all have reached").check()
+    open_panel(page, "Curves")
+    assert page.get_by_text("(2 seeds)").first.is_visible()
+    watched.check(url)
+
+
+def test_what_a_model_wrote_is_shown_as_text(watched: Watched, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"num_groups_to_log": 9, "evil": SPEECHES["script"]}, [{"step": 0, "a": 1.0}])
+    write_step(folder, 0, [[(text, text, 1.0), (text, "", 0.0)] for text in SPEECHES.values()])
+    page = watched.page
+    url = report(tmp_path, folder)
+    page.goto(url)
+    open_panel(page, "Rollouts")
+    page.wait_for_selector(".list .row")
+    for group, text in enumerate(SPEECHES.values()):
+        page.locator(f".list .row[data-id='0-{group}-0']").click()
+        page.wait_for_selector(f"h2:has-text('group {group}, member 0')")
+        shown = page.locator(".said.reply").first.text_content() or ""
+        wanted = text.replace("\x00", "\u2400").replace("\x1b", "\u241b")
+        assert shown == wanted
+    page.locator(".list .row[data-id='0-0-1']").click()
+    page.wait_for_selector("h2:has-text('member 1')")
+    assert page.get_by_text("(nothing)").is_visible()
+    open_panel(page, "Config")
+    assert page.get_by_text(SPEECHES["script"]).first.is_visible()
+    assert page.evaluate("window.hacked") is None
+    watched.check(url)
+
+
+def test_a_step_of_a_run_that_goes_on_appears_within_two_seconds(watched: Watched, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {}, [{"step": 0, "env/all/reward/total": 0.25, "train_mean_nll": 1.0}])
+    write_step(folder, 0, [[("2 + 2?", "four", 1.0), ("2 + 2?", "no", 0.0)]])
+    page = watched.page
+    with served(folder) as url:
+        page.goto(url)
+        page.wait_for_selector("text=What was measured")
+        time.sleep(1.5)  # the first look is taken
+        append_jsonl(folder / "metrics.jsonl", {"step": 1, "env/all/reward/total": 0.8125})
+        begun = time.monotonic()
+        page.wait_for_selector("text=0.8125", timeout=5000)
+        assert time.monotonic() - begun < 2.0
+        open_panel(page, "Rollouts")
+        page.wait_for_selector(".list .row")
+        write_step(folder, 1, [[("2 + 2?", "five", 1.0), ("2 + 2?", "no", 0.0)]])
+        append_jsonl(folder / "metrics.jsonl", {"step": 2, "env/all/reward/total": 0.5})
+        page.wait_for_selector("text=4 of 4 rollouts", timeout=5000)
+        page.get_by_label("text in it").fill("five")
+        page.get_by_label("text in it").press("Enter")
+        page.wait_for_selector("text=1 of 4 rollouts")
+        watched.check(url)
+
+
+def test_64000_rollouts_are_usable_within_two_seconds_and_scroll(watched: Watched, tmp_path: Path) -> None:
+    rows = [{"step": step, "env/all/reward/total": step / 1000} for step in range(1000)]
+    folder = write_run(tmp_path / "run", {}, rows)
+    groups = [[(f"question {g}", f"answer {m}", float(m)) for m in range(8)] for g in range(8)]
+    write_step(folder, 0, groups)
+    first = folder / "iteration_000000" / "rollouts.parquet"
+    for step in range(1, 1000):
+        other = folder / f"iteration_{step:06d}"
+        other.mkdir()
+        (other / "rollouts.parquet").write_bytes(first.read_bytes())
+    page = watched.page
+    with served(folder) as url:
+        begun = time.monotonic()
+        page.goto(url + "#panel=rollouts")
+        page.wait_for_selector(".list .row")
+        page.locator(".list .row").first.click()
+        page.wait_for_selector(".said.reply")
+        assert time.monotonic() - begun < 2.0
+        page.wait_for_selector("text=64000 of 64000 rollouts", timeout=120_000)
+        slowest = page.evaluate(
+            """async () => {
+                const list = document.querySelector(".list");
+                let slowest = 0, last = performance.now();
+                for (let i = 0; i < 60; i++) {
+                    list.scrollTop += 20000;
+                    await new Promise((resume) => requestAnimationFrame(resume));
+                    const now = performance.now();
+                    slowest = Math.max(slowest, now - last);
+                    last = now;
+                }
+                return slowest;
+            }"""
+        )
+        assert slowest < 500
+        assert page.locator(".list .row").count() < 200
+        watched.check(url)

@@ -1,0 +1,121 @@
+"""Asking a judge more than once: in several orders of the seats, or several times, with one verdict of it all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tinker_cookbook.completers import TokenCompleter
+from tinker_cookbook.debate.lm_judge import Judge
+from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
+from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.utils.misc_utils import gather_all
+
+
+@dataclass(frozen=True)
+class BothOrdersJudge(Judge):
+    """Asks with the seats in their order and in reverse; where the two verdicts differ, it is a TIE.
+
+    What the judge says of a position cancels: it wins nothing. Shares of soft verdicts are averaged. Without a verdict in
+    one order there is none. A single answer has one order.
+    """
+
+    judge: Judge
+
+    async def __call__(self, view: DebateView) -> Verdict:
+        places = range(len(view.seats))
+        if len(places) == 1:
+            return await self.judge(view)
+        orders = [tuple(places), tuple(reversed(places))]
+        shown = [replace(view.in_order(order), key=(*view.key, i)) for i, order in enumerate(orders)]
+        said = await gather_all(self.judge(one) for one in shown)
+        return _agreed([_in_view_order(verdict, order) for verdict, order in zip(said, orders, strict=True)])
+
+    def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:
+        return BothOrdersJudge(self.judge.of_policy(policy, renderer))
+
+
+@dataclass(frozen=True)
+class VotesJudge(Judge):
+    """Asks `votes` times, with random numbers of its own each time; whoever has most votes wins, and equally many are a TIE.
+
+    A TIE counts as a vote for TIE. Votes without a verdict do not count; without any vote it is INVALID. The shares are
+    those of the votes, or the mean of soft verdicts.
+    """
+
+    judge: Judge
+    votes: int
+
+    async def __call__(self, view: DebateView) -> Verdict:
+        said = await gather_all(self.judge(replace(view, key=(*view.key, vote))) for vote in range(self.votes))
+        return _elected(said, view)
+
+    def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:
+        return VotesJudge(self.judge.of_policy(policy, renderer), self.votes)
+
+
+def _in_view_order(verdict: Verdict, order: Sequence[int]) -> Verdict:
+    """A verdict about seats that were shown in this order, about the seats of the view."""
+
+    def seat_of(winner: Winner) -> Winner:
+        return winner if winner.seat is None else Winner(Seat(order[winner.seat]).name)
+
+    shares = verdict.shares
+    if shares is not None:
+        shares = tuple(shares[order.index(i)] for i in range(len(order)))
+    votes = tuple(seat_of(vote) for vote in verdict.votes)
+    return replace(verdict, winner=seat_of(verdict.winner), shares=shares, votes=votes)
+
+
+def _agreed(said: Sequence[Verdict]) -> Verdict:
+    winners = tuple(verdict.winner for verdict in said)
+    together = _together(said, winners)
+    if Winner.INVALID in winners:
+        return replace(together, winner=Winner.INVALID)
+    shares = _mean_shares(said)
+    winner = winners[0] if len(set(winners)) == 1 else Winner.TIE
+    return replace(together, winner=winner, shares=shares)
+
+
+def _elected(said: Sequence[Verdict], view: DebateView) -> Verdict:
+    valid = [verdict for verdict in said if verdict.winner is not Winner.INVALID]
+    together = _together(said, tuple(verdict.winner for verdict in said))
+    if not valid:
+        return replace(together, winner=Winner.INVALID)
+    counted = Counter(verdict.winner for verdict in valid)
+    most = max(counted[option] for option in view.options)
+    leading = [option for option in view.options if counted[option] == most]
+    winner = leading[0] if len(leading) == 1 and most > counted[Winner.TIE] else Winner.TIE
+    shares = _mean_shares(valid)
+    if shares is None:
+        options = range(view.num_options)
+        found = [[verdict.share(i, view.num_options) or 0.0 for i in options] for verdict in valid]
+        shares = tuple(sum(column) / len(valid) for column in zip(*found, strict=True))
+    return replace(together, winner=winner, shares=shares)
+
+
+def _mean_shares(said: Sequence[Verdict]) -> tuple[float, ...] | None:
+    """None when any of them is hard."""
+    shares = [verdict.shares for verdict in said if verdict.shares is not None]
+    if len(shares) < len(said):
+        return None
+    return tuple(sum(column) / len(shares) for column in zip(*shares, strict=True))
+
+
+def _together(said: Sequence[Verdict], winners: tuple[Winner, ...]) -> Verdict:
+    """What the calls have in common: the words of all, the last call, the sum of what they took. The winner is settled later."""
+    usage = Counter[str]()
+    for verdict in said:
+        usage.update(verdict.usage)
+    return Verdict(
+        Winner.TIE,
+        "\n".join(verdict.reasoning for verdict in said if verdict.reasoning),
+        "\n".join(verdict.raw_response for verdict in said if verdict.raw_response),
+        said[-1].call,
+        retries=sum(verdict.retries for verdict in said),
+        usage=dict(usage),
+        votes=tuple(
+            vote for verdict, winner in zip(said, winners, strict=True) for vote in (verdict.votes or (winner,))
+        ),
+    )

@@ -1,0 +1,212 @@
+"""How the policy is asked for a turn: the first prompt of a seat, and what comes between two of its turns.
+
+With a renderer that has the extension property each prompt is the one before, one's own reply and injected ids, so a seat's
+whole debate is one datum. Other renderers rewrite what was said (they drop earlier thinking, say): there each prompt is
+rendered anew from the messages, and each turn is a datum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tinker_cookbook.debate.injection import TurnInjection, make_injection, opening_prompt, repeated
+from tinker_cookbook.debate.prompts import OPPONENT, Wording
+from tinker_cookbook.debate.protocols import Heard, ProtocolConfig, Slot, heard_before
+from tinker_cookbook.debate.quotes import QUOTE_REQUEST
+from tinker_cookbook.debate.transcript import Transcript, Turn
+from tinker_cookbook.debate.views import Seat
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.renderers.replies import decode_reply, reply_text
+from tinker_cookbook.tasks.types import Task
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """What a seat is told before it speaks, with a placeholder for each turn that it has not heard."""
+
+    text: str
+    heard: tuple[Heard, ...]
+    injection: TurnInjection | None = None
+    """`text` as token ids; None: the renderer has no extension property, or it is the first prompt"""
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """What is the same for all debates of a run about how turns are asked for."""
+
+    task: Task
+    renderer: Renderer
+    protocol: ProtocolConfig
+    wording: Wording
+    requests: Mapping[tuple[Seat, ...], Mapping[tuple[Seat, int], TurnRequest]]
+    """by the seats that speak, then by seat and slot; without the first prompts"""
+    answer_request: str
+    """what stands behind the task's own system prompt"""
+    max_first_prompt: int | None = None
+    """longest first prompt, without what it is told of others, with which a debate surely fits the context; a longer
+    question is not debated"""
+
+    @classmethod
+    def make(
+        cls,
+        task: Task,
+        renderer: Renderer,
+        protocol: ProtocolConfig,
+        wording: Wording,
+        answer_request: str = "",
+        max_tokens: int | None = None,
+        context_window: int | None = None,
+    ) -> Dialogue:
+        """`max_tokens` per turn and `context_window`, when both are given, bound the first prompt."""
+        requests = {
+            speakers: _requests(renderer, protocol, wording, speakers)
+            for speakers in {protocol.speakers(draw) for draw in range(2)}
+        }
+        room = None
+        if max_tokens is not None and context_window is not None:
+            room = min(
+                _room(protocol, speakers, seat, found, max_tokens, context_window)
+                for speakers, found in requests.items()
+                for seat in speakers
+            )
+        return cls(task, renderer, protocol, wording, requests, answer_request, room)
+
+    def opening(self, transcript: Transcript, seat: Seat) -> tuple[list[Message], tuple[Heard, ...]]:
+        """The messages of a seat's first prompt, and whose turns take the place of the `{opponent}` in the last of them."""
+        item = transcript.item
+        if self._answers(seat):
+            return self.task.messages(item, self.answer_request), ()
+        slot = transcript.next_slot(seat)
+        assert slot is not None
+        heard = heard_before(transcript.slots, seat, slot)
+        others = [transcript.solution(other) or "" for other in transcript.seats if other is not seat]
+        text = self.wording.opening(transcript.role(seat), transcript.solution(seat), others, bool(heard))
+        if self.protocol.quotes:
+            text = f"{text} {QUOTE_REQUEST}"
+        asked = self.task.messages(item)[-1]
+        question = get_text_content(asked)
+        if OPPONENT in question:
+            raise ConfigurationError(
+                f"item {item.id}: the question holds {OPPONENT}, which marks where turns are inserted"
+            )
+        content = f"{question}\n\n{repeated(text, _names(heard, self.protocol))}"
+        return [{"role": "user", "content": content}], heard
+
+    def _answers(self, seat: Seat) -> bool:
+        """Whether the seat proposes an answer."""
+        return self.protocol.answers == "proposed" and not (self.protocol.name == "proposer_critic" and seat is Seat.B)
+
+    def fits(self, transcript: Transcript) -> bool:
+        """Whether the first prompts of all seats leave room for the debate. The same for all of them, or one would wait."""
+        if self.max_first_prompt is None:
+            return True
+        if transcript.fits is None:
+            alike = transcript.speakers[:1] if self._answers(transcript.speakers[-1]) else transcript.speakers
+            lengths = [
+                self.renderer.build_generation_prompt(self.opening(transcript, seat)[0]).length for seat in alike
+            ]
+            transcript.fits = max(lengths) <= self.max_first_prompt
+        return transcript.fits
+
+
+@dataclass
+class SeatDialogue:
+    """One seat's side of it: the prompt so far, as ids and as messages."""
+
+    dialogue: Dialogue
+    transcript: Transcript
+    seat: Seat
+    prompt: list[int] = field(default_factory=list)
+    _messages: list[Message] = field(default_factory=list)
+
+    async def open(self) -> list[int]:
+        """The first prompt, once everything has been said that it shows."""
+        messages, heard = self.dialogue.opening(self.transcript, self.seat)
+        turns = await self._hear(heard)
+        renderer = self.dialogue.renderer
+        if renderer.has_extension_property:
+            self.prompt = opening_prompt(renderer, messages, [turn.tokens for turn in turns])
+        else:
+            last = messages[-1]
+            told: Message = {"role": last["role"], "content": _told(get_text_content(last), turns)} if turns else last
+            self._messages = [*messages[:-1], told]
+            self.prompt = renderer.build_generation_prompt(self._messages).to_ints()
+        return self.prompt
+
+    async def go_on(self, action: list[int], slot: int) -> list[int]:
+        """The prompt for the seat's turn in this slot, after its turn `action`."""
+        request = self.dialogue.requests[self.transcript.speakers][self.seat, slot]
+        turns = await self._hear(request.heard)
+        renderer = self.dialogue.renderer
+        if request.injection is not None:
+            self.prompt = request.injection.next_prompt(renderer, self.prompt, action, *(turn.tokens for turn in turns))
+        else:
+            reply, _ = renderer.parse_response(action)
+            self._messages += [reply, {"role": "user", "content": _told(request.text, turns)}]
+            self.prompt = renderer.build_generation_prompt(self._messages).to_ints()
+        return self.prompt
+
+    async def _hear(self, heard: Sequence[Heard]) -> list[Turn]:
+        return [await self.transcript.hear(turn.seat, turn.slot) for turn in heard]
+
+    def turn(self, action: list[int], slot: Slot, stopped: bool) -> Turn:
+        """What was said, as the renderer reads it."""
+        renderer = self.dialogue.renderer
+        malformed = renderer.holds_control_token(action)
+        text, raw = reply_text(renderer, action), decode_reply(renderer, action)
+        return Turn(action, text, raw, malformed, slot.kind, slot.round, stopped)
+
+
+def _told(text: str, turns: Sequence[Turn]) -> str:
+    """The text with what was said in the places of `{opponent}`."""
+    first, *rest = text.split(OPPONENT)
+    return first + "".join(turn.text + part for turn, part in zip(turns, rest, strict=True))
+
+
+def _requests(
+    renderer: Renderer, protocol: ProtocolConfig, wording: Wording, speakers: tuple[Seat, ...]
+) -> dict[tuple[Seat, int], TurnRequest]:
+    slots = protocol.slots(speakers)
+    found: dict[tuple[Seat, int], TurnRequest] = {}
+    for seat in speakers:
+        own = [i for i, slot in enumerate(slots) if seat in slot.speakers]
+        for i in own[1:]:
+            heard = heard_before(slots, seat, i)
+            text = wording.request(protocol.role(seat, speakers), slots[i].round, protocol.num_rounds, bool(heard))
+            text = repeated(text, _names(heard, protocol))
+            injection = make_injection(renderer, text) if renderer.has_extension_property else None
+            found[seat, i] = TurnRequest(text, heard, injection)
+    return found
+
+
+def _names(heard: Sequence[Heard], protocol: ProtocolConfig) -> list[str]:
+    """Who says what, where there are several others."""
+    return [f"Agent {turn.seat.name}:" if protocol.seats > 2 else "" for turn in heard]
+
+
+def _room(
+    protocol: ProtocolConfig,
+    speakers: tuple[Seat, ...],
+    seat: Seat,
+    requests: Mapping[tuple[Seat, int], TurnRequest],
+    max_tokens: int,
+    context_window: int,
+) -> int:
+    """Tokens that are left for a seat's first prompt when every turn that it says and hears is as long as may be."""
+    slots = protocol.slots(speakers)
+    own = [i for i, slot in enumerate(slots) if seat in slot.speakers]
+    turns = len(own) + sum(len(heard_before(slots, seat, i)) for i in own)
+    around = sum(
+        request.injection.longest if request.injection is not None else len(request.text)
+        for (other, _), request in requests.items()
+        if other is seat
+    )
+    room = context_window - around - turns * max_tokens
+    if room < 1:
+        raise ConfigurationError(
+            f"max_tokens={max_tokens} leaves no room for a question: {turns} turns of a debate and the text "
+            f"around them fill the context of {context_window}; lower max_tokens"
+        )
+    return room

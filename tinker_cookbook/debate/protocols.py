@@ -1,0 +1,139 @@
+"""Who says what when: a protocol as a list of slots. Seats that share a slot speak at the same time.
+
+    debate            every seat has an answer and argues for it
+    proposer_critic   A answers, B argues against the answer; the judge says who is right
+    consultancy       one seat argues for an answer: its own (open), or the one that it is assigned
+    direct            an answer without arguments
+    key               the same, for a judge who is shown the answer key
+
+Answers are proposed by the seats themselves, or assigned: the right one and wrong ones, in an order that depends on the debate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import chz
+
+from tinker_cookbook.debate.views import Role, Seat
+from tinker_cookbook.exceptions import ConfigurationError
+
+ProtocolName = Literal["debate", "proposer_critic", "consultancy", "direct", "key"]
+PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)
+SILENT: tuple[ProtocolName, ...] = ("direct", "key")
+DEFAULT_ROUNDS = 2
+Kind = Literal["answer", "speech"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A moment of a debate: who speaks, and in which round of speeches (0: the answers)."""
+
+    speakers: tuple[Seat, ...]
+    round: int
+
+    @property
+    def kind(self) -> Kind:
+        return "answer" if self.round == 0 else "speech"
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A turn that a seat is shown before it speaks."""
+
+    seat: Seat
+    slot: int
+
+
+@chz.chz(typecheck=True)
+class ProtocolConfig:
+    """Who answers, who argues, in which order and how often."""
+
+    name: ProtocolName = chz.field(
+        default="debate",
+        doc="debate, proposer_critic, consultancy, direct or key (direct; the judge has the answer key)",
+    )
+    answers: Literal["proposed", "assigned"] = chz.field(
+        default="proposed",
+        doc="proposed: each seat answers for itself (an open consultancy); assigned: the right answer and wrong ones "
+        "(wrong_answers of a row, or answers to other questions) are given out",
+    )
+    order: Literal["simultaneous", "sequential"] = chz.field(
+        default="simultaneous", doc="of speeches: simultaneous, or sequential (each seat hears those before it)"
+    )
+    rounds: int | None = chz.field(
+        default=None, doc=f"speeches of each seat after the answers; default {DEFAULT_ROUNDS}; 0: answers alone"
+    )
+    seats: int = chz.field(default=2, doc=f"of a debate, 2 to {len(Seat)}; rollouts per debate")
+    quotes: bool = chz.field(
+        default=False, doc="ask for <quote>...</quote> and tell the judge which quotes stand in the article"
+    )
+
+    @chz.validate
+    def _check(self) -> None:
+        if not 2 <= self.seats <= len(Seat):
+            raise ConfigurationError(f"protocol.seats={self.seats}: must be from 2 to {len(Seat)}")
+        if self.seats != 2 and self.name != "debate":
+            raise ConfigurationError(f"protocol.seats={self.seats}: only protocol.name=debate takes more than two")
+        if self.rounds is not None and self.rounds < 0:
+            raise ConfigurationError(f"protocol.rounds={self.rounds}: must be at least 0")
+        if self.name in SILENT and self.rounds:
+            raise ConfigurationError(f"protocol.rounds={self.rounds}: nobody argues in protocol.name={self.name}")
+        if self.answers == "assigned" and self.name not in ("debate", "consultancy"):
+            raise ConfigurationError(
+                f"protocol.answers=assigned: protocol.name={self.name} judges an answer of the policy; use debate or "
+                "consultancy (whose judge can be shown the answers alone: measure=no_debate,with_key)"
+            )
+        if self.num_rounds == 0 and (self.answers == "assigned" or self.name == "proposer_critic"):
+            raise ConfigurationError(
+                f"protocol.rounds=0 with protocol.name={self.name}, protocol.answers={self.answers}: somebody would have "
+                "nothing to say; give at least 1"
+            )
+
+    @property
+    def num_rounds(self) -> int:
+        """Speeches of each seat."""
+        return 0 if self.name in SILENT else DEFAULT_ROUNDS if self.rounds is None else self.rounds
+
+    @property
+    def places(self) -> tuple[Seat, ...]:
+        """The seats of the verdict; one where it is whether an answer holds."""
+        if self.name == "consultancy" and self.answers == "assigned":
+            return (Seat.A, Seat.B)
+        return tuple(Seat)[: self.seats if self.name in ("debate", "proposer_critic") else 1]
+
+    @property
+    def num_speakers(self) -> int:
+        """Rollouts of a debate."""
+        return self.seats if self.name in ("debate", "proposer_critic") else 1
+
+    def speakers(self, draw: int) -> tuple[Seat, ...]:
+        """The seats that the policy speaks for. `draw` picks whose consultant it is, where answers are assigned."""
+        if self.name == "consultancy" and self.answers == "assigned":
+            return (Seat(draw % 2),)
+        return self.places
+
+    def role(self, seat: Seat, speakers: tuple[Seat, ...]) -> Role:
+        if seat not in speakers or self.num_rounds == 0:
+            return "answer"
+        if self.name == "proposer_critic":
+            return "proposer" if seat is Seat.A else "critic"
+        return "consultant" if self.name == "consultancy" else "debater"
+
+    def slots(self, speakers: tuple[Seat, ...]) -> tuple[Slot, ...]:
+        """Who speaks when. Answers are given independently of each other, whatever the order of the speeches."""
+        critical = self.name == "proposer_critic"
+        slots = [] if self.answers == "assigned" else [Slot(speakers[:1] if critical else speakers, 0)]
+        in_turn = speakers[::-1] if critical else speakers  # the critic begins
+        for round_ in range(1, self.num_rounds + 1):
+            sequential = self.order == "sequential"
+            slots += [Slot((seat,), round_) for seat in in_turn] if sequential else [Slot(speakers, round_)]
+        return tuple(slots)
+
+
+def heard_before(slots: tuple[Slot, ...], seat: Seat, slot: int) -> tuple[Heard, ...]:
+    """What a seat has not heard when it is to speak in this slot: all that others said since it spoke last, or at that time."""
+    own = [i for i in range(slot) if seat in slots[i].speakers]
+    since = own[-1] if own else 0
+    return tuple(Heard(other, i) for i in range(since, slot) for other in slots[i].speakers if other is not seat)

@@ -1,0 +1,171 @@
+"""What a judge is shown and what it answers: seats, the view of a debate, and the verdict. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
+from typing import Literal
+
+Role = Literal["debater", "proposer", "critic", "consultant", "answer"]
+"""What a seat does. `answer`: nobody speaks for it."""
+
+
+class Seat(IntEnum):
+    """The sides of a debate, in the order in which they are shown."""
+
+    A = 0
+    B = 1
+    C = 2
+    D = 3
+    E = 4
+    F = 5
+    G = 6
+    H = 7
+
+    @property
+    def opponent(self) -> Seat:
+        """The other one of two."""
+        return Seat(1 - self)
+
+
+class Winner(StrEnum):
+    """A seat, TIE (a verdict that favours nobody), or INVALID (no verdict could be had)."""
+
+    A = "A"
+    B = "B"
+    C = "C"
+    D = "D"
+    E = "E"
+    F = "F"
+    G = "G"
+    H = "H"
+    TIE = "TIE"
+    INVALID = "INVALID"
+
+    @property
+    def seat(self) -> Seat | None:
+        """The seat that wins; None for TIE and INVALID."""
+        return Seat[self.value] if self.value in Seat.__members__ else None
+
+
+@dataclass(frozen=True)
+class JudgeCall:
+    """What was asked of a token-level judge and what it sampled, for the record."""
+
+    prompt_tokens: list[int]
+    completion_tokens: list[int]
+    completion_logprobs: list[float] | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    winner: Winner
+    reasoning: str = ""
+    raw_response: str = ""
+    call: JudgeCall | None = None
+    retries: int = 0
+    usage: Mapping[str, float] = field(default_factory=dict[str, float])
+    """what asking an endpoint took: calls, tokens, cost"""
+    shares: tuple[float, ...] | None = None
+    """of a soft verdict, the probability that each option wins; they sum to 1. None: a hard verdict"""
+    votes: tuple[Winner, ...] = ()
+    """the single verdicts that it was made of, in the view's own order; empty when there was one"""
+
+    def share(self, option: int, num_options: int) -> float | None:
+        """Probability in [0, 1] that this option wins: 1 or 0 for a hard verdict, 1 / num_options for TIE, None for INVALID."""
+        if self.winner is Winner.INVALID:
+            return None
+        if self.shares is not None:
+            return self.shares[option]
+        return 1 / num_options if self.winner is Winner.TIE else float(self.winner.seat == option)
+
+
+@dataclass(frozen=True)
+class SeatView:
+    """One side as a judge may see it. `reward` and `correct` are the truth, for judges that know it (baselines, tests)."""
+
+    rounds: list[str]
+    """what it said, its answer first"""
+    confidence: float | None = None
+    reward: float = 0.0
+    correct: bool | None = None
+    role: Role = "debater"
+
+
+@dataclass(frozen=True)
+class DebateView:
+    """All that a judge may look at.
+
+    With one seat the question is whether its answer holds: verdict A says that it does, B that it does not.
+    """
+
+    context: str
+    seats: tuple[SeatView, ...]
+    key: tuple[int, ...]
+    """names the debate within the run, for judges that draw random numbers"""
+    reference: str | None = None
+    """the answer key, for the baseline that has it"""
+
+    @property
+    def num_options(self) -> int:
+        """Verdicts that are possible besides TIE."""
+        return max(2, len(self.seats))
+
+    @property
+    def options(self) -> tuple[Winner, ...]:
+        return tuple(Winner(Seat(i).name) for i in range(self.num_options))
+
+    @property
+    def rounds_a(self) -> list[str]:
+        return self.seats[0].rounds
+
+    @property
+    def rounds_b(self) -> list[str]:
+        return self._second.rounds
+
+    @property
+    def confidence_a(self) -> float | None:
+        return self.seats[0].confidence
+
+    @property
+    def confidence_b(self) -> float | None:
+        return self._second.confidence
+
+    @property
+    def reward_a(self) -> float:
+        return self.seats[0].reward
+
+    @property
+    def reward_b(self) -> float:
+        return self._second.reward
+
+    @property
+    def _second(self) -> SeatView:
+        """Of a single answer, its denial: right when the answer is wrong, and as sure as the answer is not."""
+        return self.both()[1]
+
+    def both(self) -> tuple[SeatView, ...]:
+        """A seat for each option: of a single answer also its denial."""
+        first, *others = self.seats
+        return (first, *(others or [denial(first)]))
+
+    def in_order(self, order: Sequence[int]) -> DebateView:
+        """The same debate with seat order[i] shown as seat i."""
+        return replace(self, seats=tuple(self.seats[i] for i in order))
+
+    def without_speeches(self) -> DebateView:
+        """Answers alone, as if nobody had argued. Without its critic an answer is judged by itself."""
+        answers = (seat for seat in self.seats if seat.role != "critic")
+        return replace(self, seats=tuple(replace(seat, rounds=seat.rounds[:1], role="answer") for seat in answers))
+
+
+def denial(answer: SeatView) -> SeatView:
+    """The claim that an answer is wrong, which nobody argues."""
+    return SeatView(
+        rounds=[],
+        confidence=None if answer.confidence is None else 1 - answer.confidence,
+        reward=1 - answer.reward,
+        correct=None if answer.correct is None else not answer.correct,
+        role="critic",
+    )

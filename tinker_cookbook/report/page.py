@@ -1,0 +1,151 @@
+"""The page of a report: one HTML file that fetches nothing, or the shell of one that is served and asks for what is looked at."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+from tinker_cookbook.report import health, rollouts
+from tinker_cookbook.report.runs import SEED_KEY, RunData, columns, read_spans, seeds_together, setting, swept_keys
+from tinker_cookbook.utils.secrets import redact
+
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    "base.js",
+    "source.js",
+    "curves.js",
+    "compare.js",
+    "rollouts.js",
+    "panels.js",
+    "main.js",
+)
+STYLES = ("uPlot.min.css", "style.css")
+
+MOST_BYTES = 60_000_000
+"""What the tokens in a file may take; the newest steps and evenly spaced ones before them are kept."""
+
+
+def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], None] = lambda said: None) -> bytes:
+    """The report of these runs as one file, with the tokens of those groups that the runs have logged.
+
+    Args:
+        runs: as `report.runs.open_runs` gives them.
+        title: of the page.
+        progress: told what is being read.
+
+    Raises:
+        DataFormatError: a file of a run is damaged.
+    """
+    content = summary(runs) | {"title": title, "served": False}
+    room = MOST_BYTES // max(1, len(runs))
+    parts: list[tuple[str, str]] = []
+    for i, (run, told) in enumerate(zip(runs, content["runs"], strict=True)):
+        steps, index = run.steps(), {name: [] for name in rollouts.INDEX_COLUMNS}
+        packed: dict[int, str] = {}
+        words = rollouts.words_of(run)
+        logged = int(run.config.get("num_groups_to_log") or 0)
+        for step in steps:
+            progress(f"{run.label}: rollouts of step {step}")
+            for name, values in rollouts.index_step(run, step).items():
+                index[name] += values
+            if logged:
+                packed[step] = pack(_logged_groups(run, step, words, logged))
+        told["rollouts"] = index
+        kept = _within(packed, room)
+        told["steps"] = kept
+        told["steps_left_out"] = len(packed) - len(kept)
+        parts += [(f"run{i}-step{step}", packed[step]) for step in kept]
+    return _render(content, parts)
+
+
+def shell(title: str) -> bytes:
+    """The page that is served; it asks for everything else."""
+    return _render({"title": title, "served": True}, [])
+
+
+def summary(runs: Sequence[RunData]) -> dict[str, Any]:
+    """What the page shows before a rollout is looked at, as JSON types."""
+    keys = swept_keys(runs) if len(runs) > 1 else []
+    together = seeds_together(runs)
+    return redact(
+        {
+            "runs": [_run(run, runs, keys) for run in runs],
+            "swept": keys,
+            "seeds": together,
+        }
+    )
+
+
+def _run(run: RunData, runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, Any]:
+    found = columns(run.rows)
+    return {
+        "label": run.label,
+        "folder": str(run.folder),
+        "recipe": run.recipe,
+        "status": run.info.status,
+        "updated": run.info.last_updated,
+        "setting": setting(run, runs, keys),
+        "seed": run.flat_config.get(SEED_KEY),
+        "config": run.flat_config,
+        "metadata": run.metadata,
+        "metrics": {key: [_finite(value) for value in values] for key, values in found.items()},
+        "health": health.told(found),
+        "spans": read_spans(run),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no other numbers."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _logged_groups(run: RunData, step: int, words: rollouts.Words, count: int) -> dict[str, Any]:
+    """The first groups of a step that came through, and the errors of those that did not."""
+    index = rollouts.index_step(run, step)
+    chosen = sorted(set(index["group"]))[:count]
+    return {"groups": rollouts.step_groups(run, step, words, chosen), "failed": rollouts.failed_groups(run, step)}
+
+
+def pack(value: Any) -> str:
+    """JSON, compressed and as text."""
+    content = json.dumps(redact(value), ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", errors="surrogatepass"
+    )
+    return base64.b64encode(gzip.compress(content, compresslevel=6, mtime=0)).decode()
+
+
+def _within(packed: dict[int, str], room: int) -> list[int]:
+    """The steps whose tokens fit: all, or the last one and evenly spaced ones before it."""
+    steps = sorted(packed)
+    for every in range(1, len(steps) + 1):
+        kept = steps[::-1][::every]
+        if sum(len(packed[step]) for step in kept) <= room:
+            return sorted(kept)
+    return []
+
+
+def _render(content: dict[str, Any], parts: Sequence[tuple[str, str]]) -> bytes:
+    files = resources.files("tinker_cookbook.report") / "static"
+    environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
+    template = environment.from_string((files / "page.html").read_text(encoding="utf-8"))
+    page = template.render(
+        title=content["title"],
+        styles=[(files / name).read_text(encoding="utf-8") for name in STYLES],
+        scripts=[(files / name).read_text(encoding="utf-8") for name in SCRIPTS],
+        data=embedded(content),
+        parts=parts,
+    )
+    return page.encode("utf-8", errors="replace")
+
+
+def embedded(content: Any) -> str:
+    """JSON that may stand in a script element: nothing in it can end the element or begin a comment."""
+    text = json.dumps(content, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

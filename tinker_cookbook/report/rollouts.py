@@ -1,0 +1,186 @@
+"""Rollouts of a run for people: a line about each, and the tokens of a group with their numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.report.runs import RunData
+from tinker_cookbook.rl.rollout_files import read_about, read_rollouts
+from tinker_cookbook.runs.vocabulary import split_text
+
+INDEX_COLUMNS = (
+    "step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat",
+)  # fmt: skip
+_READ = (
+    "group", "member", "turn", "completion", "total_reward", "member_advantage", "trained", "rollout_stop_reason",
+    "verdict", "tags", "role",
+)  # fmt: skip
+DIGITS = 5
+
+
+def index_step(run: RunData, step: int) -> dict[str, list[Any]]:
+    """A value per rollout of a step for each of INDEX_COLUMNS; no rollout, where no records were written.
+
+    `tokens` counts those that were sampled, `advantage` is the member's own, `seat` the role.
+
+    Raises:
+        DataFormatError: the file is damaged.
+    """
+    import pyarrow
+    from pyarrow import compute, parquet
+
+    content = run.store.read_rollouts_file(step)
+    found: dict[str, list[Any]] = {name: [] for name in INDEX_COLUMNS}
+    if content is None:
+        return found
+    name = run.store.url(f"step {step}")
+    try:
+        table = parquet.read_table(pyarrow.BufferReader(content), columns=list(_READ))
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataFormatError(f"{name}: its rollouts cannot be read ({error})") from error
+    group, member = table["group"].to_numpy(), table["member"].to_numpy()
+    first = (
+        np.flatnonzero(np.r_[True, (np.diff(group) != 0) | (np.diff(member) != 0)]) if len(group) else np.zeros(0, int)
+    )
+    last = np.r_[first[1:], len(group)] if len(first) else first
+    lengths = np.r_[0, np.cumsum(compute.list_value_length(table["completion"]).fill_null(0).to_numpy())]
+    rows = table.select([name for name in _READ if name != "completion"]).take(first)
+    found["step"] = [step] * len(first)
+    found["group"], found["member"] = group[first].tolist(), member[first].tolist()
+    found["turns"] = (last - first).tolist()
+    found["tokens"] = (lengths[last] - lengths[first]).tolist()
+    found["reward"] = [_number(value) for value in rows["total_reward"].to_pylist()]
+    found["advantage"] = [_number(value) for value in rows["member_advantage"].to_pylist()]
+    found["trained"] = [int(value) for value in rows["trained"].to_pylist()]
+    found["stop"] = rows["rollout_stop_reason"].to_pylist()
+    found["verdict"] = rows["verdict"].to_pylist()
+    found["tags"] = [", ".join(json.loads(tags)) for tags in rows["tags"].to_pylist()]
+    found["seat"] = rows["role"].to_pylist()
+    return found
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the ids of a run say."""
+
+    pieces: Sequence[bytes] | None
+    """None: the run has not kept its vocabulary; ids are shown"""
+
+    def split(self, ids: np.ndarray) -> list[str]:
+        """A string per id."""
+        pieces = self.pieces
+        if pieces is None:
+            return [f"⟨{i}⟩" for i in ids.tolist()]
+        return split_text([pieces[i] if 0 <= i < len(pieces) else f"⟨{i}⟩".encode() for i in ids.tolist()])
+
+    def text(self, ids: np.ndarray) -> str:
+        return "".join(self.split(ids))
+
+
+def words_of(run: RunData) -> Words:
+    """Raises DataFormatError if the run's vocabulary is damaged."""
+    return Words(run.store.read_vocabulary())
+
+
+def step_groups(
+    run: RunData, step: int, words: Words, only: Sequence[int] | None = None
+) -> dict[int, list[dict[str, Any]]]:
+    """The members of a step's groups (all, or those asked for), with all their turns and tokens, by group.
+
+    A turn has `prompt`, the text that it adds, `extends`, whether it continues the turn before, and of its reply `tokens`
+    (strings), `ids` and, per token, `sampled`, `trainer` and `advantage`, each a list or None.
+
+    Raises:
+        DataFormatError: the file is damaged.
+    """
+    content = run.store.read_rollouts_file(step)
+    if content is None:
+        return {}
+    groups: dict[int, list[dict[str, Any]]] = {}
+    held = 0
+    for row in read_rollouts(run.store.url(f"step {step}"), content)[1]:
+        if row["turn"] == 0:
+            held = 0
+        before, held = held, len(row["prompt"]) + len(row["completion"])
+        if only is not None and row["group"] not in only:
+            continue
+        members = groups.setdefault(row["group"], [])
+        if row["turn"] == 0:
+            members.append(_member(row))
+        members[-1]["turns"].append(_turn(row, words, before))
+    return groups
+
+
+def _member(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "member": row["member"],
+        "seat": row["role"],
+        "reward": _number(row["total_reward"]),
+        "final_reward": _number(row["final_reward"]),
+        "advantage": _number(row["member_advantage"]),
+        "trained": row["trained"],
+        "stop": row["rollout_stop_reason"],
+        "verdict": row["verdict"],
+        "weights": row["sampling_client_step"],
+        "metrics": row["group_metrics"],
+        "info": row["info"],
+        "turns": [],
+    }
+
+
+def _turn(row: dict[str, Any], words: Words, before: int) -> dict[str, Any]:
+    extends = row["turn"] == 0 or row["prompt_shared"] == before
+    start = row["prompt_shared"] if extends else 0
+    return {
+        "prompt": words.text(row["prompt"][start:]),
+        "prompt_tokens": len(row["prompt"]),
+        "extends": extends,
+        "tokens": words.split(row["completion"]),
+        "ids": row["completion"].tolist(),
+        "sampled": _numbers(row["sampled_logprobs"]),
+        "trainer": _numbers(row["trainer_logprobs"]),
+        "advantage": _numbers(row["advantages"]),
+        "stop": row["stop_reason"],
+        "reward": _number(row["reward"]),
+        "masked": row["masked"],
+        "metrics": row["metrics"],
+        "logs": row["logs"],
+    }
+
+
+def failed_groups(run: RunData, step: int) -> list[dict[str, Any]]:
+    """The groups of a step that were given up: `group`, `tags` and `errors`, pairs of type and message."""
+    content = run.store.read_rollouts_file(step)
+    return [] if content is None else read_about(run.store.url(f"step {step}"), content)["failed_groups"]
+
+
+def search(run: RunData, words: Words, text: str, steps: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Step by step, the (group, member) of rollouts in which a text occurs, in a prompt or a reply; case does not count."""
+    wanted = text.casefold()
+    for step in steps:
+        content = run.store.read_rollouts_file(step)
+        rows = [] if content is None else read_rollouts(run.store.url(f"step {step}"), content)[1]
+        found: dict[tuple[int, int], None] = {}
+        for row in rows:
+            place = (row["group"], row["member"])
+            if place in found:
+                continue
+            said = words.text(np.concatenate([row["prompt"], row["completion"]]))
+            if wanted in said.casefold():
+                found[place] = None
+        yield step, list(found)
+
+
+def _number(value: float | None) -> float | None:
+    """To the digits that are shown."""
+    return None if value is None or not np.isfinite(value) else float(f"{value:.{DIGITS}g}")
+
+
+def _numbers(values: np.ndarray | None) -> list[float | None] | None:
+    return None if values is None or not len(values) else [_number(value) for value in values.tolist()]

@@ -1,0 +1,189 @@
+"""The runs of a report: their metrics as columns, config, metadata and state, read from their folders and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.stores.registry import RunInfo, RunRegistry
+from tinker_cookbook.stores.storage import LocalStorage
+from tinker_cookbook.stores.training_store import TrainingRunStore
+from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
+from tinker_cookbook.utils.files import flatten, iterate_jsonl
+from tinker_cookbook.utils.trace import EVENTS_BASE_NAME
+
+SEED_KEY = "seed"
+UNTOLD_KEYS = frozenset({"log_path", "wandb_name", "behavior_if_log_dir_exists", "processes"})
+"""Keys of a config that differ between runs and explain nothing."""
+
+MOST_SPANS = 20_000
+"""Spans of a trace that a report shows; the file has all."""
+
+
+@dataclass
+class RunData:
+    """A run as it was read last."""
+
+    label: str
+    folder: Path
+    store: TrainingRunStore
+    info: RunInfo
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    """nested, as config.json has it"""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    point: dict[str, Any] = field(default_factory=dict)
+    """of a sweep: the swept keys and their values; empty for other runs"""
+
+    @property
+    def flat_config(self) -> dict[str, Any]:
+        """Dotted keys of the leaves."""
+        return flatten(self.config) if self.config else {}
+
+    @property
+    def recipe(self) -> str | None:
+        """The recipe that wrote it."""
+        return self.metadata.get("recipe")
+
+    def steps(self) -> list[int]:
+        """The steps that have records, in order."""
+        return [info.iteration for info in self.store.list_iterations() if info.has_train_rollouts]
+
+
+def open_runs(paths: Sequence[str]) -> list[RunData]:
+    """The runs in some folders, each that of a run or of several (a sweep), as far down as the registry looks.
+
+    Labels are the shortest paths that tell them apart.
+
+    Raises:
+        ConfigurationError: a path is no folder, or has no run.
+        DataFormatError: a file of a run is damaged.
+    """
+    found: dict[Path, RunData] = {}
+    for given in paths:
+        root = Path(given).expanduser().resolve()
+        if not root.is_dir():
+            raise ConfigurationError(
+                f"log_path: {given!r} is no folder; give the folder of a run, or one with runs in it"
+            )
+        registry = RunRegistry([LocalStorage(root)])
+        infos = registry.refresh()
+        if not infos:
+            raise ConfigurationError(
+                f"log_path: {given!r} has no run in it (a folder with metrics.jsonl, run_metadata.json or checkpoints.jsonl)"
+            )
+        for info in infos:
+            folder = root / info.prefix
+            if folder not in found:
+                found[folder] = RunData("", folder, registry.get_training_store(info.run_id), info)
+    runs = list(found.values())
+    for run, label in zip(runs, _labels([run.folder for run in runs]), strict=True):
+        run.label = label
+        read_run(run)
+    return runs
+
+
+def read_run(run: RunData) -> None:
+    """Read metrics, config and metadata again. Raises as `open_runs`."""
+    run.rows = run.store.read_metrics()
+    run.config = run.store.read_config() or {}
+    run.metadata = run.store.read_metadata() or {}
+    status = run.folder / STATUS_BASE_NAME
+    run.point = read_status(status)["point"] if status.exists() else {}
+
+
+def _labels(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, and of those that share it, as many more as tell them apart."""
+    if len(folders) == 1:
+        return [folders[0].name]
+    depth = 1
+    while len({folder.parts[-depth:] for folder in folders}) < len(folders):
+        depth += 1
+    return ["/".join(folder.parts[-depth:]) for folder in folders]
+
+
+def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Metrics by name, with a value or None per step, and `step` itself. Rows of one step are joined; a row without a step
+    belongs to the step before."""
+    joined: dict[int, dict[str, Any]] = {}
+    last = 0
+    for row in rows:
+        last = row.get("step", last)
+        joined.setdefault(last, {}).update(row)
+    steps = sorted(joined)
+    keys = dict.fromkeys(key for step in steps for key in joined[step] if key != "step")
+    return {"step": steps} | {key: [joined[step].get(key) for step in steps] for key in keys}
+
+
+def swept_keys(runs: Sequence[RunData]) -> list[str]:
+    """Keys in which the runs differ, the seed last: those that a sweep went through, or, of runs that are not all of a sweep,
+    those of the configs, without what explains nothing."""
+    told = [_told(run, runs) for run in runs]
+    keys = dict.fromkeys(key for one in told for key in one)
+    differing = [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in told}) > 1]
+    return sorted((key for key in differing if _last(key) not in UNTOLD_KEYS), key=lambda key: _last(key) == SEED_KEY)
+
+
+def setting(run: RunData, runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, Any]:
+    """What a run says under these keys, which are those of `swept_keys`."""
+    told = _told(run, runs)
+    return {key: told.get(key) for key in keys}
+
+
+def _told(run: RunData, runs: Sequence[RunData]) -> dict[str, Any]:
+    return run.point if all(one.point for one in runs) else run.flat_config
+
+
+def _last(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+def seeds_together(runs: Sequence[RunData]) -> list[list[int]]:
+    """Indices of the runs, those that differ in nothing but the seed together. Runs of different recipes never are."""
+    keys = swept_keys(runs)
+    groups: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        own = {key: value for key, value in setting(run, runs, keys).items() if _last(key) != SEED_KEY}
+        told = json.dumps([run.recipe, own], sort_keys=True, default=str)
+        groups.setdefault(told, []).append(i)
+    return list(groups.values())
+
+
+def read_spans(run: RunData) -> list[dict[str, Any]]:
+    """The spans of the run's trace, `enable_trace=true`: name, row (the task or thread), start and seconds; none without one.
+
+    The newest `MOST_SPANS` of them, in the order in which they began.
+    """
+    path = run.folder / EVENTS_BASE_NAME
+    if not path.exists():
+        return []
+    open_spans: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    names: dict[int, str] = {}
+    spans: list[dict[str, Any]] = []
+    try:
+        for line in iterate_jsonl(path, tolerate_torn_tail=True):
+            event = line.row
+            place = (event["pid"], event["tid"])
+            if event["ph"] == "M":
+                if event["name"] == "process_name":
+                    names[event["pid"]] = event["args"]["name"]
+            elif event["ph"] == "B":
+                open_spans.setdefault(place, []).append(event)
+            elif event["ph"] == "E" and open_spans.get(place):
+                begun = open_spans[place].pop()
+                spans.append(
+                    {
+                        "name": begun["name"],
+                        "row": f"{names.get(place[0], place[0])}/{place[1]}",
+                        "start": begun["ts"] / 1e6,
+                        "seconds": (event["ts"] - begun["ts"]) / 1e6,
+                        "args": event.get("args", {}),
+                    }
+                )
+    except KeyError as error:
+        raise DataFormatError(f"{path}: an event has no {error}; remove the file, which is no trace of ours") from error
+    return sorted(spans, key=lambda span: span["start"])[-MOST_SPANS:]

@@ -1,0 +1,235 @@
+"""The report served on this machine: the same page, of runs that go on too, with every rollout on disk behind it.
+
+Read-only and on the loopback interface. A request names runs, steps and groups by number, never a path, and is answered only
+if it was sent to this machine by name, so that no page of another site can read through a browser.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
+from tinker_cookbook.report import page, rollouts
+from tinker_cookbook.report.runs import RunData, open_runs, read_run
+from tinker_cookbook.stores.registry import RunRegistry
+from tinker_cookbook.stores.storage import LocalStorage
+from tinker_cookbook.utils.secrets import redact
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+MOST_STEPS = 200
+"""in one request"""
+
+_WATCHED = ("metrics.jsonl", "checkpoints.jsonl", "config.json", ".lock")
+
+
+class _NotFound(Exception):
+    """There is no such run, step or address."""
+
+
+class Reports:
+    """Answers what a page asks about the runs in some folders.
+
+    Args:
+        paths: as `report.runs.open_runs` takes them.
+
+    Raises:
+        ConfigurationError, DataFormatError: as `open_runs`.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = list(paths)
+        self._lock = threading.Lock()
+        self._runs = open_runs(paths)
+        self._indices: dict[tuple[str, int], tuple[Any, dict[str, list[Any]]]] = {}
+        self._words = lru_cache(maxsize=8)(lambda folder: rollouts.words_of(self._of_folder(folder)))
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the rollouts, of the runs that there are now."""
+        with self._lock:
+            self._look()
+            return page.summary(self._runs)
+
+    def state(self) -> list[Any]:
+        """A value per run that changes when the run does."""
+        with self._lock:
+            return [self._state(run) for run in self._runs]
+
+    def run(self, number: int) -> dict[str, Any]:
+        """One run as `summary` has it, read again."""
+        with self._lock:
+            run = self._at(number)
+            self._refresh(run)
+            read_run(run)
+            return page.summary(self._runs)["runs"][number]
+
+    def steps(self, number: int) -> list[int]:
+        """The steps of a run that have records."""
+        return self._at(number).steps()
+
+    def index(self, number: int, steps: Sequence[int]) -> dict[int, dict[str, list[Any]]]:
+        """`rollouts.index_step` of some steps."""
+        run = self._at(number)
+        return {step: self._index(run, step) for step in steps}
+
+    def group(self, number: int, step: int, group: int) -> list[dict[str, Any]] | None:
+        """The members of a group with their tokens; None: there is none."""
+        run = self._at(number)
+        found = rollouts.step_groups(run, step, self._words(str(run.folder)), [group])
+        return redact(found.get(group))
+
+    def search(self, number: int, text: str, steps: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+        """`rollouts.search` of some steps."""
+        run = self._at(number)
+        return dict(rollouts.search(run, self._words(str(run.folder)), text, steps))
+
+    def _index(self, run: RunData, step: int) -> dict[str, list[Any]]:
+        path = run.folder / f"iteration_{step:06d}" / "rollouts.parquet"
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            raise _NotFound(f"step {step} has no rollouts") from None
+        version, key = (stat.st_mtime_ns, stat.st_size), (str(run.folder), step)
+        if key not in self._indices or self._indices[key][0] != version:
+            self._indices[key] = (version, rollouts.index_step(run, step))
+        return self._indices[key][1]
+
+    def _at(self, number: int) -> RunData:
+        if not 0 <= number < len(self._runs):
+            raise _NotFound(f"run {number}: there are {len(self._runs)}")
+        return self._runs[number]
+
+    def _of_folder(self, folder: str) -> RunData:
+        return next(run for run in self._runs if str(run.folder) == folder)
+
+    def _state(self, run: RunData) -> list[Any]:
+        found: list[Any] = []
+        for name in _WATCHED:
+            try:
+                stat = (run.folder / name).stat()
+                found.append([stat.st_mtime_ns, stat.st_size])
+            except FileNotFoundError:
+                found.append(None)
+        return found
+
+    def _refresh(self, run: RunData) -> None:
+        registry = RunRegistry([LocalStorage(run.folder)])
+        if infos := registry.refresh():
+            run.info = infos[0]
+
+    def _look(self) -> None:
+        """Runs that have begun since are there too, after those that were."""
+        known = {run.folder: run for run in self._runs}
+        fresh = {run.folder: run for run in open_runs(self._paths)}
+        self._runs = [fresh.pop(folder, run) for folder, run in known.items()] + list(fresh.values())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        try:
+            if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+                raise _NotFound("this report answers at 127.0.0.1 and localhost")
+            path = urlsplit(self.path)
+            if path.path == "/":
+                self._answer(HTTPStatus.OK, self.server.shell, "text/html; charset=utf-8")
+                return
+            value = self._api(path.path.strip("/").split("/"), parse_qs(path.query))
+            self._answer(HTTPStatus.OK, json.dumps(value, allow_nan=False).encode(), "application/json")
+        except _NotFound as error:
+            self._answer(HTTPStatus.NOT_FOUND, str(error).encode(), "text/plain; charset=utf-8")
+        except TinkerCookbookError as error:
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, str(error).encode(), "text/plain; charset=utf-8")
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the reader has gone
+        except Exception:
+            logger.exception("%s could not be answered", self.path)
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, b"an error; the terminal has it", "text/plain")
+
+    def _api(self, parts: list[str], query: Mapping[str, list[str]]) -> Any:
+        reports = self.server.reports
+        try:
+            match parts:
+                case ["api", "summary"]:
+                    return reports.summary()
+                case ["api", "state"]:
+                    return reports.state()
+                case ["api", "run", number]:
+                    return reports.run(int(number))
+                case ["api", "steps", number]:
+                    return reports.steps(int(number))
+                case ["api", "index", number]:
+                    return reports.index(int(number), _steps(query))
+                case ["api", "group", number, step, group]:
+                    return reports.group(int(number), int(step), int(group))
+                case ["api", "search", number]:
+                    return reports.search(int(number), query.get("text", [""])[0], _steps(query))
+                case _:
+                    raise _NotFound("there is nothing at this address")
+        except TinkerCookbookError:
+            raise
+        except ValueError as error:
+            raise _NotFound(f"no number: {error}") from None
+
+    def _answer(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A request a second is no news."""
+
+
+def _steps(query: Mapping[str, list[str]]) -> list[int]:
+    steps = [int(step) for step in query.get("steps", [""])[0].split(",") if step]
+    if len(steps) > MOST_STEPS:
+        raise _NotFound(f"{len(steps)} steps: at most {MOST_STEPS} at a time")
+    return steps
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the report of runs on the loopback interface.
+
+    Args:
+        reports: what it answers from.
+        title: of the page.
+        port: 0 takes a free one, see `url`.
+
+    Raises:
+        ConfigurationError: the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, reports: Reports, title: str, port: int = 0) -> None:
+        self.reports, self.shell = reports, page.shell(title)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise ConfigurationError(f"port={port}: {error.strerror}; give another, or 0 for any") from error
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{HOST}:{self.server_port}/"
+
+
+def serve(paths: Sequence[str], title: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve until the process is interrupted. `ready` gets the page's address. Raises as Reports and Server."""
+    with Server(Reports(paths), title, port) as server:
+        ready(server.url)
+        server.serve_forever()

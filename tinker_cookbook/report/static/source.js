@@ -1,0 +1,114 @@
+"use strict";
+// Where the page has its data from: this file, or the process that serves it.
+
+const INDEX_COLUMNS = ["step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat"];
+
+function emptyIndex() {
+  return Object.fromEntries(INDEX_COLUMNS.map((name) => [name, []]));
+}
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+class FileSource {
+  constructor(content) {
+    this.content = content;
+    this.cache = new Map();
+  }
+  async summary() {
+    return this.content;
+  }
+  async index(run) {
+    return this.content.runs[run].rollouts;
+  }
+  async step(run, step) {
+    const key = `run${run}-step${step}`;
+    if (!this.cache.has(key)) {
+      const element = document.getElementById(key);
+      if (this.cache.size > 50) this.cache.clear();
+      this.cache.set(key, element ? await unpack(element.textContent) : { groups: {}, failed: [] });
+    }
+    return this.cache.get(key);
+  }
+  async group(run, step, group) {
+    return (await this.step(run, step)).groups[group] || null;
+  }
+  // Searches what the file holds: calls found(step, [[group, member], ...]) step by step, until it returns false.
+  async search(run, text, found) {
+    const wanted = text.toLowerCase();
+    for (const step of this.content.runs[run].steps) {
+      const { groups } = await this.step(run, step);
+      const hits = [];
+      for (const [group, members] of Object.entries(groups)) {
+        for (const member of members) {
+          const said = member.turns.map((turn) => turn.prompt + turn.tokens.join("")).join("");
+          if (said.toLowerCase().includes(wanted)) hits.push([Number(group), member.member]);
+        }
+      }
+      if (found(step, hits) === false) return;
+      await new Promise((resume) => setTimeout(resume));
+    }
+  }
+  missing(run) {
+    const { steps_left_out: out } = this.content.runs[run];
+    const more = out ? `, of ${out} steps none at all` : "";
+    return `The tokens of this rollout are not in the file, which has those of the groups that were logged${more}. ` +
+      `python -m recipes.report log_path=... serve=true shows all.`;
+  }
+}
+
+class ServedSource {
+  constructor() {
+    this.indices = new Map();
+  }
+  async get(path) {
+    const answer = await fetch(path);
+    if (!answer.ok) throw new Error((await answer.text()) || `${path}: status ${answer.status}`);
+    return answer.json();
+  }
+  async summary() {
+    return this.get("api/summary");
+  }
+  async state() {
+    return this.get("api/state");
+  }
+  async run(run) {
+    return this.get(`api/run/${run}`);
+  }
+  // The newest steps come first: what `onpart` gets while the rest is on its way can be looked at already.
+  async index(run, onpart) {
+    const known = this.indices.get(run) || { parts: new Map() };
+    this.indices.set(run, known);
+    const steps = await this.get(`api/steps/${run}`);
+    const missing = steps.filter((step) => !known.parts.has(step)).reverse();
+    const joined = () => {
+      const all = emptyIndex();
+      for (const step of [...known.parts.keys()].sort((a, b) => a - b)) {
+        for (const name of INDEX_COLUMNS) for (const value of known.parts.get(step)[name]) all[name].push(value);
+      }
+      return all;
+    };
+    for (let i = 0; i < missing.length; i += 40) {
+      const part = await this.get(`api/index/${run}?steps=${missing.slice(i, i + 40).join(",")}`);
+      for (const [step, columns] of Object.entries(part)) known.parts.set(Number(step), columns);
+      if (onpart && i + 40 < missing.length && (i === 0 || (i / 40) % 5 === 0)) onpart(joined());
+    }
+    return joined();
+  }
+  async group(run, step, group) {
+    return this.get(`api/group/${run}/${step}/${group}`);
+  }
+  async search(run, text, found) {
+    const steps = (await this.get(`api/steps/${run}`)).reverse();
+    for (let i = 0; i < steps.length; i += 20) {
+      const part = await this.get(`api/search/${run}?steps=${steps.slice(i, i + 20).join(",")}&text=${encodeURIComponent(text)}`);
+      for (const [step, hits] of Object.entries(part)) if (found(Number(step), hits) === false) return;
+    }
+  }
+  missing() {
+    return "There are no tokens of this rollout on disk.";
+  }
+}

@@ -1,0 +1,43 @@
+"""What became of the groups of a step, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
+from tinker_cookbook.rl.metrics import compute_advantage_metrics, compute_sampling_client_metrics
+from tinker_cookbook.rl.minibatch import Minibatch
+
+
+def account_for_groups(
+    batch: Minibatch, steps_P: Sequence[int], seconds_P: Sequence[float], stale: int, errors: Mapping[str, float]
+) -> dict[str, float | int | str]:
+    """Each group that was sampled is trained, filtered, stale or failed.
+
+    Args:
+        batch: of the groups that came through.
+        steps_P: of each group that was sampled but the stale ones, updates that its weights had seen.
+        seconds_P: how long each took.
+        stale: groups that were dropped for their age.
+        errors: metrics of the failures since the run's start.
+    """
+    trained = batch.num_trained_groups
+    metrics: dict[str, float | int | str] = {
+        **compute_trajectory_metrics(batch.groups),
+        **errors,
+        **compute_sampling_client_metrics(steps_P, seconds_P),
+        **batch.metrics,
+        "groups/sampled": len(steps_P) + stale,
+        "groups/trained": trained,
+        "groups/filtered": len(batch.groups) - trained,
+        "groups/stale": stale,
+        "groups/failed": len(steps_P) - len(batch.groups),
+        "train/num_datums": len(batch.data_D),
+        "train/skipped_steps": int(not batch.data_D),
+        "advantages/nonzero_count": 0,
+    }
+    if batch.data_D:
+        metrics |= compute_advantage_metrics(batch.data_D)
+        members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
+        metrics["train/branches_per_rollout"] = len(batch.data_D) / len(members)
+    return metrics

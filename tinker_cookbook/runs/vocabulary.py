@@ -1,0 +1,143 @@
+"""What each token id of a run stands for, in the run's own folder: its records can be read when the tokenizer is long gone.
+
+`vocabulary.parquet` has one column, `bytes`; row i is what id i adds to the text. Characters may span tokens, so bytes are
+joined before they are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.files import write_bytes
+
+VOCABULARY_BASE_NAME = "vocabulary.parquet"
+
+_PROBES = (
+    "Plain words, 12 + 34 = 46.",
+    "  two  spaces\nand\tlines\n\n",
+    "naïve Ωμέγα 漢字 🙂 e\u0301",
+    "def f(x):\n    return x",
+)
+"""Texts whose tokens must join to what the tokenizer says of them, before the joining is trusted."""
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """What each id adds to a text, by id.
+
+    Tokens of byte-level vocabularies and of those with byte fallback are their own bytes. Where these do not give back what
+    the tokenizer decodes, each id is what it decodes to after another one; half a character is U+FFFD then.
+    """
+    special = {id_: token.content.encode() for id_, token in tokenizer.added_tokens_decoder.items()}
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    for spell in (_byte_level, _byte_fallback):
+        found = [special[i] if i in special else spell(str(name)) for i, name in enumerate(names)]
+        whole = [piece for piece in found if piece is not None]
+        if len(whole) == len(found) and all(_gives_back(tokenizer, whole, text) for text in _PROBES):
+            return whole
+    before = encode_text(tokenizer, "a")[:1]
+    known = decode_tokens(tokenizer, before)
+    return [
+        special[i] if i in special else decode_tokens(tokenizer, [*before, i])[len(known) :].encode()
+        for i in range(len(names))
+    ]
+
+
+def write_vocabulary(log_path: Path, tokenizer: Tokenizer) -> None:
+    """Write the file, whole or not at all, unless it is there."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path = log_path / VOCABULARY_BASE_NAME
+    if path.exists():
+        return
+    buffer = pyarrow.BufferOutputStream()
+    table = pyarrow.table({"bytes": pyarrow.array(token_bytes(tokenizer), type=pyarrow.binary())})
+    parquet.write_table(table, buffer, compression="zstd")
+    write_bytes(path, buffer.getvalue())
+
+
+def parse_vocabulary(content: bytes, name: str) -> list[bytes]:
+    """The pieces of a file's bytes, by id. Raises DataFormatError, which begins with `name`, if it is damaged."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return parquet.read_table(pyarrow.BufferReader(content), columns=["bytes"])["bytes"].to_pylist()
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+        raise DataFormatError(
+            f"{name}: cannot be read as a vocabulary ({error}). Remove it: ids are shown then"
+        ) from error
+
+
+def split_text(pieces: Sequence[bytes]) -> list[str]:
+    """The text of tokens, a string each. A character that spans tokens is whole at the first of them, the others are empty.
+
+    Bytes that are no UTF-8 become U+FFFD.
+    """
+    joined = b"".join(pieces)
+    text = joined.decode("utf-8", errors="replace")
+    if "\ufffd" not in text and all(not piece or piece[0] & 0xC0 != 0x80 for piece in pieces):
+        return [piece.decode("utf-8") for piece in pieces]
+    starts: list[int] = []
+    offset = 0
+    for piece in pieces:
+        starts.append(offset)
+        offset += len(piece)
+    found = [""] * len(pieces)
+    at, token = 0, 0
+    for character, size in _characters(joined):
+        while token + 1 < len(pieces) and starts[token + 1] <= at:
+            token += 1
+        found[token] += character
+        at += size
+    return found
+
+
+def _characters(joined: bytes) -> list[tuple[str, int]]:
+    """Each character with the bytes that it takes."""
+    found: list[tuple[str, int]] = []
+    at = 0
+    while at < len(joined):
+        for size in (1, 2, 3, 4):
+            try:
+                found.append((joined[at : at + size].decode("utf-8"), size))
+                break
+            except UnicodeDecodeError:
+                continue
+        else:
+            found.append(("\ufffd", 1))
+        at += found[-1][1]
+    return found
+
+
+def _gives_back(tokenizer: Tokenizer, pieces: Sequence[bytes], text: str) -> bool:
+    ids = encode_text(tokenizer, text)
+    joined = b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
+    # A tokenizer with a dummy prefix decodes without the space that its first token has.
+    return joined.removeprefix(" ") == decode_tokens(tokenizer, ids).removeprefix(" ")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of byte-level vocabularies (GPT-2): bytes that print stand for themselves, others come after."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(name: str) -> bytes | None:
+    if any(character not in _ALPHABET for character in name):
+        return None
+    return bytes(_ALPHABET[character] for character in name)
+
+
+def _byte_fallback(name: str) -> bytes | None:
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    return name.replace("▁", " ").encode()

@@ -1,0 +1,90 @@
+"""What the terminal says of a step."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+KEY_METRICS = {
+    "progress/done_frac": "done",
+    "env/all/reward/total": "reward",
+    "env/all/correct": "correct",
+    "env/all/debate/judge_accuracy": "judge",
+    "env/all/debate/survivors": "survivors",
+    "env/all/debate/survivor_variance": "variance",
+    "train_mean_nll": "nll",
+    "dpo_loss": "dpo_loss",
+    "accuracy": "accuracy",
+    "teacher_kl": "teacher_kl",
+    "train_questions/env/all/correct": "train_questions/correct",
+    "test/env/all/correct": "test/correct",
+    "test/env/all/task_reward": "test/task_reward",
+    "test/nll": "test/nll",
+    "train/loss_sum": "loss",
+    "train/trained_tokens_sum": "tokens",
+    "optim/kl_sample_train_v1": "kl",
+    "optim/entropy": "entropy",
+    "optim/lr": "lr",
+    "learning_rate": "lr",
+    "time/total": "seconds",
+}
+"""What the terminal shows of a step, and under which name; everything else is in metrics.jsonl."""
+
+
+OWN = "env/all/"
+"""What an environment measures begins so in the metrics of a step."""
+
+_OF_EVERY_ENVIRONMENT = re.compile(
+    r"(ac|ob)_tokens_per_turn|turns_per_episode|total_.*|reward/.*|by_group/.*|stop/.*|trained_fraction|num_truncations.*|"
+    r"debate/.*|correct|parsed|format|task_reward|context_overflow|.*_len"
+)
+
+FALLBACK = 6
+"""Metrics that are shown of a step which has none of those that have names."""
+
+MOST_OWN = 4
+"""Metrics of an environment that are shown unasked."""
+
+
+def step_line(
+    metrics: Mapping[str, float | int | str],
+    step: int | None,
+    key_metrics: Mapping[str, str],
+    width: int,
+    prefix: str = "",
+) -> str:
+    """The key metrics of a step under their names, what an environment measures besides, and the groups where some were not
+    trained on. Lines are at most `width` wide, unless a metric alone is wider."""
+    shown: dict[str, Any] = {label: metrics[key] for key, label in key_metrics.items() if key in metrics}
+    own = [key for key in metrics if key.startswith(OWN) and not _OF_EVERY_ENVIRONMENT.fullmatch(key[len(OWN) :])]
+    shown |= {key[len(OWN) :]: metrics[key] for key in own[:MOST_OWN] if key not in key_metrics}
+    if not shown:
+        shown = dict(list(metrics.items())[:FALLBACK])
+    shown |= _groups(metrics)
+    first = f"{prefix}metrics" if step is None else f"{prefix}step {step:4d}"
+    return wrapped(
+        [first, *(f"{label}={_show(value)}" for label, value in shown.items())], width, " " * (len(first) + 2)
+    )
+
+
+def wrapped(items: Sequence[str], width: int, indent: str) -> str:
+    """Items two spaces apart, on as many lines as they need; none is cut, and lines after the first are indented."""
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + 2 + len(item) <= width:
+            lines[-1] += "  " + item
+        else:
+            lines.append(item if not lines else indent + item)
+    return "\n".join(lines)
+
+
+def _groups(metrics: Mapping[str, float | int | str]) -> dict[str, str]:
+    """How many groups were trained on, where that is not all; and what became of the others."""
+    sampled, trained = metrics.get("groups/sampled"), metrics.get("groups/trained")
+    if not isinstance(sampled, int) or not isinstance(trained, int) or trained == sampled:
+        return {}
+    others = {name: metrics.get(f"groups/{name}") for name in ("filtered", "failed", "stale")}
+    return {"groups": f"{trained}/{sampled}"} | {name: str(count) for name, count in others.items() if count}
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,146 @@
+"""The terminal while a run goes on: a line that lives at the bottom of it, and plain lines where there is no terminal.
+
+One `StepDisplay` of a process may be alive at a time; a run beside it, or whose lines carry a label, has plain lines. Code far
+from the loop reports a stage of a step with `reach`, which counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Self
+
+from rich import get_console
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from tinker_cookbook.utils.run_logs import FILE_ONLY, label_prefix
+
+logger = logging.getLogger(__name__)
+
+_current: ContextVar[StepDisplay | None] = ContextVar("step_display", default=None)
+_alive: list[StepDisplay] = []
+
+
+def reach(stage: str, count: int = 1) -> None:
+    """Something of the step under way has come so far, e.g. "[debate] Round 2". Outside of a run nothing happens."""
+    display = _current.get()
+    if display is not None:
+        display.reach(stage, count)
+
+
+class StepDisplay:
+    """Where a run is: which step, what it does, how many groups are done and failed, tokens per second, when it will end.
+
+    Args:
+        quiet: show nothing.
+        console: where to; None: the process's own.
+    """
+
+    def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
+        self._console = console if console is not None else get_console()
+        self._quiet = quiet
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._stages: Counter[str] = Counter()
+        self._phase, self._total, self._done, self._failed, self._tokens = "", 0, 0, 0, 0
+        self._begun = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.reset(self._token)
+        if self._progress is not None:
+            self._progress.stop()
+            _alive.remove(self)
+            self._progress = None
+
+    def begin_step(self, step: int, end: int) -> None:
+        """A step begins, of a run that ends before step `end`."""
+        self._stages.clear()
+        if (
+            self._progress is None
+            and not self._quiet
+            and self._console.is_terminal
+            and not _alive
+            and not label_prefix()
+        ):
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=12),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.fields[doing]}"),
+            )
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._task = self._progress.add_task("", total=end, completed=step, doing="")
+            self._progress.start()
+            _alive.append(self)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, description=f"step {step}/{end}")
+        self._show()
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """What the step does in the body."""
+        self._phase, self._total, self._done, self._failed, self._tokens = name, 0, 0, 0, 0
+        self._begun = time.monotonic()
+        self._show()
+        try:
+            yield
+        finally:
+            self._phase = ""
+            self._show()
+
+    def expect(self, groups: int) -> None:
+        """How many groups the phase waits for."""
+        self._total = groups
+        self._show()
+
+    def advance(self, tokens: int = 0, failed: bool = False) -> None:
+        """One more of the phase's groups is there, with so many sampled tokens, or was given up."""
+        self._done += 1
+        self._failed += failed
+        self._tokens += tokens
+        self._show()
+
+    def reach(self, stage: str, count: int = 1) -> None:
+        """As the function of this name."""
+        self._stages[stage] += count
+        self._show()
+
+    def say(self, text: str) -> None:
+        """A line that stays, on stderr and in the run's `logs.log`."""
+        logger.info("%s", text, extra=FILE_ONLY)
+        if not self._quiet:
+            print(f"{label_prefix()}{text}", file=sys.stderr)
+
+    def say_stages(self, unit: str) -> None:
+        """What the step has reached, in the order in which it was first reached, on one line; nothing where there is none."""
+        if self._stages:
+            told = [f"{stage}: {count}" for stage, count in self._stages.items()]
+            self.say(f"{told[0]} {unit}" + "".join(f", {one}" for one in told[1:]))
+        self._stages.clear()
+
+    def _show(self) -> None:
+        if self._progress is None or self._task is None:
+            return
+        told = [self._phase]
+        if self._total:
+            told.append(f"{self._done}/{self._total} groups" + (f", {self._failed} failed" if self._failed else ""))
+        if self._stages:
+            told.append(next(reversed(self._stages)))
+        seconds = time.monotonic() - self._begun
+        if self._tokens and seconds > 0:
+            told.append(f"{self._tokens / seconds:,.0f} tokens/s")
+        self._progress.update(self._task, doing="  ".join(part for part in told if part))
