@@ -21,7 +21,7 @@ CAPTURED := tests/engine/test_sampling.py tests/engine/test_continuous_batching.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow test-vllm smoke lint llms test-kernels
+.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -32,6 +32,8 @@ help:
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and sampling through the CUDA path on a CPU"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
+	@echo "make test-trackers  W&B offline, trackio, TensorBoard and matplotlib themselves: a minute"
+	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
 	@echo "make test-vllm    sampling with vLLM, in an environment that it makes (3.4 GB): some minutes"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
@@ -49,6 +51,10 @@ test-browser: $(STAMP)
 	{ echo "Chromium is needed: apt-get install chromium (Debian), or any package with chromium on the PATH"; exit 1; }
 	@$(PIP) -e '.[browser]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m browser tests/browser
+
+test-trackers: $(STAMP)
+	@$(PIP) -e '.[wandb,trackio,tensorboard,plot]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m trackers tests/test_trackers.py tests/report/test_figures.py
 
 screenshots: $(STAMP)
 	@$(PIP) -e '.[browser]'
