@@ -168,7 +168,7 @@ RECIPES: tuple[RecipeRun, ...] = (
     RecipeRun(
         "recipes.debate_judge.rl",
         small=(*_RL, "groups_per_batch=2", "group_size=4"),
-        measures=(Measure("test/env/all/correct", "up"),),
+        measures=(Measure("env/all/correct", "up", "steps"),),
     ),
     RecipeRun(
         "recipes.demo",
