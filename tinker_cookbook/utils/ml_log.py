@@ -22,6 +22,7 @@ from rich.console import Console
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, DataValidationError
 from tinker_cookbook.utils.files import append_jsonl, flatten, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
+from tinker_cookbook.utils.reward_list import RewardList
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.run_store import RunStore
 from tinker_cookbook.utils.secrets import redact
@@ -44,6 +45,9 @@ class TrackerConfig:
     wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
     trackio_project: str | None = chz.field(default=None, doc="log to this trackio project (extra: trackio)")
     tensorboard: bool = chz.field(default=False, doc="write TensorBoard events too (extra: tensorboard)")
+    metrics_json: bool = chz.field(
+        default=False, doc="write metrics.json too, one JSON list of reward, loss and weights of each step"
+    )
     quiet: bool = chz.field(default=False, doc="on the terminal only warnings, errors and where the files are")
 
 
@@ -281,6 +285,18 @@ class TensorBoardLogger(Logger):
             self._writer = None
 
 
+class RewardListLogger(Logger):
+    """Keeps `metrics.json` (`utils.reward_list`)."""
+
+    def __init__(self, log_dir: str | Path) -> None:
+        self._list = RewardList(log_dir)
+
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Add one step; without a step there is nothing to add."""
+        if step is not None:
+            self._list.add(metrics, step)
+
+
 class MultiplexLogger(Logger):
     """Passes everything on to several loggers, in order.
 
@@ -345,6 +361,7 @@ def setup_logging(
     *,
     trackio_project: str | None = None,
     tensorboard: bool = False,
+    metrics_json: bool = False,
     quiet: bool = False,
 ) -> MultiplexLogger:
     """The loggers of a run: `metrics.jsonl`, the terminal unless `quiet`, and those trackers that are asked for; the config
@@ -368,6 +385,8 @@ def setup_logging(
             multiplex.loggers.append(TrackioLogger(trackio_project, wandb_name, log_dir))
         if tensorboard:
             multiplex.loggers.append(TensorBoardLogger(log_dir))
+        if metrics_json:
+            multiplex.loggers.append(RewardListLogger(log_dir))
         if do_configure_logging_module:
             terminal_level = logging.WARNING if quiet else logging.INFO
             multiplex.on_close = configure_logging_module(log_dir / LOGS_BASE_NAME, terminal_level=terminal_level)
