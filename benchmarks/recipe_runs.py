@@ -151,7 +151,7 @@ RECIPES: tuple[RecipeRun, ...] = (
     ),
     RecipeRun(
         "recipes.multi_agent",
-        small=(*_RL, "groups_per_batch=2", "group_size=4", "num_test=4", "warm_up_steps=2"),
+        small=(*_RL, "game=shared_sum", "num_test=4", "max_tokens=16"),
         measures=(Measure("test/env/all/reward/total", "up"),),
     ),
     RecipeRun(

@@ -67,7 +67,7 @@ class CLIConfig(RLConfig):
     """Keys of `python -m recipes.run_experiment`."""
 
     experiment: str | None = chz.field(default=None, doc="the TOML file, also as the first argument")
-    envs: list[EnvEntry] = chz.field(doc="the environments, as [env] or [[envs]] of the file")
+    envs: list[EnvEntry] = chz.field(default_factory=list, doc="the environments, as [env] or [[envs]] of the file")
     group_size: int = chz.field(default=8, doc="attempts at each question or episode", validator=chz.validators.gt(1))
     groups_per_batch: int = chz.field(default=8, doc="questions or episodes per step", validator=chz.validators.gt(0))
     num_rollouts: int | None = chz.field(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
+import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -147,7 +148,8 @@ def _sections(config_cls: type) -> dict[type, list[str]]:
 
 def _nested_class(field: Field) -> type | None:
     """The config class that a field holds, alone or besides None; None for other fields."""
-    options = typing.get_args(field.final_type) or (field.final_type,)
+    is_union = typing.get_origin(field.final_type) in (typing.Union, types.UnionType)
+    options = typing.get_args(field.final_type) if is_union else (field.final_type,)
     options = [option for option in options if option is not type(None)]
     return options[0] if len(options) == 1 and isinstance(options[0], type) and chz.is_chz(options[0]) else None
 

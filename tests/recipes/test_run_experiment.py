@@ -145,7 +145,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"nothing.toml.*No such file"):
         parse(str(tmp_path / "nothing.toml"))
     with pytest.raises(ConfigurationError, match="there is no environment"):
-        run_experiment.make_dataset_builder(settle(config_tree.parse(CLIConfig, ["envs=[]"])))
+        run_experiment.make_dataset_builder(settle(config_tree.parse(CLIConfig, [])))
 
 
 def test_an_environment_beside_the_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
