@@ -19,7 +19,7 @@ from tinker_cookbook.environments.contract_dataset import LoadedDatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.utils.ml_log import read_metrics
-from tinker_cookbook.utils.reward_list import RewardList
+from tinker_cookbook.utils.reward_list import RewardListLogger
 
 SUMS = ROOT / "example_data" / "environments" / "sums"
 ENV = f'[env]\nid = "{SUMS}"\n'
@@ -183,10 +183,10 @@ def test_a_run_never_writes_its_key(where: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_list_goes_on_where_a_resumed_run_does(tmp_path: Path) -> None:
-    first = RewardList(tmp_path)
+    first = RewardListLogger(tmp_path)
     for step in range(3):
-        first.add({"env/all/reward/total": float(step), "env/sums/reward/total": 1.0, "other": 3}, step)
-    RewardList(tmp_path).add({"env/all/reward/total": 9.0}, 1)
+        first.log_metrics({"env/all/reward/total": float(step), "env/sums/reward/total": 1.0, "other": 3}, step)
+    RewardListLogger(tmp_path).log_metrics({"env/all/reward/total": 9.0}, 1)
     rows = json.loads((tmp_path / "metrics.json").read_text())
     assert rows[0] == {"step": 0, "stage": "train", "reward": 0.0, "reward/sums": 1.0}
     assert rows[1:] == [{"step": 1, "stage": "train", "reward": 9.0}]

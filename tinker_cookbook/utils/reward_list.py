@@ -6,11 +6,11 @@ REWARD_LIST, and in a mixture `reward/<environment>`.
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tinker_cookbook.utils.files import write_text
+from tinker_cookbook.utils.loggers import Logger, Metrics
 
 METRICS_JSON_BASE_NAME = "metrics.json"
 REWARD_LIST = {
@@ -24,15 +24,17 @@ REWARD_LIST = {
 """What an entry has, by the metric that it is."""
 
 
-class RewardList:
+class RewardListLogger(Logger):
     """The file is whole at any time. The first step that is added replaces what an earlier start wrote from there on."""
 
     def __init__(self, log_dir: str | Path) -> None:
         self._path = Path(log_dir) / METRICS_JSON_BASE_NAME
         self._rows: list[dict[str, Any]] | None = None
 
-    def add(self, metrics: Mapping[str, float | int | str], step: int) -> None:
-        """Add one step and write the list."""
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Add one step and write the list; without a step there is nothing to add."""
+        if step is None:
+            return
         if self._rows is None:
             earlier = json.loads(self._path.read_text()) if self._path.exists() else []
             self._rows = [row for row in earlier if row["step"] < step]
