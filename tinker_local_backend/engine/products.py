@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
 
-LEAST_PRODUCT = 1 << 21
+LEAST_PRODUCT = 3 << 19
 """Multiplications of a product from which on oneDNN is faster; it takes some 12 us to begin with."""
 
 LEAST_ROWS = 3
