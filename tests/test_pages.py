@@ -14,7 +14,7 @@ from tinker_cookbook.sweeps.points import gather_keys
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = (
     "rendering", "completers", "supervised", "reinforcement_learning", "environments", "preferences", "distillation",
-    "evaluation", "hyperparameters", "weights", "sweeps", "own_parts",
+    "evaluation", "hyperparameters", "weights", "sweeps", "own_parts", "multi_agent",
 )  # fmt: skip
 QUICK = {"rendering", "hyperparameters", "engine", "runs"}
 """Pages that take seconds: they are read with the other tests, all others with `make test-slow`."""

@@ -165,6 +165,7 @@ class TestSteps:
                     "question": "7" * 100,
                     "instance_id": "sum-1",
                     "agent": seat,
+                    "role": "debater",
                     "ground_truth": "12",
                     "verdict": verdict,
                     "judge": verdict and "because",
@@ -207,7 +208,9 @@ class TestRoom:
         assert envs[0].transcript.verdict == Verdict(Winner.INVALID, "the question is too long for a debate")
         assert [t.transitions[-1].metrics["context_overflow"] for t in group.trajectories_G] == [1.0, 1.0]
         assert group.get_total_rewards() == [0.0, 0.0] and group.is_trained() == [False, False]
-        assert group.metrics_G == [{"debate/won": 0.0, "debate/invalid": 1.0, "debate/tie": 0.0}, {"debate/won": 0.0}]
+        nobody = {"debate/survivors": 0, "debate/survivor_variance": 0.0}
+        assert group.metrics_G[0] == {"debate/won": 0.0, "debate/invalid": 1.0, "debate/tie": 0.0} | nobody
+        assert group.metrics_G[1] == {"debate/won": 0.0}
         assert group.records == [] and [info["verdict"] for info in group.member_info_G] == ["INVALID"] * 2
 
     def test_a_question_of_one_token_must_fit(self, renderer: Renderer) -> None:

@@ -1,5 +1,7 @@
 """Between a debater's turns stand its own ids, the template's, and the opponent's ids as they were sampled."""
 
+import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,8 @@ from tests.debate.arena import ITEM as QUESTION
 from tests.debate.arena import RENDERERS, decode, encode, make_protocol, make_renderer, reply_ids, stop_ids
 from tests.debate.arena import first_prompt as first_prompt_of
 from tests.renderers import synthetic
-from tinker_cookbook.debate.injection import TurnInjection, make_injection
+from tests.renderers.test_all_families import ENTRIES
+from tinker_cookbook.debate.injection import TurnInjection, make_injection, opening_prompt, repeated
 from tinker_cookbook.debate.prompts import CLOSING, CONFIDENCE_REQUEST, OPPONENT, REBUTTAL, DebatePrompts
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
@@ -134,3 +137,59 @@ def test_a_wording_holds_the_opponent_exactly_once(field: str, count: int) -> No
 def test_a_tokenizer_without_spare_tokens_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="spare special tokens; a debate needs two"):
         make_injection(get_renderer("qwen3_instruct", synthetic.make_tokenizer()), REBUTTAL)
+
+
+EXTENDING = sorted(name for name, entry in ENTRIES.items() if entry.extends)
+
+
+class TestEveryFamily:
+    """Each renderer with the extension property carries a debate: what it is given next is, token for token, what it had,
+    what it said, and what its own rendering of the conversation has in between."""
+
+    def renderer(self, name: str) -> Renderer:
+        tokenizer = copy.deepcopy(ENTRIES[name].tokenizer())
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|spare_0|>", "<|spare_1|>"]})
+        return get_renderer(name, tokenizer)
+
+    @pytest.mark.parametrize("name", EXTENDING)
+    @pytest.mark.parametrize("heard", [1, 2])
+    def test_by_content(self, name: str, heard: int) -> None:
+        renderer = self.renderer(name)
+        assert renderer.has_extension_property
+        template = repeated("Others said:\n\n{opponent}\n\nReply.", [""] * heard)
+        first: list[Message] = [{"role": "user", "content": "Which?"}]
+        prompt = renderer.build_generation_prompt(first).to_ints()
+        begins = "</think>" if decode(renderer, prompt).endswith("<think>") else lead(renderer)
+        own, others = f"{begins}I say so", [f"I say {i}" for i in range(heard)]
+        spoken = reply_ids(renderer, own)
+        following = make_injection(renderer, template).next_prompt(
+            renderer, prompt, spoken, *(reply_ids(renderer, other) for other in others)
+        )
+        assert following[: len(prompt) + len(spoken)] == prompt + spoken
+        user = template
+        for other in others:
+            user = user.replace(OPPONENT, other, 1)
+        turns: list[Message] = [{"role": "assistant", "content": "I say so"}, {"role": "user", "content": user}]
+        assert decode(renderer, following) == decode(
+            renderer, renderer.build_generation_prompt([*first, *turns]).to_ints()
+        )
+        for other in others:
+            ids = encode(renderer, other)
+            assert any(following[i : i + len(ids)] == ids for i in range(len(prompt) + len(spoken), len(following)))
+
+    def test_reasoning_that_a_renderer_sets_apart_is_one_s_own(self) -> None:
+        renderer = self.renderer("kimi_k26_preserve_thinking")
+        injection, own = make_injection(renderer, f"Hear: {OPPONENT}"), reply_ids(renderer, "</think>mine")
+        thought, plain = (reply_ids(renderer, text) for text in ("secret</think>I say 13", "</think>I say 13"))
+        following = injection.next_prompt(renderer, [1], own, thought)
+        assert "secret" not in decode(renderer, following) and following == injection.next_prompt(
+            renderer, [1], own, plain
+        )
+
+    @pytest.mark.parametrize("name", EXTENDING)
+    def test_an_opening_that_shows_what_others_said(self, name: str) -> None:
+        renderer, said = self.renderer(name), "I say 13"
+        messages: list[Message] = [{"role": "user", "content": f"Which?\n\nThey said:\n\n{OPPONENT}\n\nReply."}]
+        opening = opening_prompt(renderer, messages, [reply_ids(renderer, said)])
+        expected = [{**messages[0], "content": str(messages[0]["content"]).replace(OPPONENT, said)}]
+        assert decode(renderer, opening) == decode(renderer, renderer.build_generation_prompt(expected).to_ints())  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from tests.debate.arena import (
     three_turns,
 )
 from tinker_cookbook.debate.judges import DebateView, Verdict, Winner
+from tinker_cookbook.debate.metrics import rate_ranges
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.ml_log import PrettyPrintLogger
@@ -66,6 +67,14 @@ class TestMetrics:
             "debate/win_if_wrong": 1 / 4,  # 1A won, 0B, 5A, 7B lost
             "debate/winner_correct": 4 / 5,  # 0A, 2B, 5B, 7A of these and 1A
             "debate/a_wins": 3 / 5,
+            "debate/position_bias": 3 / 5 - 1 / 2,
+            "debate/verbosity_bias": 1 - 1 / 2,  # of 0 alone, which A won; elsewhere both say as much
+            "debate/judge_accuracy_overall": (1 + 0 + 1 + 1 + 0 + 1 + 0.5 + 1) / 8,
+            "debate/judge_accuracy_disagree": (1 + 0 + 0 + 1 + 0.5 + 1) / 6,  # all but 2 and 3, where both are right
+            "debate/agent_score_difference": (1 - 1 + 1 + 0 + 1) / 5,  # of 0, 1, 5, 6, 7
+            "debate/proposal_accuracy": 10 / 16,
+            "debate/survivors": 5,
+            "debate/survivor_variance": 4 / 25,  # rewards of the winners: 1, 0, 1, 1, 1
             "debate/tie": 2 / 8,
             "debate/invalid": 1 / 8,
             "debate/won": 5 / 16,
@@ -75,7 +84,10 @@ class TestMetrics:
             "debate/judge_retries": sum(range(8)) / 8,
             **{f"debate/stopped_r{r}": 1.0 for r in (1, 2, 3)},
         }
-        assert {key for key in metrics if key.startswith("debate/")} == expected.keys() | lengths
+        found = {key for key in metrics if key.startswith("debate/")}
+        ends = {key for key in found if key.endswith(("_low", "_high"))}
+        assert found - ends == expected.keys() | lengths
+        assert ends == {f"{key}_{end}" for key in rate_ranges(2).keys() & found for end in ("low", "high")}
         expected |= {"correct": 10 / 16, "parsed": 15 / 16, "reward/total": 10 / 16, "trained_fraction": 5 / 16}
         expected |= {"turns_per_episode": 3.0, "context_overflow": 0.0}
         assert {key: metrics[key] for key in expected} == pytest.approx(expected)
@@ -88,10 +100,14 @@ class TestMetrics:
             "debate/winner_tokens",
             "debate/win_if_correct",
             "debate/winner_correct",
+            "debate/proposal_accuracy",
         }
-        debate = {f"debate/{name}" for name in ("tie", "invalid", "judge_retries", "agreement", "confidence_parsed")}
-        assert of_a.keys() == itself | debate | {"debate/a_wins", "debate/judge_accuracy"}
-        assert of_b.keys() == {"debate/won", "debate/malformed", "debate/loser_tokens", "debate/win_if_wrong"}
+        debate = ("tie", "invalid", "judge_retries", "agreement", "confidence_parsed", "a_wins", "position_bias")
+        judged = ("verbosity_bias", "judge_accuracy", "judge_accuracy_overall", "judge_accuracy_disagree")
+        group = ("agent_score_difference", "survivors", "survivor_variance")
+        assert of_a.keys() == itself | {f"debate/{name}" for name in (*debate, *judged, *group)}
+        own = ("won", "malformed", "loser_tokens", "win_if_wrong", "proposal_accuracy")
+        assert of_b.keys() == {f"debate/{name}" for name in own}
 
     def test_a_task_without_right_and_wrong_has_no_metrics_of_it(self) -> None:
         metrics = averaged(hold_all("summary"))

@@ -177,7 +177,7 @@ def answer(call: SampleCall) -> list[int]:
 def train_on(env: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> FakeServiceClient:
     service = FakeServiceClient(answer)
     monkeypatch.setattr("tinker_cookbook.backends.create_service_client", lambda *_, **__: service)
-    settings = {"group_size": 3, "groups_per_batch": 2, "num_batches": 3, "num_test": 2}
+    settings: dict[str, Any] = {"group_size": 3, "groups_per_batch": 2, "num_batches": 3, "num_test": 2}
     builder = get_env(env).dataset_builder(TINY, **settings)
     loop.run(loop.make_config(tmp_path, builder, **changes))
     return service

@@ -68,7 +68,7 @@ class TestBeforeAnyModelIsLoaded:
             (
                 debate_rs_grpo,
                 "judge=moc",
-                "judge.name='moc' is unknown; use mock, confidence, lm, endpoint, scripted:A",
+                "judge.name='moc' is unknown; use mock, confidence, key, lm, endpoint, live, scripted:A",
             ),
             (debate_rs_grpo, "debate_train=dpo", "debate_train"),
             (

@@ -9,7 +9,6 @@ versions of openai, so each lives in an environment of its own.
 import asyncio
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import pytest
 import tinker
 from transformers import AutoTokenizer
 
-from tests.server.serving import KEY, TINY_CHAT, Serving
-from tests.server.test_openai import QUESTION, TOOL, TOOLS_TEMPLATE
+from tests.server.serving import KEY, Serving
+from tests.server.tools_model import QUESTION, TOOL, model_with_tools
 
 pytestmark = pytest.mark.server
 
@@ -30,11 +29,7 @@ STEPS = 30
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny model with a template that takes tools."""
-    folder = tmp_path_factory.mktemp("models") / "with_tools"
-    shutil.copytree(TINY_CHAT, folder)
-    (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
-    return str(folder)
+    return model_with_tools(tmp_path_factory.mktemp("models") / "with_tools")
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +80,21 @@ def test_openai(serving: Serving, caller: str) -> None:
     called = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or []]
     assert_called(called[0].function.name, called[0].function.arguments)
     assert "<tool_call>" not in "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def test_openai_without_tools(serving: Serving, caller: str, model: str) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0)
+    assert model in [listed.id for listed in client.models.list()]
+    asked: dict[str, Any] = {"model": caller, "messages": QUESTION, "max_tokens": 8, "seed": 1, "stop": ["zz"]}
+    reply = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, n=2)
+    assert len(reply.choices) == 2 and reply.choices[0].logprobs.content[0].top_logprobs
+    stream = client.chat.completions.create(**asked, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in stream) == reply.choices[0].message.content
+    completion = client.completions.create(model=model, prompt="One", max_tokens=3, logprobs=1)
+    assert completion.choices[0].logprobs.token_logprobs
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.chat.completions.create(model="gpt-4", messages=QUESTION)
 
 
 def test_litellm(serving: Serving, caller: str, monkeypatch: pytest.MonkeyPatch) -> None:

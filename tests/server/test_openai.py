@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,30 +13,14 @@ from transformers import AutoTokenizer
 
 from tests.server.data import ATOL, DATA
 from tests.server.serving import KEY, TINY_CHAT, Serving
+from tests.server.tools_model import QUESTION, TOOL, model_with_tools
 
 pytestmark = pytest.mark.server
-
-TOOLS_TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-QUESTION = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "What is 7 + 5?"}]
-TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
 def tools_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny model with a template that takes tools."""
-    folder = tmp_path_factory.mktemp("models") / "with_tools"
-    shutil.copytree(TINY_CHAT, folder)
-    (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
-    return str(folder)
+    return model_with_tools(tmp_path_factory.mktemp("models") / "with_tools")
 
 
 @pytest.fixture(scope="module")
@@ -354,24 +337,6 @@ def test_a_checkpoint_that_is_replaced_is_loaded_anew(web: httpx.Client, two_mod
         client.forward_backward(DATA, "cross_entropy").result()
         client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
     assert replies[0] != replies[1]
-
-
-def test_the_openai_package(two_models: Serving, checkpoint: str) -> None:
-    openai = pytest.importorskip("openai", reason="the openai package is not installed")
-    client = openai.OpenAI(base_url=f"{two_models.url}/v1", api_key=KEY, max_retries=0)
-    assert TINY_CHAT in [model.id for model in client.models.list()]
-    reply = client.chat.completions.create(
-        model=checkpoint, messages=QUESTION, max_tokens=8, seed=1, logprobs=True, top_logprobs=2, n=2, stop=["zz"]
-    )
-    assert len(reply.choices) == 2 and reply.choices[0].logprobs.content[0].top_logprobs
-    stream = client.chat.completions.create(
-        model=checkpoint, messages=QUESTION, max_tokens=8, seed=1, stream=True, stop=["zz"]
-    )
-    assert "".join(piece.choices[0].delta.content or "" for piece in stream) == reply.choices[0].message.content
-    completion = client.completions.create(model=TINY_CHAT, prompt="One", max_tokens=3, logprobs=1)
-    assert completion.choices[0].logprobs.token_logprobs
-    with pytest.raises(openai.NotFoundError, match="is not served here"):
-        client.chat.completions.create(model="gpt-4", messages=QUESTION)
 
 
 def test_an_endpoint_judge_asks_a_trained_checkpoint(

@@ -225,6 +225,7 @@ class TestCoin:
         assert lands(said, "", "heads") == heads
         assert lands(said, "", "tails") == float(said.strip() == "7")
 
+    @pytest.mark.slow
     def test_the_canary_sings(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A few steps move the tiny model from a coin toss to the rewarded side."""
         monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path))

@@ -10,9 +10,10 @@ from tinker_cookbook.debate.env import (
     wrong_answers,
 )
 from tinker_cookbook.debate.judges import Judge, JudgeConfig, check_judge, make_judge
-from tinker_cookbook.debate.modes import DebateTrain, get_mode
+from tinker_cookbook.debate.modes import MODES, DebateTrain, TrainingMode, get_mode
 from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.rewards import TERMS
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.tasks.single_turn import MakeGroup, TaskDatasetBuilder, single_turn_group
@@ -34,7 +35,13 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
     measure: tuple[str, ...] = chz.field(
         default=(), doc="what else the judge is shown, to be measured: no_debate (the answers alone), with_key"
     )
-    debate_train: DebateTrain = chz.field(default="rs_grpo", doc="who survives into training, and with which reward")
+    debate_train: DebateTrain = chz.field(
+        default="rs_grpo", doc=f"who survives into training, and with which reward: {', '.join(MODES)}"
+    )
+    debate_reward: str | None = chz.field(
+        default=None,
+        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS)} or functions of your own, e.g. judge:0.5,task:0.5",
+    )
     prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
     max_tokens: int | None = chz.field(default=None, doc="longest turn, to tell which questions fit; None: no limit")
     context_window: int | None = chz.field(default=None, doc="of the policy; None: no limit")
@@ -56,12 +63,17 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
                 _check_confidence(judge, self.protocol)
         task, train, test = super().check()
         self.prompts.settle(task.debate_prompts)
-        get_mode(self.debate_train).check(self.protocol, self.judge, task)
+        self.mode.check(self.protocol, self.judge, task)
         if self.protocol.answers == "assigned":
             others = _references(task, train)
             for item in train:
                 wrong_answers(item, task.reference_answer(item), others, len(self.protocol.places) - 1)
         return task, train, test
+
+    @property
+    def mode(self) -> TrainingMode:
+        """Raises ConfigurationError for an unknown mode or reward."""
+        return get_mode(self.debate_train, self.debate_reward)
 
     @property
     def added_request(self) -> str:
@@ -75,7 +87,7 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
         if self.held_out_judge is not None:
             measured["held_out"] = await self._make_judge(self.held_out_judge)
         others = _references(task, self.load()[1]) if self.protocol.answers == "assigned" else []
-        return DebateProtocol(dialogue, judge, get_mode(self.debate_train), measured, others, self.seed)
+        return DebateProtocol(dialogue, judge, self.mode, measured, others, self.seed)
 
     async def _make_judge(self, config: JudgeConfig) -> Judge:
         return await make_judge(config if config.seed is not None else chz.replace(config, seed=self.seed))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from tinker_cookbook.debate.injection import TurnInjection, make_injection, opening_prompt, repeated
 from tinker_cookbook.debate.prompts import OPPONENT, Wording
 from tinker_cookbook.debate.protocols import Heard, ProtocolConfig, Slot, heard_before
+from tinker_cookbook.debate.quotes import QUOTE_REQUEST
 from tinker_cookbook.debate.transcript import Transcript, Turn
 from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.exceptions import ConfigurationError
@@ -82,6 +83,8 @@ class Dialogue:
         heard = heard_before(transcript.slots, seat, slot)
         others = [transcript.solution(other) or "" for other in transcript.seats if other is not seat]
         text = self.wording.opening(transcript.role(seat), transcript.solution(seat), others, bool(heard))
+        if self.protocol.quotes:
+            text = f"{text} {QUOTE_REQUEST}"
         asked = self.task.messages(item)[-1]
         question = get_text_content(asked)
         if OPPONENT in question:

@@ -15,7 +15,7 @@ from typing import Any, Self
 from tinker_cookbook.completers import StopCondition, TokenCompleter
 from tinker_cookbook.debate.dialogue import Dialogue, SeatDialogue
 from tinker_cookbook.debate.judges import Judge
-from tinker_cookbook.debate.metrics import member_metrics
+from tinker_cookbook.debate.metrics import member_metrics, rate_ranges, survivor_metrics
 from tinker_cookbook.debate.modes import TrainingMode, get_mode
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
 from tinker_cookbook.debate.protocols import ProtocolConfig
@@ -131,7 +131,7 @@ def make_dialogue(
 ) -> Dialogue:
     """The dialogue of a protocol with the wording of user, task and library, in this order. See `Dialogue.make`."""
     protocol = protocol or ProtocolConfig()
-    wording = (prompts or DebatePrompts()).settle(task.debate_prompts)
+    wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
     return Dialogue.make(task, renderer, protocol, wording, answer_request(protocol), max_tokens, context_window)
 
 
@@ -199,7 +199,10 @@ class DebateGroupBuilder(EnvGroupBuilder):
                 rewards = self.protocol.mode.turn_rewards(transcript, seat)
                 for transition, reward in zip(trajectory.transitions, rewards, strict=True):
                     transition.reward = reward
-        return [(0.0, member_metrics(transcript, seat)) for transcript, seat in members]
+        metrics = [member_metrics(transcript, seat) for transcript, seat in members]
+        trained = [_is_trained(self.protocol.mode, transcript, seat) for transcript, seat in members]
+        metrics[0] |= survivor_metrics(trajectory_group, trained)
+        return [(0.0, found) for found in metrics]
 
     async def _judge(self, transcript: Transcript) -> None:
         if not transcript.was_held:
@@ -240,6 +243,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
                 "question": self.item.question[:100],
                 "instance_id": self.item.id,
                 "agent": seat.name,
+                "role": transcript.role(seat),
                 "ground_truth": self.item.reference,
                 "verdict": transcript.verdict.winner.value if transcript.verdict is not None else None,
                 "judge": transcript.verdict.raw_response or transcript.verdict.reasoning
@@ -248,6 +252,9 @@ class DebateGroupBuilder(EnvGroupBuilder):
             }
             for transcript, seat in _members(env_group)
         ]
+
+    def rate_ranges(self) -> dict[str, tuple[float, float]]:
+        return rate_ranges(max(2, len(self.protocol.config.places)))
 
     def logging_tags(self) -> list[str]:
         return [self.protocol.task.name]

@@ -13,7 +13,7 @@ from tinker_cookbook.debate.prompts import OPPONENT
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
-from tinker_cookbook.renderers.replies import strip_stop
+from tinker_cookbook.renderers.replies import decode_reply, reply_text, strip_stop
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,19 @@ def opening_prompt(renderer: Renderer, messages: list[Message], heard: Sequence[
 def _filled(renderer: Renderer, suffixes: Sequence[Sequence[int]], heard: Sequence[Sequence[int]]) -> list[int]:
     tokens: list[int] = []
     for reply, suffix in zip(heard, suffixes, strict=True):
-        tokens += [*strip_stop(renderer, reply), *suffix]
+        tokens += [*_said_aloud(renderer, reply), *suffix]
+    return tokens
+
+
+def _said_aloud(renderer: Renderer, reply: Sequence[int]) -> list[int]:
+    """The reply's ids without the stop and without reasoning that the renderer sets apart, which judges do not read either."""
+    tokens = strip_stop(renderer, reply)
+    text = reply_text(renderer, reply).strip()
+    if not text or text == decode_reply(renderer, reply).strip():
+        return tokens
+    for start in range(len(tokens) - 1, -1, -1):
+        if decode_tokens(renderer.tokenizer, tokens[start:]).strip() == text:
+            return tokens[start:]
     return tokens
 
 

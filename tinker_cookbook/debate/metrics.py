@@ -1,8 +1,29 @@
-"""Metrics of a finished debate, per seat."""
+"""Metrics of a finished debate, per seat. Averages over a step are in metrics.jsonl under env/all/; docs/debate.md lists them."""
+
+from collections.abc import Sequence
+from statistics import fmean, pvariance
 
 from tinker_cookbook.debate.transcript import Transcript
-from tinker_cookbook.debate.views import Seat, Winner
-from tinker_cookbook.rl.types import Metrics
+from tinker_cookbook.debate.views import Seat, Verdict, Winner
+from tinker_cookbook.rl.types import Metrics, Trajectory
+
+_RATES = (
+    "judge_accuracy", "judge_accuracy_overall", "judge_accuracy_disagree", "no_debate_accuracy", "held_out_accuracy",
+    "with_key_accuracy", "win_if_correct", "win_if_wrong", "winner_correct", "proposal_accuracy", "agreement", "tie", "invalid",
+    "held_out_agreement",
+)  # fmt: skip
+_DIFFERENCES = ("gain_over_no_debate", "agent_score_difference", "hacking_gap")
+_BIASES = ("position_bias", "verbosity_bias")
+
+
+def rate_ranges(num_options: int) -> dict[str, tuple[float, float]]:
+    """What has an interval, <key>_low and <key>_high, and between which values it lies."""
+    chance = 1 / num_options
+    return {
+        **{f"debate/{name}": (0.0, 1.0) for name in _RATES},
+        **{f"debate/{name}": (-1.0, 1.0) for name in _DIFFERENCES},
+        **{f"debate/{name}": (-chance, 1 - chance) for name in _BIASES},
+    }
 
 
 def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
@@ -11,10 +32,8 @@ def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
     - debate/won: this seat won (ties and invalid debates count as 0)
     - debate/win_if_correct, win_if_wrong: over decided debates, by whether this seat was right
     - debate/malformed: a turn of this seat holds a control token before its end; the debate is invalid
+    - debate/proposal_accuracy: of the answers that the policy gave; winner_correct is the same after the verdict
     - debate/winner_correct, winner_tokens, loser_tokens: over decided debates
-    - debate/a_wins (position bias), tie, invalid, judge_retries, agreement: per debate
-    - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: per debate, of an endpoint judge
-    - debate/judge_accuracy: over decided debates in which exactly one seat was right, or the only answer was judged
     """
     verdict = transcript.verdict
     assert verdict is not None
@@ -24,19 +43,27 @@ def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
     decided = verdict.winner.seat is not None
     won, correct = transcript.won(seat), transcript.correct(seat)
     metrics: Metrics = {"debate/won": float(won), "debate/malformed": float(transcript.is_malformed(seat))}
+    answer = transcript.answer(seat)
+    if answer is not None and answer.is_sampled and correct is not None:
+        metrics["debate/proposal_accuracy"] = float(correct)
     if decided:
-        tokens = sum(len(turn.tokens) for turn in transcript.turns[seat])
-        metrics["debate/winner_tokens" if won else "debate/loser_tokens"] = tokens
+        metrics["debate/winner_tokens" if won else "debate/loser_tokens"] = _spoken_tokens(transcript, seat)
         if correct is not None:
             metrics["debate/win_if_correct" if correct else "debate/win_if_wrong"] = float(won)
             if won:
                 metrics["debate/winner_correct"] = float(correct)
-    return metrics | _debate_metrics(transcript) if is_first else metrics
+    return metrics | _debate_metrics(transcript, verdict) if is_first else metrics
 
 
-def _debate_metrics(transcript: Transcript) -> Metrics:
-    verdict, places = transcript.verdict, transcript.seats
-    assert verdict is not None
+def _spoken_tokens(transcript: Transcript, seat: Seat) -> int:
+    return sum(len(turn.tokens) for turn in transcript.turns[seat])
+
+
+def _debate_metrics(transcript: Transcript, verdict: Verdict) -> Metrics:
+    """- debate/tie, invalid, judge_retries, agreement, confidence_parsed: per debate
+    - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: per debate, of an endpoint judge
+    """
+    places = transcript.seats
     solutions = {transcript.solution(seat) for seat in places if transcript.answer(seat) is not None}
     answers = [transcript.confidence(seat) for seat in transcript.scores]
     metrics: Metrics = {
@@ -49,11 +76,103 @@ def _debate_metrics(transcript: Transcript) -> Metrics:
     if transcript.protocol.answers == "proposed":
         metrics["debate/confidence_parsed"] = sum(answer is not None for answer in answers) / len(answers)
     metrics |= {f"debate/judge_{name}": value for name, value in verdict.usage.items()}
-    if (winner := verdict.winner.seat) is not None:
-        metrics["debate/a_wins"] = float(winner is Seat.A)
-        right = [transcript.correct(seat) for seat in places]
-        if len(places) == 1:
-            right.append(None if right[0] is None else not right[0])
-        if None not in right and sum(map(bool, right)) == 1:
-            metrics["debate/judge_accuracy"] = float(bool(right[winner]))
+    metrics |= _bias_metrics(transcript, verdict)
+    right = _right_options(transcript)
+    if right is not None:
+        metrics |= _truth_metrics(transcript, verdict, right)
+    if (held_out := transcript.measured.get("held_out")) is not None:
+        metrics |= _held_out_metrics(verdict, held_out, len(places))
     return metrics
+
+
+def _bias_metrics(transcript: Transcript, verdict: Verdict) -> Metrics:
+    """Over decided debates, and 0 for a judge without the bias:
+
+    - debate/a_wins; position_bias: that the first seat wins, minus 1 / seats
+    - debate/verbosity_bias: that the seat with most tokens wins, minus 1 / seats; over debates in which one has most
+    """
+    winner, places = verdict.winner.seat, transcript.seats
+    if winner is None:
+        return {}
+    metrics: Metrics = {"debate/a_wins": float(winner is Seat.A)}
+    if len(places) > 1:
+        metrics["debate/position_bias"] = float(winner is Seat.A) - 1 / len(places)
+        lengths = [_spoken_tokens(transcript, seat) for seat in places]
+        longest = [seat for seat, length in zip(places, lengths, strict=True) if length == max(lengths)]
+        if len(longest) == 1:
+            metrics["debate/verbosity_bias"] = float(winner is longest[0]) - 1 / len(places)
+    return metrics
+
+
+def _right_options(transcript: Transcript) -> list[bool] | None:
+    """Which verdicts would be right: of each seat, or that the only answer holds and that it does not. None: nobody knows."""
+    found = [transcript.correct(seat) for seat in transcript.seats]
+    right = [bool(one) for one in found if one is not None]
+    if len(right) < len(found):
+        return None
+    return right if len(right) > 1 else [right[0], not right[0]]
+
+
+def _accuracy(verdict: Verdict, right: Sequence[bool]) -> float:
+    """Whether the verdict falls on something right; of a tie the share that is, and 0 without a verdict."""
+    if verdict.winner is Winner.INVALID:
+        return 0.0
+    return fmean(right) if verdict.winner.seat is None else float(right[verdict.winner.seat])
+
+
+def _truth_metrics(transcript: Transcript, verdict: Verdict, right: Sequence[bool]) -> Metrics:
+    """- debate/judge_accuracy_overall: over all debates, whether the winner is right; a tie counts for its share of right seats,
+      an invalid debate 0
+    - debate/judge_accuracy_disagree: the same over debates in which exactly one seat is right
+    - debate/judge_accuracy: the same over those of them that were decided
+    - debate/agent_score_difference: how much more of the verdict right seats get than wrong ones (Sudhir et al. 2025)
+    - debate/no_debate_accuracy, with_key_accuracy, held_out_accuracy: judge_accuracy_overall of the verdicts that `measure` and
+      `held_out_judge` asked for; gain_over_no_debate: what the speeches add, debate by debate
+    """
+    overall = _accuracy(verdict, right)
+    metrics: Metrics = {"debate/judge_accuracy_overall": overall}
+    if sum(right) == 1:
+        metrics["debate/judge_accuracy_disagree"] = overall
+        if verdict.winner.seat is not None:
+            metrics["debate/judge_accuracy"] = overall
+    shares = [verdict.share(i, len(right)) for i in range(len(right))]
+    told = [share for share in shares if share is not None]
+    if told and any(right) and not all(right):
+        of_right = fmean(share for share, is_right in zip(told, right, strict=True) if is_right)
+        of_wrong = fmean(share for share, is_right in zip(told, right, strict=True) if not is_right)
+        metrics["debate/agent_score_difference"] = of_right - of_wrong
+    for name, said in transcript.measured.items():
+        metrics[f"debate/{name}_accuracy"] = _accuracy(said, right)
+    if "no_debate" in transcript.measured:
+        metrics["debate/gain_over_no_debate"] = overall - metrics["debate/no_debate_accuracy"]
+    return metrics
+
+
+def _held_out_metrics(verdict: Verdict, held_out: Verdict, places: int) -> Metrics:
+    """How far the judge that trains has come apart from one that does not:
+
+    - debate/hacking_gap: what the training judge gives to its winner (or, of a single answer, to the answer), minus what the
+      held-out judge gives to the same; it grows when the policy learns to please the one and not the other
+    - debate/held_out_agreement: both have the same verdict
+    """
+    if Winner.INVALID in (verdict.winner, held_out.winner):
+        return {}
+    metrics: Metrics = {"debate/held_out_agreement": float(verdict.winner is held_out.winner)}
+    chosen = Seat.A if places == 1 else verdict.winner.seat
+    if chosen is not None:
+        options = max(2, places)
+        own, other = verdict.share(chosen, options), held_out.share(chosen, options)
+        assert own is not None and other is not None
+        metrics["debate/hacking_gap"] = own - other
+    return metrics
+
+
+def survivor_metrics(trajectories_G: Sequence[Trajectory], trained_G: Sequence[bool]) -> Metrics:
+    """Of a question's rollouts: debate/survivors, how many train, and debate/survivor_variance, of their total rewards. Where
+    the variance is 0 a mode that compares them trains nothing."""
+    rewards = [
+        sum(transition.reward for transition in trajectory.transitions)
+        for trajectory, trained in zip(trajectories_G, trained_G, strict=True)
+        if trained
+    ]
+    return {"debate/survivors": len(rewards), "debate/survivor_variance": pvariance(rewards) if rewards else 0.0}

@@ -1,33 +1,46 @@
-"""How a finished debate trains: what each turn is worth, and who survives into training."""
+"""How a finished debate trains: what each turn is worth, who survives into training, and against whom it is measured.
+
+rejection           winners, each with the same weight
+rs_grpo             winners, by the task's reward against the other winners of the question
+judge               both sides, by the verdict: zero-sum
+soft_judge          the same, by the probability that the judge gives each side
+spiral              the same as judge, each seat against its own running mean
+mixed               both sides, by verdict and task together
+solution_argument   answers by the task's reward against the answers to the question, speeches by the verdict
+negatives           winners up, losers down by half as much
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
-from tinker_cookbook.debate.judges import JudgeConfig
+from tinker_cookbook.debate.judges import JUDGES, JudgeConfig
 from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.rewards import TERMS, DebateReward
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.tasks.types import Task
 
-DebateTrain = Literal["rejection", "rs_grpo"]
+DebateTrain: TypeAlias = str
+"""The name of a mode."""
 
-ADVANTAGES: dict[DebateTrain, AdvantageConfig] = {
-    "rejection": AdvantageConfig(baseline="constant", scale="sequence"),
-    "rs_grpo": AdvantageConfig(baseline="mean", scale="sequence"),
-}
-"""How winners are trained. rejection: 1 / tokens for each token of a winner. rs_grpo: the winner's task reward, as if there had
-been no debate, minus the mean over the winners of the same question, / tokens; the same value on all of its turns."""
+LOSER_WEIGHT = 0.5
+"""How much a loser counts in `negatives`. Below 1: what is pushed down has nowhere in particular to go."""
+TRUTHFUL = ("key", "scripted:truth")
+UNDECIDED = ("scripted:TIE", "scripted:INVALID")
+GROUP_BASELINES = ("mean", "zscore", "leave_one_out")
 
 
 class TrainingMode(ABC):
     """Rewards of a debate that has its verdict. Picklable."""
 
     name: str
+    advantage: AdvantageConfig
+    """how its rewards become advantages, unless the user says otherwise"""
 
     @abstractmethod
     def turn_rewards(self, transcript: Transcript, seat: Seat) -> list[float]:
@@ -44,25 +57,134 @@ class TrainingMode(ABC):
     def check(self, protocol: ProtocolConfig, judge: JudgeConfig, task: Task) -> None:  # noqa: B027
         """Raise ConfigurationError for a combination that cannot train anything."""
 
+    def check_group(self, num_debates: int, advantage: AdvantageConfig) -> None:  # noqa: B027
+        """Raise ConfigurationError when groups of so many debates leave nobody to be compared with."""
+
 
 @dataclass(frozen=True)
-class WinnersMode(TrainingMode):
-    """Winners alone survive; the reward of an answer is the task's, that of a speech 0."""
+class Mode(TrainingMode):
+    """A mode of the library: who survives, with which reward, and how the reward is shared out among the turns."""
 
     name: str
+    survivors: Literal["winners", "decided"]
+    """winners alone, or both sides of a debate that has a winner"""
+    reward: DebateReward
+    advantage: AdvantageConfig
+    by_turn: bool = False
+    """the task's reward goes to the answer, all else to each speech; else the whole reward is that of the debate"""
+    loser_weight: float = 1.0
+    """what losers' rewards are multiplied by"""
 
     def turn_rewards(self, transcript: Transcript, seat: Seat) -> list[float]:
-        return [
-            transcript.scores[seat].reward if turn.kind == "answer" else 0.0 for turn in transcript.sampled_turns(seat)
-        ]
+        turns = transcript.sampled_turns(seat)
+        weight = 1.0 if transcript.won(seat) else self.loser_weight
+        of_answer = weight * self.reward.only("task")(transcript, seat)
+        of_rest = weight * self.reward.without("task")(transcript, seat)
+        if self.by_turn:
+            return [of_answer if turn.kind == "answer" else of_rest for turn in turns]
+        rewards = [of_answer if turn.kind == "answer" else 0.0 for turn in turns]
+        rewards[-1] += of_rest
+        return rewards
 
     def is_trained(self, transcript: Transcript, seat: Seat) -> bool:
-        return transcript.won(seat)
+        verdict = transcript.verdict
+        if self.survivors == "winners":
+            return transcript.won(seat)
+        return verdict is not None and verdict.winner.seat is not None
+
+    def check(self, protocol: ProtocolConfig, judge: JudgeConfig, task: Task) -> None:
+        said = f"debate_train={self.name}"
+        if judge.name in UNDECIDED:
+            raise ConfigurationError(
+                f"{said} with judge={judge.name} cannot learn: no debate has a winner; use another judge"
+            )
+        if self.reward.names == {"task"} and protocol.answers == "assigned" and self.advantage.baseline != "constant":
+            raise ConfigurationError(
+                f"{said} rewards the answer, and protocol.answers=assigned leaves none to the policy: nothing would train; use "
+                "debate_train=judge, or protocol.answers=proposed"
+            )
+        is_soft = judge.soft or judge.votes > 1 or judge.name not in JUDGES
+        if "soft" in self.reward.names and not is_soft:
+            raise ConfigurationError(
+                f"{said} trains on a verdict's probability, and judge={judge.name} gives none; use judge=lm judge.soft=True, "
+                "judge.votes=5, or debate_train=judge"
+            )
+        if self.by_turn and (protocol.name not in ("debate", "consultancy") or protocol.answers == "assigned"):
+            raise ConfigurationError(
+                f"{said} compares answers with answers and speeches with speeches, and in protocol={protocol.name} with "
+                f"answers={protocol.answers} not every seat has both; use debate_train=judge"
+            )
+        if self.by_turn and protocol.num_rounds == 0:
+            raise ConfigurationError(f"{said} needs speeches, and protocol.rounds=0 has none; use debate_train=mixed")
+        if self._only_right_ones_of_equal_worth(judge, task):
+            raise ConfigurationError(
+                f"{said} with judge={judge.name} cannot learn: this judge knows the truth, so every winner is right, and "
+                f"task={task.name} pays 1 for every right answer; within a question no winner's reward differs. Use "
+                "debate_train=judge or rejection, a judge that can be wrong, or a reward that varies among right answers"
+            )
+
+    def _only_right_ones_of_equal_worth(self, judge: JudgeConfig, task: Task) -> bool:
+        compared = self.survivors == "winners" and self.advantage.baseline in GROUP_BASELINES
+        return compared and self.reward.names == {"task"} and judge.name in TRUTHFUL and task.pays_zero_or_one
+
+    def check_group(self, num_debates: int, advantage: AdvantageConfig) -> None:
+        if num_debates == 1 and self.survivors == "winners" and advantage.baseline in GROUP_BASELINES:
+            raise ConfigurationError(
+                f"debate_train={self.name} compares the winners of a question (advantage.baseline={advantage.baseline}), and "
+                "with one debate per question there is one winner: nothing would train. Raise num_rollouts, or use "
+                "debate_train=rejection or advantage.baseline=role"
+            )
 
 
-MODES: Mapping[str, TrainingMode] = {name: WinnersMode(name) for name in ADVANTAGES}
+_EPISODE = AdvantageConfig(baseline="mean", scale="sequence")
+_BY_TURN = AdvantageConfig(baseline="zscore", later_baseline="none", credit="turn", scale="turn")
+_JUDGE, _TASK = DebateReward.parse("judge"), DebateReward.parse("task")
+
+_LIBRARY = (
+    Mode("rejection", "winners", _TASK, AdvantageConfig(baseline="constant", scale="sequence")),
+    Mode("rs_grpo", "winners", _TASK, _EPISODE),
+    Mode("judge", "decided", _JUDGE, _EPISODE),
+    Mode("soft_judge", "decided", DebateReward.parse("soft"), _EPISODE),
+    Mode("spiral", "decided", _JUDGE, AdvantageConfig(baseline="role", scale="sequence")),
+    Mode("mixed", "decided", DebateReward.parse("judge:0.5,task:0.5"), _EPISODE),
+    Mode("solution_argument", "decided", DebateReward.parse("task,judge"), _BY_TURN, by_turn=True),
+    Mode(
+        "negatives",
+        "decided",
+        _JUDGE,
+        AdvantageConfig(baseline="none", scale="sequence"),
+        loser_weight=LOSER_WEIGHT,
+    ),
+)
+MODES: dict[str, TrainingMode] = {mode.name: mode for mode in _LIBRARY}
+"""Name -> mode: the library's, and those of `register_mode`."""
+
+ADVANTAGES = {mode.name: mode.advantage for mode in _LIBRARY}
+"""Of the library's modes. rejection: 1 / tokens for each token of a winner. rs_grpo: the winner's task reward, as if there had
+been no debate, minus the mean over the winners of the same question, / tokens; the same value on all of its turns."""
 
 
-def get_mode(name: str) -> TrainingMode:
-    """The mode of this name. Raises KeyError for an unknown one."""
-    return MODES[name]
+def register_mode(mode: TrainingMode) -> None:
+    """Make a mode of one's own known under its name. Raises ConfigurationError for a name that is taken."""
+    if mode.name in MODES:
+        raise ConfigurationError(f"debate_train={mode.name!r} is taken; choose another")
+    MODES[mode.name] = mode
+
+
+def get_mode(name: str, debate_reward: str | None = None) -> TrainingMode:
+    """The mode of this name, with another reward if one is given (`rewards.DebateReward.parse`).
+
+    Raises:
+        ConfigurationError: an unknown name or term, or a mode whose reward cannot be replaced.
+    """
+    if name not in MODES:
+        raise ConfigurationError(f"debate_train={name!r} is unknown; use {', '.join(MODES)}")
+    mode = MODES[name]
+    if debate_reward is None:
+        return mode
+    if not isinstance(mode, Mode) or mode.advantage.baseline == "constant":
+        raise ConfigurationError(
+            f"debate_reward={debate_reward!r} with debate_train={name}, which gives every survivor the same weight; use "
+            f"another mode. Terms: {', '.join(TERMS)}"
+        )
+    return replace(mode, reward=DebateReward.parse(debate_reward))

@@ -46,6 +46,12 @@ DEFENCE = (
     "In one to three sentences, tell the judge why your answer is right all the same."
 )
 
+REJOINDER = (
+    "The other agent defended the answer:\n\n"
+    f"{OPPONENT}\n\n"
+    "In one to three sentences, tell the judge what is wrong with the answer all the same."
+)
+
 ASSIGNED = (
     f"The answer that you argue for is: {OWN_ANSWER}\nThe other answers are: {OTHER_ANSWERS}\n"
     "In one to three sentences, tell the judge why yours is right."
@@ -68,9 +74,16 @@ _DEFAULTS = {
     "support": SUPPORT,
     "critique": CRITIQUE,
     "defence": DEFENCE,
+    "rejoinder": REJOINDER,
     "assigned": ASSIGNED,
     "heard": HEARD,
 }
+_OF_MANY = {
+    "rebuttal": REBUTTAL.replace("Another agent answered", "Other agents answered"),
+    "response": RESPONSE.replace("The other agent", "The other agents"),
+    "closing": CLOSING.replace("The other agent", "The other agents"),
+}
+"""Where more than two debate."""
 _PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {
     "support": (),
     "assigned": (OWN_ANSWER, OTHER_ANSWERS),
@@ -87,6 +100,7 @@ class Wording:
     support: str = SUPPORT
     critique: str = CRITIQUE
     defence: str = DEFENCE
+    rejoinder: str = REJOINDER
     assigned: str = ASSIGNED
     heard: str = HEARD
 
@@ -108,12 +122,14 @@ class Wording:
             return self.support
         if role == "proposer":
             return self.defence
-        if role == "critic" or round > 1:
+        if role == "critic":
+            return self.rejoinder
+        if round > 1:
             return self.closing if round == num_rounds else self.response
         return self.rebuttal
 
 
-def _text(name: str, doc: str) -> str | None:
+def _text(doc: str) -> str | None:
     return chz.field(default=None, doc=f"{doc}; None: the task's, else the library's")
 
 
@@ -121,24 +137,25 @@ def _text(name: str, doc: str) -> str | None:
 class DebatePrompts:
     """Wording of the turns. Raises ConfigurationError when a text does not hold its placeholders exactly once."""
 
-    rebuttal: str | None = _text("rebuttal", "first speech after one's own answer; {opponent}: what the others said")
-    response: str | None = _text("response", "speeches between the first and the last; {opponent}")
-    closing: str | None = _text("closing", "last speech; {opponent}")
-    support: str | None = _text("support", "a speech of a seat that has heard nobody since its last")
-    critique: str | None = _text("critique", "a critic's first speech; {opponent}: the answer")
-    defence: str | None = _text("defence", "a proposer's speeches; {opponent}: the critic's")
-    assigned: str | None = _text("assigned", "first speech for an assigned answer; {answer}, {others}")
-    heard: str | None = _text("heard", "behind it where others spoke first; {opponent}")
+    rebuttal: str | None = _text("first speech after one's own answer; {opponent}: what the others said")
+    response: str | None = _text("speeches between the first and the last; {opponent}")
+    closing: str | None = _text("last speech; {opponent}")
+    support: str | None = _text("a speech of a seat that has heard nobody since its last")
+    critique: str | None = _text("a critic's first speech; {opponent}: the answer")
+    defence: str | None = _text("a proposer's speeches; {opponent}: the critic's")
+    rejoinder: str | None = _text("a critic's later speeches; {opponent}: the proposer's")
+    assigned: str | None = _text("first speech for an assigned answer; {answer}, {others}")
+    heard: str | None = _text("behind it where others spoke first; {opponent}")
 
     @chz.validate
     def _placeholders(self) -> None:
         check_wording({name: text for name in _DEFAULTS if (text := getattr(self, name)) is not None}, "prompts")
 
-    def settle(self, of_task: Mapping[str, str]) -> Wording:
+    def settle(self, of_task: Mapping[str, str], seats: int = 2) -> Wording:
         """With the task's wording, then the library's, where nothing is given. Raises ConfigurationError for a bad one."""
         check_wording(of_task, "Task.debate_prompts")
         given = {name: text for name in _DEFAULTS if (text := getattr(self, name)) is not None}
-        return Wording(**{**of_task, **given})
+        return Wording(**{**(_OF_MANY if seats > 2 else {}), **of_task, **given})
 
 
 def check_wording(texts: Mapping[str, str], name: str) -> None:

@@ -21,6 +21,7 @@ def debate_record(transcript: Transcript, members: Mapping[Seat, tuple[Trajector
             "answers": transcript.protocol.answers,
             "order": transcript.protocol.order,
             "rounds": transcript.protocol.num_rounds,
+            "seats": transcript.protocol.seats,
             "quotes": transcript.protocol.quotes,
         },
         "question": transcript.item.question,

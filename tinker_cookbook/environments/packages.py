@@ -20,7 +20,10 @@ from tinker_cookbook.own_parts import load_file
 ENTRY_POINTS = "tinker_cookbook.environments"
 LOADER = "load_environment"
 
-SHIPPED: dict[str, str] = {}
+SHIPPED: dict[str, str] = {
+    "kuhn_poker": "tinker_cookbook.environments.kuhn_poker",
+    "shared_sum": "tinker_cookbook.environments.shared_sum",
+}
 """The library's own, by name: modules with a load_environment."""
 
 

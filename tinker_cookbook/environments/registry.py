@@ -77,8 +77,8 @@ def unregister_env(name: str) -> None:
 
 
 def known_envs() -> list[str]:
-    """The names that get_env takes, in the order of their registration."""
-    return _ENVS.names()
+    """The names that get_env takes: registered ones in order, the library's own, those of installed packages."""
+    return [*_ENVS.names(), *installed_environments()]
 
 
 def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:

@@ -15,12 +15,12 @@ from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, 
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import torch
 
-Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role", "constant"]
+Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role_mean", "role", "constant", "none"]
 SURVIVORS_HINT = (
     " Rejection leaves members of equal reward (accept_min_reward with rewards of 0 and 1, say): advantage.baseline=constant "
     "trains each of them alike."
 )
-Scale: TypeAlias = Literal["sum", "sequence", "token"]
+Scale: TypeAlias = Literal["sum", "sequence", "token", "turn"]
 Credit: TypeAlias = Literal["episode", "turn"]
 
 
@@ -31,12 +31,16 @@ class AdvantageConfig:
     baseline: Baseline = chz.field(
         default="mean",
         doc="mean: reward minus the group's mean; zscore: that over its standard deviation; leave_one_out: reward minus "
-        "the mean of the others; role: reward minus a running mean per role; constant: 1 for each member",
+        "the mean of the others; role_mean: reward minus the mean of the group's members in the same role; role: reward minus a "
+        "running mean per role; constant: 1 for each member; none: the reward",
+    )
+    later_baseline: Baseline | None = chz.field(
+        default=None, doc="credit=turn: baseline of the turns after the first; None: the same one"
     )
     scale: Scale = chz.field(
         default="sum",
         doc="what the loss sums up to: sum of tokens; sequence: mean over each trajectory's tokens; token: mean over all "
-        "tokens of the batch",
+        "tokens of the batch; turn: mean over each turn's tokens",
     )
     credit: Credit = chz.field(
         default="episode",
@@ -49,10 +53,15 @@ class AdvantageConfig:
     def _check(self) -> None:
         if not 0 <= self.role_decay < 1:
             raise ConfigurationError(f"role_decay={self.role_decay}: must be at least 0 and below 1")
-        if self.credit == "turn" and self.baseline in ("role", "constant"):
+        for name in ("baseline", "later_baseline"):
+            if self.credit == "turn" and (found := getattr(self, name)) in ("role_mean", "role", "constant"):
+                raise ConfigurationError(
+                    f"credit=turn compares turns within the group, which {name}={found} does not do; use {name}=mean, "
+                    "zscore, leave_one_out or none"
+                )
+        if self.credit != "turn" and self.later_baseline is not None:
             raise ConfigurationError(
-                f"credit=turn compares turns within the group, which baseline={self.baseline} does not do; use baseline=mean, "
-                "zscore or leave_one_out"
+                f"later_baseline={self.later_baseline} is for turns with a credit of their own; add credit=turn"
             )
 
 
@@ -103,17 +112,24 @@ def _group_advantages(
         raise DataValidationError(f"group {index}: rewards must be finite numbers, got {rewards_G.tolist()}")
     trained_G = torch.tensor(group.is_trained(), dtype=torch.bool)
     if config.credit == "turn":
-        return _turn_advantages(group, config.baseline, trained_G)
+        return _turn_advantages(group, config.baseline, config.later_baseline or config.baseline, trained_G)
     if config.baseline == "role":
         if role_baselines is None:
             raise ConfigurationError("baseline=role needs role_baselines, the running means of the run")
         advantages_G = role_baselines.advantages(group.get_roles(), rewards_G, trained_G)
+    elif config.baseline == "role_mean":
+        roles, advantages_G = group.get_roles(), torch.zeros_like(rewards_G)
+        for role in dict.fromkeys(roles):
+            of_role_G = trained_G & torch.tensor([other == role for other in roles])
+            advantages_G = torch.where(of_role_G, _against_others(rewards_G, of_role_G, "mean"), advantages_G)
     else:
         advantages_G = _against_others(rewards_G, trained_G, config.baseline)
     return torch.where(trained_G, advantages_G, 0.0).float()
 
 
-def _turn_advantages(group: TrajectoryGroup, baseline: Baseline, trained_G: torch.Tensor) -> torch.Tensor:
+def _turn_advantages(
+    group: TrajectoryGroup, baseline: Baseline, later: Baseline, trained_G: torch.Tensor
+) -> torch.Tensor:
     """(G, T): each turn's reward, with the final reward counted to the last one, against the same turn of the others."""
     lengths_G = [len(trajectory.transitions) for trajectory in group.trajectories_G]
     advantages_G_T = torch.zeros(len(lengths_G), max(lengths_G, default=0))
@@ -124,7 +140,7 @@ def _turn_advantages(group: TrajectoryGroup, baseline: Baseline, trained_G: torc
         rewards_G_T[i, lengths_G[i] - 1] += group.final_rewards_G[i]
     for turn in range(advantages_G_T.shape[1]):
         present_G = trained_G & (torch.tensor(lengths_G) > turn)
-        advantages_G = _against_others(rewards_G_T[:, turn], present_G, baseline)
+        advantages_G = _against_others(rewards_G_T[:, turn], present_G, later if turn else baseline)
         advantages_G_T[:, turn] = torch.where(present_G, advantages_G, 0.0).float()
     return advantages_G_T
 
@@ -136,6 +152,8 @@ def _against_others(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline: 
         return torch.zeros_like(rewards_G)
     if baseline == "constant":
         return torch.ones_like(rewards_G)
+    if baseline == "none":
+        return rewards_G
     if bool((survivors == survivors[0]).all()):
         return torch.zeros_like(rewards_G)  # exactly zero, whatever the mean would be rounded to
     advantages_G = rewards_G - survivors.mean()
@@ -153,7 +171,8 @@ def token_scales(
 ) -> list[list[float]]:
     """What to divide each member's token advantages by: 1, its own sampled tokens, or those of all that train.
 
-    `kept_P` says which groups count among those that train; None means all.
+    With scale=turn it is 1, since each turn is divided by its own (`data_processing.scale_turns`). `kept_P` says which groups
+    count among those that train; None means all.
     """
     tokens_P_G = [[float(traj.num_action_tokens) for traj in group.trajectories_G] for group in trajectory_groups_P]
     if scale == "sequence":

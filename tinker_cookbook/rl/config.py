@@ -222,6 +222,11 @@ def check_config(config: Config) -> None:
     if config.kl_penalty_coef == 0 and (config.kl_reference_config is not None or config.kl_discount_factor > 0):
         raise ConfigurationError("kl_reference_config and kl_discount_factor need kl_penalty_coef > 0")
     if config.kl_reference_config is not None:
+        if config.dataset_builder.needs_starting_policy:
+            raise ConfigurationError(
+                "kl_reference_config names another reference than the policy the run started from, which the opponents are; "
+                "leave it out, or choose other opponents"
+            )
         config.kl_reference_config.check("kl_reference_config", config.backend, config.base_url)
     if config.off_policy_correction is not None and config.loss_fn not in LOSS_FNS:
         raise ConfigurationError(

@@ -132,6 +132,18 @@ def scale_advantages(
     return scaled
 
 
+def scale_turns(data_D: Sequence[tinker.Datum]) -> list[tinker.Datum]:
+    """The datums with the advantages of each turn divided by its tokens: a turn is a run of sampled tokens (mask 1)."""
+    scaled = []
+    for datum in data_D:
+        mask = datum.loss_fn_inputs["mask"].to_numpy() > 0
+        turns = np.cumsum(np.diff(mask, prepend=False) & mask)  # 1 for the first turn's tokens, and so on
+        lengths = np.bincount(turns, weights=mask)
+        advantages = datum.loss_fn_inputs["advantages"].to_numpy().astype(np.float64) / np.maximum(1, lengths[turns])
+        scaled.append(replace_inputs(datum, advantages=advantages.astype(np.float32)))
+    return scaled
+
+
 def replace_inputs(datum: tinker.Datum, **inputs: np.ndarray) -> tinker.Datum:
     """A datum with some of its loss_fn_inputs replaced; the given one stays as it is."""
     replaced = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}

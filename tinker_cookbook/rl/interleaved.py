@@ -63,6 +63,10 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
     def shared_system_prompt(self) -> str | None:
         return shared_value(source.shared_system_prompt for source in self.sources)
 
+    @property
+    def needs_starting_policy(self) -> bool:
+        return any(source.needs_starting_policy for source in self.sources)
+
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         built = await gather_all(source() for source in self.sources)
         training = InterleavedRLDataset(

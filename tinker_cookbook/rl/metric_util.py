@@ -14,6 +14,7 @@ from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout, finished_groups
 from tinker_cookbook.rl.transcripts import ShownGroup, eval_page, write_page
 from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, EnvGroupBuilder, RLDataset, TrajectoryGroup
+from tinker_cookbook.utils.intervals import clustered_mean
 
 
 def compute_trajectory_metrics(
@@ -56,11 +57,21 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     # A metric is averaged over those who report it: won_if_correct, say, comes from correct debaters alone. How an episode
     # ended is reported by those that ended so, and is a share of all.
     reported: defaultdict[str, list[float]] = defaultdict(list)
+    by_group: defaultdict[str, list[list[float]]] = defaultdict(list)
     for group in groups:
+        for key in group.rate_ranges:
+            by_group[key].append([])
         for trajectory, group_metrics in zip(group.trajectories_G, group.metrics_G, strict=True):
             for source in [*(transition.metrics for transition in trajectory.transitions), group_metrics]:
                 for key, value in source.items():
                     reported[key].append(value)
+                    if key in group.rate_ranges:
+                        by_group[key][-1].append(value)
+    ranges = {key: bounds for group in groups for key, bounds in group.rate_ranges.items()}
+    for key, (low, high) in ranges.items():
+        if key in reported:
+            interval = clustered_mean(by_group[key], low, high)
+            metrics |= {f"{key}_low": interval.low, f"{key}_high": interval.high}
     of_all = {key for key in reported if key.startswith(STOP_METRIC_PREFIX) or key == ZERO_REWARD_METRIC_KEY}
     return metrics | {
         key: sum(values) / (len(trajectories) if key in of_all else len(values))

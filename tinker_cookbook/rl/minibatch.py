@@ -15,7 +15,7 @@ from tinker_cookbook.rl.advantages import (
     is_constant,
     token_scales,
 )
-from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages
+from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages, scale_turns
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.lazy import tinker, torch
 
@@ -97,7 +97,10 @@ async def prepare_minibatch(
         data_D, metadata_D = _select(
             data_D, metadata_D, [bool((d.loss_fn_inputs["advantages"].to_numpy() != 0).any()) for d in data_D]
         )
-    data_D = scale_advantages(data_D, metadata_D, token_scales(groups, advantage.scale, kept_P))
+    if advantage.scale == "turn":
+        data_D = scale_turns(data_D)
+    else:
+        data_D = scale_advantages(data_D, metadata_D, token_scales(groups, advantage.scale, kept_P))
     return Minibatch(groups, advantages_P, data_D, metadata_D, metrics)
 
 

@@ -48,8 +48,8 @@ class StepRollouts:
     groups_P: Sequence[TrajectoryGroup | FailedGroup]
     versions_P: Sequence[int]
     """optimizer updates that each group's policy had seen"""
-    advantages_P: Sequence[Sequence[float]] = ()
-    """of each member of the groups that came through, in order"""
+    advantages_P: Sequence[Sequence[float] | Sequence[Sequence[float]]] = ()
+    """of each member of the groups that came through, in order; of each of its turns where they have their own"""
     data_D: Sequence[tinker.Datum] = ()
     """what was trained on"""
     metadata_D: Sequence[DatumMetadata] = ()
@@ -166,7 +166,6 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                 "sampling_client_step": version,
                 "total_reward": group.get_total_rewards()[i],
                 "final_reward": group.final_rewards_G[i],
-                "member_advantage": advantages_G[i],
                 "trained": group.is_trained()[i],
                 "rollout_stop_reason": trajectory.stop_reason,
                 "verdict": info.get("verdict"),
@@ -188,8 +187,10 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                 differs = np.flatnonzero(prompt[:common] != before[:common])
                 shared = int(differs[0]) if len(differs) else common
                 before = np.concatenate([prompt, completion])
+                advantage = advantages_G[i]
                 yield member | {
                     "turn": turn,
+                    "member_advantage": advantage[turn] if isinstance(advantage, Sequence) else advantage,
                     "prompt_shared": shared,
                     "prompt": prompt[shared:],
                     "completion": completion,

@@ -93,6 +93,12 @@ class SupportsToolCallLimit(Protocol):
     def set_max_tool_calls(self, max_tool_calls: int) -> None: ...
 
 
+class SupportsEnd(Protocol):
+    """An env that others wait for; it is told when its rollout has ended, however that came."""
+
+    def rollout_ended(self) -> None: ...
+
+
 class SupportsParseErrorPolicy(Protocol):
     """An env that parses replies; it is told of a policy once, before the first observation."""
 
@@ -198,6 +204,14 @@ class _Rollout:
         self.started = self.clock()
 
     async def run(self) -> Trajectory:
+        try:
+            return await self._run()
+        finally:
+            told = getattr(self.env, "rollout_ended", None)
+            if told is not None:
+                told()
+
+    async def _run(self) -> Trajectory:
         timer = asyncio.timeout(self.limits.rollout_timeout_seconds)
         with logtree.write_into(self.notes):
             try:

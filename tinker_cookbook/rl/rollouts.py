@@ -186,6 +186,7 @@ async def _grade(
     group.trained_G = builder.select_trained(trajectories, envs)
     group.member_info_G = builder.describe_members(envs)
     group.roles_G = builder.member_roles(envs)
+    group.rate_ranges = builder.rate_ranges()
     group.records = builder.make_records(group, envs) if with_records else []
     return group
 

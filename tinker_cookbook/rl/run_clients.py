@@ -55,6 +55,7 @@ class RunClients:
         policy: plays the group. What else it is asked draws its own random numbers from a fork.
         sampling_client: the snapshot behind the policy; None behind a script or a person.
         service_client, training_client, base_model, log_path: of the training run; None outside of one.
+        starting_policy: the policy that the run started from, if its dataset asks for it (`needs_starting_policy`).
         shared: lives as long as the run; for what is created once (a second training client, opponents).
     """
 
@@ -64,6 +65,7 @@ class RunClients:
     training_client: TrainingClient | None = None
     base_model: str | None = None
     log_path: Path | None = None
+    starting_policy: SamplingClient | None = None
     shared: Shared = field(default_factory=Shared)
 
 
@@ -73,6 +75,7 @@ class _Run:
     training_client: TrainingClient
     base_model: str
     log_path: Path
+    starting_policy: SamplingClient | None
     shared: Shared = field(default_factory=Shared)
 
 
@@ -81,10 +84,14 @@ _run: ContextVar[_Run | None] = ContextVar("run_clients", default=None)
 
 @contextmanager
 def clients_of_run(
-    service_client: ServiceClient, training_client: TrainingClient, base_model: str, log_path: Path
+    service_client: ServiceClient,
+    training_client: TrainingClient,
+    base_model: str,
+    log_path: Path,
+    starting_policy: SamplingClient | None = None,
 ) -> Iterator[None]:
     """Within the body, and in the tasks that it starts, groups are given these clients."""
-    token = _run.set(_Run(service_client, training_client, base_model, log_path))
+    token = _run.set(_Run(service_client, training_client, base_model, log_path, starting_policy))
     try:
         yield
     finally:

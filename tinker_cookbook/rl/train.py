@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
+from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.ahead import check_order
 from tinker_cookbook.rl.algorithms import LOSS_FNS
@@ -98,13 +99,17 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     async with open_session(config, weights, config.dataset_builder.shared_system_prompt) as session:
         check_order(session.record, config.async_config)
         session.rewind(session.start_step(), len(batches))
+        start: SamplingClient | None = None
+        if config.dataset_builder.needs_starting_policy:
+            start = await open_reference(session)
         if config.kl_penalty_coef != 0:
-            reference = await open_reference(session, config.kl_reference_config)
+            reference = start or await open_reference(session, config.kl_reference_config)
             penalties = [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor), *penalties]
         sampling_client = await session.training_client.save_weights_and_get_sampling_client()
         loop = Loop(config, session, batches, rounds, penalties, sampling_client)
         try:
-            with clients_of_run(session.service, session.training_client, config.model_name, session.run.log_path):
+            run = session.service, session.training_client, config.model_name, session.run.log_path
+            with clients_of_run(*run, start):
                 await _train(loop, config)
         except (Exception, asyncio.CancelledError):
             await loop.save_stopped()

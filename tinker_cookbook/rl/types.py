@@ -151,6 +151,8 @@ class TrajectoryGroup:
     """for people, in the training record and the transcripts: each member's question, seat, verdict, ..."""
     roles_G: list[str] | None = None
     """the role that each member plays, for baselines per role; None: they are all alike"""
+    rate_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """metrics that are reported with an interval, and the range of their values"""
     notes: list[logtree.Node] = field(default_factory=list)
     """what was written with `logtree` outside of members' turns, by what rewards the group, say"""
 
@@ -229,6 +231,10 @@ class EnvGroupBuilder(ABC):
         """What the training record says of each member, besides its reward; empty for nothing."""
         return []
 
+    def rate_ranges(self) -> dict[str, tuple[float, float]]:
+        """Metrics of members that are reported with a 95 % interval, as <name>_low and <name>_high: name -> range of values."""
+        return {}
+
     async def cleanup(self) -> None:  # noqa: B027  (most builders have nothing to clean up)
         """Called once per make_envs, also when a rollout failed."""
 
@@ -270,6 +276,11 @@ class RLDatasetBuilder:
     def shared_system_prompt(self) -> str | None:
         """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
         return None
+
+    @property
+    def needs_starting_policy(self) -> bool:
+        """Whether groups meet the policy that the run started from (`RunClients.starting_policy`)."""
+        return False
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
@@ -42,16 +42,19 @@ class Capitals(QATask):  # from tinker_cookbook.tasks.qa
 )
 
 
+def _is_task(part: Any) -> bool:
+    """Whether it is a class with a name of its own, not one that others share."""
+    return inspect.isclass(part) and issubclass(part, Task) and "name" in vars(part)
+
+
 @cache
 def _tasks() -> Registry[TaskBuilder]:
     """Made when it is first used: modules of this folder import this one."""
     found: dict[str, TaskBuilder] = {}
     for module_info in pkgutil.iter_modules([str(Path(__file__).parent)]):
         module = importlib.import_module(f"tinker_cookbook.tasks.{module_info.name}")
-        for part in (cast(Any, part) for part in vars(module).values()):
-            is_own = isinstance(part, type) and issubclass(part, Task) and part.__module__ == module.__name__
-            if is_own and "name" in cast(Any, part).__dict__:
-                found[part.name] = part
+        parts: list[Any] = list(vars(module).values())
+        found |= {part.name: part for part in parts if _is_task(part) and part.__module__ == module.__name__}
     return Registry(TASK_KIND, found)
 
 

@@ -42,7 +42,7 @@ class Task(ABC):
     Class attributes: `name`, `system_prompt`, `columns` (question and reference column of a dataset row), `record_kind`
     (how single-turn records are named), `shipped` (name of a dataset -> files of its train and test split, below
     example_data), `default_dataset`, `default_reward`, `rewards` (name -> reward functions that make sense for this task
-    alone; they mix with the others).
+    alone; they mix with the others), `zero_one` (names of rewards that are 0 or 1).
     """
 
     name: str
@@ -52,9 +52,10 @@ class Task(ABC):
     shipped: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
     default_dataset: str
     default_reward: str
+    rewards: ClassVar[Mapping[str, RewardFn]] = MappingProxyType({})
+    zero_one: ClassVar[frozenset[str]] = frozenset({"exact_match"})
     debate_prompts: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """the task's own wording of a debate's turns, by field of debate.prompts.DebatePrompts"""
-    rewards: ClassVar[Mapping[str, RewardFn]] = MappingProxyType({})
 
     def __init__(self, reward: RewardSpec | None = None):
         self.reward = reward or RewardSpec.parse(self.default_reward, self.rewards)
@@ -68,6 +69,12 @@ class Task(ABC):
     @abstractmethod
     def score(self, item: TaskItem, text: str) -> Score | Awaitable[Score]:
         """Reward and metrics of a reply's text, tags included. May be `async def`."""
+
+    @property
+    def pays_zero_or_one(self) -> bool:
+        """Whether every answer is worth 0 or 1, so that right answers differ in nothing."""
+        labels = [reward.label for reward in self.reward.rewards if reward.function is None]
+        return len(self.reward.rewards) == 1 and set(labels) <= self.zero_one and bool(labels)
 
     @staticmethod
     def read_reference(text: str) -> str:

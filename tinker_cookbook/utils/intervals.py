@@ -23,9 +23,12 @@ class Estimate:
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def wilson(successes: float, trials: int) -> Estimate:
-    """A rate over independent trials with its Wilson score interval (Wilson 1927); of no trials, the whole range."""
-    if trials < 1:
+def wilson(successes: float, trials: float) -> Estimate:
+    """A rate over independent trials with its Wilson score interval (Wilson 1927); of no trials, the whole range.
+
+    `trials` may be an effective number, which is no whole one.
+    """
+    if trials <= 0:
         return Estimate(math.nan, 0.0, 1.0)
     rate, z2 = successes / trials, Z_95**2
     centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
@@ -53,3 +56,33 @@ def bootstrap_mean(values_R_I: Sequence[Sequence[float]], draws: int = 4000, see
     )
     low, high = np.quantile(means, (0.025, 0.975))
     return Estimate(float(values.mean()), float(low), float(high))
+
+
+def clustered_mean(values_G: Sequence[Sequence[float]], low: float = 0.0, high: float = 1.0) -> Estimate:
+    """The mean of bounded values that come in groups (several answers to a question), with its interval.
+
+    Values of one group resemble each other, so that they count as fewer than they are: the variance is that between groups
+    (a ratio of sums, linearised). Values that are `low` or `high` and nothing else have a Wilson interval with the effective
+    number of trials, others a normal one that is never narrower than the range over their number.
+
+    Args:
+        values_G: of each group, any number of them.
+        low, high: the range of the values; intervals stay within.
+    """
+    totals = np.array([sum(values) for values in values_G], dtype=np.float64)
+    counts = np.array([len(values) for values in values_G], dtype=np.float64)
+    n, span = float(counts.sum()), high - low
+    if not n:
+        return Estimate(math.nan, low, high)
+    mean = float(totals.sum() / n)
+    groups = int((counts > 0).sum())
+    deviations = totals - mean * counts
+    variance = float((deviations**2).sum()) / n**2 * (groups / max(1, groups - 1))
+    if {value for values in values_G for value in values} <= {low, high}:
+        rate = (mean - low) / span
+        alone = rate * (1 - rate) / n
+        trials = n if alone == 0 else min(n, n * alone / (variance / span**2)) if variance else n
+        found = wilson(rate * trials, trials)
+        return Estimate(mean, low + span * found.low, low + span * found.high)
+    half = Z_95 * math.sqrt(variance + (span / (2 * n)) ** 2)
+    return Estimate(mean, max(low, mean - half), min(high, mean + half))

@@ -9,6 +9,8 @@ KEY_METRICS = {
     "env/all/reward/total": "reward",
     "env/all/correct": "correct",
     "env/all/debate/judge_accuracy": "judge",
+    "env/all/debate/survivors": "survivors",
+    "env/all/debate/survivor_variance": "variance",
     "train_mean_nll": "nll",
     "dpo_loss": "dpo_loss",
     "accuracy": "accuracy",

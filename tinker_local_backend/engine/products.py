@@ -33,15 +33,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Differentiable by x alone.
     """
-    rows = math.prod(x.shape[:-1])
-    large = rows >= LEAST_ROWS and rows * weight.numel() >= LEAST_PRODUCT
-    if (
-        not large
-        or x.dtype != torch.float32
-        or x.device.type != "cpu"
-        or weight.requires_grad
-        or not onednn_is_faster()
-    ):
+    if not for_onednn(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and x.requires_grad:
         result: Any = _Linear.apply(x, weight, bias)
@@ -60,6 +52,16 @@ def for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The same, by oneDNN, whatever the sizes; not recorded by autograd."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x (N, in) @ weight (out, in).T in float32; not recorded by autograd.
+
+    On CUDA the sums of a bfloat16 product are not rounded on their way; on a CPU torch has no such product.
+    """
+    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return linear(x, weight).float()
 
 
 class _Linear(torch.autograd.Function):

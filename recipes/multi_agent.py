@@ -1,0 +1,175 @@
+"""Games of several roles: the policy plays against itself, its past, other weights or a script, and learns its roles.
+
+    python -m recipes.multi_agent
+    python -m recipes.multi_agent game=shared_sum game.highest=9
+    python -m recipes.multi_agent opponent=past opponent_share=0.5 save_every=4
+    python -m recipes.multi_agent game=my_game.py:Pennies opponent=start model_name=Qwen/Qwen3-4B-Instruct-2507
+
+`game` is kuhn_poker (each against the other), shared_sum (both together) or a class as
+`tinker_cookbook.environments.match.Game` says. Each role is compared with the same role in the other games of its deal
+(advantage.baseline=role_mean). The shipped model first learns the form of moves, from games of the script `random`.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import chz
+
+from recipes.common import prompt_room, settle
+from recipes.rl_common import train_and_show, train_config
+from recipes.warm_up import BATCH_SIZE, TINY_STEPS, GentleConfig, train_first, warm_up_steps
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.environments import DatasetSettings, get_env
+from tinker_cookbook.environments.kuhn_poker import KuhnPoker
+from tinker_cookbook.environments.match import Match
+from tinker_cookbook.environments.multi_agent import MultiAgentDatasetBuilder, RoleEnv, check_game, multi_agent_env
+from tinker_cookbook.environments.opponents import PAST, OpponentConfig
+from tinker_cookbook.environments.shared_sum import SharedSum
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Kind, Registry
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.config import RLOptions
+from tinker_cookbook.utils.seeds import derive_seed
+
+RECIPE = "multi_agent"
+
+
+def _problem(found: Any) -> str | None:
+    if not isinstance(found, type):
+        return "is no class"
+    try:
+        check_game(found)
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+GAMES: Registry[type] = Registry(
+    Kind(
+        key="game",
+        wanted="a class with `roles`, to_move(), observe(role), act(role, text) and rewards(), whose constructor takes `rng`",
+        example="""
+class Pennies:
+    roles = ("even", "odd")
+    def __init__(self, rng): self.moves = {}
+    def to_move(self): return () if self.moves else self.roles
+    def observe(self, role): return "Heads or tails?"
+    def act(self, role, text): self.moves[role] = text
+    def rewards(self):
+        same = len(set(self.moves.values())) == 1
+        return {"even": 1.0 if same else -1.0, "odd": -1.0 if same else 1.0}
+""",
+        problem=_problem,
+    ),
+    {"kuhn_poker": KuhnPoker, "shared_sum": SharedSum},
+)
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(GentleConfig):
+    """Keys of `python -m recipes.multi_agent`."""
+
+    ARGS_KEYS = {"game": "game_args"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
+
+    game: str | type = chz.field(
+        default="kuhn_poker", doc=f"{', '.join(GAMES.names())}; or your own: package.module:Class, path/file.py:Class"
+    )
+    game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the game, as game.name=value")
+    opponent: str = with_default(OpponentConfig, "opponent", "self")
+    opponent_share: float = with_default(OpponentConfig, "opponent_share", 1.0)
+    num_past: int = with_default(OpponentConfig, "num_past", 4)
+    test_opponent: str | None = chz.field(
+        default=None,
+        doc="who evaluations are played against; default: as the game says (kuhn_poker: random, shared_sum: self)",
+    )
+    trained_roles: str | None = chz.field(default=None, doc="roles that are trained, with commas; default: all of them")
+    max_steps: int = chz.field(default=16, doc="number of batches", validator=chz.validators.gt(0))
+    groups_per_batch: int = chz.field(default=8, doc="deals per step", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=8, doc="games per deal", validator=chz.validators.gt(1))
+    num_test: int = chz.field(default=200, doc="games of an evaluation", validator=chz.validators.gt(0))
+    advantage: AdvantageConfig = with_default(RLOptions, "advantage", AdvantageConfig(baseline="role_mean"))
+
+    @chz.validate
+    def _check_play(self) -> None:
+        if self.play:
+            raise ConfigurationError("play=True: a game of several roles is played by the policy; leave play out")
+
+
+def make_dataset_builder(cli: CLIConfig) -> MultiAgentDatasetBuilder:
+    """The games of settled keys, checked."""
+    game = GAMES.resolve(cli.game)
+    lag = cli.async_config.max_steps_off_policy if cli.async_config is not None else 0
+    if cli.opponent == PAST and cli.async_periodic_saves:
+        raise ConfigurationError("opponent=past meets checkpoints, which async_periodic_saves may delay; leave it out")
+    env = multi_agent_env(
+        game,
+        game_args=cli.game_args,
+        opponent=cli.opponent,
+        opponent_share=cli.opponent_share,
+        test_opponent=cli.test_opponent,
+        trained_roles=cli.trained_roles,
+        num_past=cli.num_past,
+        past_every=cli.save_every,
+        past_lag=lag,
+    )
+    settings = cli.fill(DatasetSettings, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
+    builder = get_env(env).build(settings)
+    assert isinstance(builder, MultiAgentDatasetBuilder)
+    return builder
+
+
+async def scripted_game(game: Any, rng: random.Random) -> list[Message]:
+    """What one role of a game between scripts saw and said, up to its last move; the role is drawn."""
+    match, script = Match(game), game.scripts["random"]
+    envs = {role: RoleEnv(match, role) for role in game.roles}
+    begun: set[str] = set()
+    shown = rng.choice(game.roles)
+    while not match.is_over:
+        for role in tuple(game.to_move()):
+            if role not in begun:
+                begun.add(role)
+                await envs[role].initial_observation()
+            else:
+                envs[role].messages.append({"role": "user", "content": game.observe(role)})
+            move = script(game, role, rng)
+            envs[role].messages.append({"role": "assistant", "content": move})
+            match.submit(role, move)
+    return envs[shown].messages
+
+
+async def conversations(cli: CLIConfig, builder: MultiAgentDatasetBuilder, steps: int) -> list[Sequence[Message]]:
+    """Those of the supervised stage. Raises ConfigurationError for a game without the script `random`."""
+    if "random" not in getattr(builder.game, "scripts", {}):
+        raise ConfigurationError(
+            f"warm_up_steps={steps}: {builder.game.__name__} has no script `random` to learn the form of moves from; add one to "
+            "its `scripts`, or set warm_up_steps=0"
+        )
+    found = []
+    for i in range(steps * BATCH_SIZE):
+        rng = random.Random(derive_seed(cli.seed, "warm-up", i))
+        said = await scripted_game(builder.game(rng=rng, **builder.game_args), rng)
+        if said:
+            found.append(said)
+    return found
+
+
+async def main(cli: CLIConfig) -> None:
+    cli = settle(cli)
+    builder = make_dataset_builder(cli)
+    name = builder.game.__name__
+    steps = warm_up_steps(cli, TINY_STEPS if "random" in getattr(builder.game, "scripts", {}) else 0)
+    written = await conversations(cli, builder, steps) if steps else []
+    config = train_config(cli, RECIPE, builder, [name, cli.opponent, f"{cli.groups_per_batch}x{cli.group_size}"])
+    if written:
+        config = chz.replace(
+            config, load_checkpoint_path=await train_first(cli, config, written, builder.renderer_name)
+        )
+    metrics = [f"{role}/{key}" for role in builder.roles for key in ("reward", "forfeit")]
+    await train_and_show(config, metrics)
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

@@ -1,0 +1,156 @@
+"""What a finished debate is worth to a seat: the verdict, the task's reward, and penalties, mixed as in `judge:0.5,task:0.5`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tinker_cookbook.debate.transcript import Transcript
+from tinker_cookbook.debate.views import Seat
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
+
+Term = Callable[[Transcript, Seat], float]
+"""A number for a seat of a debate that has its verdict."""
+
+LENGTH_UNIT = 100
+"""Words of speeches that cost a whole reward."""
+
+_CONCEDES = re.compile(
+    r"\b(?:you are right|you're right|i was wrong|i am wrong|i'm wrong|my answer is wrong|my answer was wrong|i concede|"
+    r"i agree with (?:you|the other|agent)|(?:their|the other|your) answer is (?:right|correct))\b",
+    re.IGNORECASE,
+)
+_TAGGED = re.compile(r"<SOLUTION>([^<]*)</SOLUTION>")
+
+
+def judge(transcript: Transcript, seat: Seat) -> float:
+    """1 for the winner and -1 / (n - 1) for each other seat, so that a debate's rewards add up to 0; 0 for all in a tie."""
+    if transcript.verdict is None or transcript.verdict.winner.seat is None:
+        return 0.0
+    return _zero_sum(transcript, float(transcript.won(seat)))
+
+
+def soft(transcript: Transcript, seat: Seat) -> float:
+    """As `judge`, of the probability that the seat wins, where the judge tells it."""
+    share = transcript.share(seat)
+    return 0.0 if share is None else _zero_sum(transcript, share)
+
+
+def _zero_sum(transcript: Transcript, share: float) -> float:
+    options = max(2, len(transcript.seats))
+    return (options * share - 1) / (options - 1)
+
+
+def win(transcript: Transcript, seat: Seat) -> float:
+    """1 for the winner, 0 for all others."""
+    return float(transcript.won(seat))
+
+
+def task(transcript: Transcript, seat: Seat) -> float:
+    """The task's reward of the seat's answer, as if there had been no debate; 0 for an answer that it did not give."""
+    answer = transcript.answer(seat)
+    return transcript.scores[seat].reward if answer is not None and answer.is_sampled else 0.0
+
+
+def length(transcript: Transcript, seat: Seat) -> float:
+    """Minus the words of the seat's speeches, in hundreds; -1 at most."""
+    words = sum(len(turn.text.split()) for turn in transcript.sampled_turns(seat) if turn.kind == "speech")
+    return -min(1.0, words / LENGTH_UNIT)
+
+
+def format_(transcript: Transcript, seat: Seat) -> float:
+    """Minus the share of the seat's turns that were cut off, or are an answer that cannot be read."""
+    turns = transcript.sampled_turns(seat)
+    bad = [not turn.stopped or (turn.kind == "answer" and transcript.solution(seat) is None) for turn in turns]
+    return -sum(bad) / max(1, len(bad))
+
+
+def concession(transcript: Transcript, seat: Seat) -> float:
+    """-1 when a speech of the seat gives up its answer: says so, or puts another one between the tags."""
+    return -float(concedes(transcript, seat))
+
+
+def concedes(transcript: Transcript, seat: Seat) -> bool:
+    """Whether a speech says that the other side is right or one's own answer wrong, or gives another answer."""
+    own = transcript.solution(seat)
+    return any(
+        _CONCEDES.search(turn.text)
+        or any(said.strip() != own for said in _TAGGED.findall(turn.text) if own is not None)
+        for turn in transcript.sampled_turns(seat)
+        if turn.kind == "speech"
+    )
+
+
+TERM_KIND = Kind(
+    key="debate_reward",
+    wanted="def term(transcript: Transcript, seat: Seat) -> float",
+    example='''
+def brevity(transcript, seat):  # a tinker_cookbook.debate.transcript.Transcript
+    """Ten words less are worth 0.1 more."""
+    return -sum(len(turn.text.split()) for turn in transcript.sampled_turns(seat)) / 100
+''',
+    problem=partial(parameter_problem, names=("transcript", "seat")),
+)
+TERMS: dict[str, Term] = {
+    "judge": judge,
+    "soft": soft,
+    "win": win,
+    "task": task,
+    "length": length,
+    "format": format_,
+    "concession": concession,
+}
+"""What a debate's reward may be made of, by name. Penalties are negative: give them positive weights."""
+_REGISTRY: Registry[Term] = Registry(TERM_KIND, TERMS)
+
+
+@dataclass(frozen=True)
+class DebateReward:
+    """A weighted sum of terms."""
+
+    terms: tuple[tuple[str, float, Term], ...]
+    """(name, weight, function)"""
+
+    @classmethod
+    def parse(cls, said: str) -> DebateReward:
+        """From `name:weight,name:weight` (a weight left out is 1). A name is one of TERMS, `package.module:function` or
+        `path/file.py:function`.
+
+        Raises ConfigurationError: an unknown name, a bad weight, a name given twice.
+        """
+        terms = tuple(_term(part.strip()) for part in said.split(","))
+        if len({name for name, _, _ in terms}) < len(terms):
+            raise ConfigurationError(f"debate_reward={said!r} names a term twice")
+        return cls(terms)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _, _ in self.terms)
+
+    def without(self, name: str) -> DebateReward:
+        """All terms but this one."""
+        return DebateReward(tuple(term for term in self.terms if term[0] != name))
+
+    def only(self, name: str) -> DebateReward:
+        return DebateReward(tuple(term for term in self.terms if term[0] == name))
+
+    def __call__(self, transcript: Transcript, seat: Seat) -> float:
+        return sum(weight * function(transcript, seat) for _, weight, function in self.terms)
+
+
+def _term(part: str) -> tuple[str, float, Term]:
+    name, colon, number = part.rpartition(":")
+    try:
+        weight = float(number) if colon else None
+    except ValueError:
+        weight = None
+    if weight is None:
+        if name in TERMS:
+            raise ConfigurationError(f"debate_reward={part!r}: {number!r} is not a weight; write {name}:0.5")
+        name, weight = part, 1.0  # a colon in it is that of module:function
+    if not 0 < weight < float("inf"):
+        raise ConfigurationError(f"debate_reward={part!r}: the weight of {name} must be positive, got {weight}")
+    return name.rpartition(":")[2], weight, _REGISTRY.resolve(name)
