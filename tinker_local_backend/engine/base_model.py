@@ -6,7 +6,6 @@ state of sequences or training; those are generation.py and trainer.py.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +26,7 @@ from tinker_local_backend.engine.attention import ATTENTION_NAME, PackedPlan, Se
 from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.execution import AttentionPlan, Execution, Reference
 from tinker_local_backend.engine.kv_cache import KVCache, Places
-from tinker_local_backend.engine.llama_like import LlamaLikeDecoder
+from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.lora import (
     Adapter,
     AdapterRouting,
@@ -42,8 +41,6 @@ from tinker_local_backend.engine.lora import (
 )
 from tinker_local_backend.engine.products import float32_product
 from tinker_local_backend.errors import ModelLoadError, RequestError
-
-logger = logging.getLogger(__name__)
 
 _REFUSED_CONFIG = {
     "num_local_experts": "mixture-of-experts layers",
@@ -278,29 +275,12 @@ class BaseModel:
             raise _refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
-        self._decoder = self._compared_decoder(windows, DecodePlan(cache, tables, np.array([4])), sequences[0][4:])
+        if self.device.type == "cpu":
+            plan, tokens_R = DecodePlan(cache, tables, np.array([4])), sequences[0][4:]
+            hidden_R = self.hidden_states(tokens_R, plan.lengths, plan, None)
+            self._decoder = checked_decoder(self.name, self._body, windows, plan, tokens_R, hidden_R)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         return self._context_length(together.windows)
-
-    def _compared_decoder(
-        self, windows: Sequence[int | None], plan: DecodePlan, tokens_R: torch.Tensor
-    ) -> LlamaLikeDecoder | None:
-        """A faster decode step for a model on a CPU that is built as it expects, if it gives the modules' hidden states."""
-        decoder = LlamaLikeDecoder.of(self._body, windows) if self.device.type == "cpu" else None
-        if decoder is None:
-            return None
-        expected = self.hidden_states(tokens_R, plan.lengths, plan, None)
-        found = decoder.hidden_states(tokens_R, plan.lengths, plan, [])
-        error = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
-        if not error <= (1e-5 if self.dtype == torch.float32 else 1e-1):
-            logger.warning(
-                "model %r: joined operations give other hidden states than its modules (relative error %.1e); decoding "
-                "goes through the modules, which is slower",
-                self.name,
-                error,
-            )
-            return None
-        return decoder
 
     def _pass_logits(
         self, tokens_T: torch.Tensor, positions: Sequence[int], plan: PackedPlan | DecodePlan

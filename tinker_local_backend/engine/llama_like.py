@@ -3,11 +3,12 @@
 Products of one input are one product (queries, keys and values; gate and up), with the adapters' deltas joined in the same
 way; queries and keys are normalised and rotated together. The weights stay where they are: the modules' own become views of
 the joined ones. Only what transformers itself builds, class by class, is run so, and only after its hidden states were
-compared with the modules' (base_model.py); everything else runs through the modules.
+compared with the modules' (`checked_decoder`); everything else runs through the modules.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention, decode_attention
 from tinker_local_backend.engine.lora import Adapter, LoraLinear, Spans
 from tinker_local_backend.engine.products import linear
+
+logger = logging.getLogger(__name__)
 
 _KNOWN = {
     llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm),
@@ -47,7 +50,7 @@ class JoinedLinear:
     def __init__(self, parts: Sequence[LoraLinear]):
         self._parts = parts
         self.sizes = [part.out_features for part in parts]
-        weights = [part.weight.detach() for part in parts]
+        weights: list[torch.Tensor] = [part.weight.detach() for part in parts]
         self.weight = torch.cat(weights) if len(parts) > 1 else weights[0]
         for part, rows in zip(parts, self.weight.split(self.sizes), strict=True):
             part.weight = nn.Parameter(rows, requires_grad=False)
@@ -172,6 +175,31 @@ class LlamaLikeDecoder:
         for layer in self._layers:
             x_RH = layer.step(x_RH, cos, sin, plan, spans)
         return _norm(x_RH, self._final_norm)
+
+
+def checked_decoder(
+    name: str,
+    body: nn.Module,
+    windows: Sequence[int | None],
+    plan: DecodePlan,
+    tokens_R: torch.Tensor,
+    expected_RH: torch.Tensor,
+) -> LlamaLikeDecoder | None:
+    """Of a model that can have one, if it gives the hidden states that the modules gave for these tokens."""
+    decoder = LlamaLikeDecoder.of(body, windows)
+    if decoder is None:
+        return None
+    found_RH = decoder.hidden_states(tokens_R, plan.lengths, plan, [])
+    error = float((found_RH - expected_RH).norm() / expected_RH.norm().clamp(min=1e-12))
+    if not error <= (1e-5 if expected_RH.dtype == torch.float32 else 1e-1):
+        logger.warning(
+            "model %r: joined operations give other hidden states than its modules (relative error %.1e); decoding goes "
+            "through the modules, which is slower",
+            name,
+            error,
+        )
+        return None
+    return decoder
 
 
 def _norm(x: torch.Tensor, module: Any) -> torch.Tensor:
