@@ -12,6 +12,10 @@ UNFINISHED := $(VENV)/.unfinished
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
 TRITON := triton==3.9.0
+# What runs again through the CUDA path with its stand-ins.
+CAPTURED := tests/engine/test_sampling.py tests/engine/test_continuous_batching.py tests/engine/test_prefix_reuse.py \
+	tests/engine/test_kv_budget.py tests/engine/test_isolation.py tests/engine/test_snapshots.py tests/engine/test_families.py \
+	tests/engine/test_prompt_scores.py tests/engine/test_packing.py tests/engine/test_losses.py tests/engine/test_check_logprobs.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -24,7 +28,7 @@ help:
 	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
-	@echo "make test-kernels  the Triton kernels in Triton's interpreter on the CPU (downloads triton, 290 MB): a minute"
+	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and sampling through the CUDA path on a CPU"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
@@ -58,7 +62,8 @@ test-gpu: $(STAMP)
 
 test-kernels: $(STAMP)
 	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda -m kernels -n 2 -q
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda -m 'kernels or slow' -n 2 -q
+	@TINKER_TEST_EXECUTION=captured OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest $(CAPTURED) -n 2 -q
 
 test-slow: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q -m slow

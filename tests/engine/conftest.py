@@ -25,6 +25,8 @@ from tests.engine.selection import (  # noqa: F401  (hooks of this folder)
     pytest_testnodedown,
 )
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda.execution import CudaExecution
 
 TINY_CHAT = Path(__file__).resolve().parents[2] / "example_data" / "tiny_chat"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -70,6 +72,8 @@ def engine_place() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_LOCAL_DEVICE", str(here().device))
         patch.setenv("TINKER_LOCAL_DTYPE", str(here().dtype).removeprefix("torch."))
+        if here().captured:
+            patch.setattr(BaseModel, "start", lambda model: CudaExecution(model))
         yield
 
 

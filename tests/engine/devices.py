@@ -1,6 +1,7 @@
 """Where the engine's tests run: the device and the dtype of the base weights, and which tests hold on the CPU alone.
 
     TINKER_TEST_DEVICE=cuda TINKER_TEST_DTYPE=bfloat16 python -m pytest tests/engine
+    TINKER_TEST_EXECUTION=captured python -m pytest tests/engine          # the CUDA path's stand-ins, on a CPU
 
 The defaults are cpu and float32. There the engine promises the most: the same bits from the same calls, and the same tokens
 whatever else is in the batch. Elsewhere the tests run with the tolerances of `helpers.py`. Those with the mark `cpu_promise`
@@ -18,6 +19,7 @@ from functools import cache
 import torch
 
 DEVICE_VARIABLE, DTYPE_VARIABLE = "TINKER_TEST_DEVICE", "TINKER_TEST_DTYPE"
+EXECUTION_VARIABLE = "TINKER_TEST_EXECUTION"
 CPU_PROMISE = "cpu_promise"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,11 +34,13 @@ class Place:
 
     device: torch.device
     dtype: torch.dtype
+    captured: bool = False
+    """the CUDA path with its stand-ins, on a CPU"""
 
     @property
     def keeps_bits(self) -> bool:
         """Whether the same calls in the same order give the same bits."""
-        return self.device.type == "cpu"
+        return self.device.type == "cpu" and not self.captured
 
     @property
     def is_reference(self) -> bool:
@@ -48,7 +52,8 @@ class Place:
         return self.keeps_bits or CPU_PROMISE not in marks
 
     def __str__(self) -> str:
-        return f"{self.device} in {str(self.dtype).removeprefix('torch.')}"
+        how = ", the CUDA path with its stand-ins" if self.captured else ""
+        return f"{self.device} in {str(self.dtype).removeprefix('torch.')}{how}"
 
 
 def place_from(environment: Mapping[str, str]) -> Place:
@@ -76,7 +81,12 @@ def place_from(environment: Mapping[str, str]) -> Place:
             f"{torch.get_float32_matmul_precision()!r}), which no bound of the tests allows for; unset "
             "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
         )
-    return Place(device, DTYPES[dtype])
+    execution = environment.get(EXECUTION_VARIABLE) or "reference"
+    if execution not in ("reference", "captured"):
+        raise PlaceError(f"{EXECUTION_VARIABLE} must be reference or captured, got {execution!r}")
+    if execution == "captured" and device.type != "cpu":
+        raise PlaceError(f"{EXECUTION_VARIABLE}=captured runs stand-ins on a CPU; a GPU has the path itself. Unset it")
+    return Place(device, DTYPES[dtype], execution == "captured")
 
 
 @cache

@@ -12,7 +12,6 @@ import torch
 from tests.engine.helpers import assert_samples_agree
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.decode_attention import DecodePlan
-from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
 from tinker_local_backend.engine.requests import SamplingRequest, StopRule
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
@@ -59,7 +58,7 @@ class Direct:
     """A generator of its own on a model that others use too."""
 
     def __init__(self, model: BaseModel, budget: int = 8192):
-        self.generator = Generator(model, budget, itertools.count(1000).__next__)
+        self.generator = model.execution.generator(model, budget, itertools.count(1000).__next__)
 
     def submit(self, *requests: SamplingRequest) -> list[Submitted]:
         submitted = []

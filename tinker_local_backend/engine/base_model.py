@@ -24,10 +24,12 @@ from transformers.utils import logging as transformers_logging
 from tinker_local_backend import environment
 from tinker_local_backend.engine.attention import ATTENTION_NAME, PackedPlan, Segment
 from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
+from tinker_local_backend.engine.execution import AttentionPlan, Execution, Reference
 from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.engine.lora import (
     Adapter,
     AdapterRouting,
+    AddLora,
     LoraSpec,
     Spans,
     install_lora,
@@ -36,7 +38,7 @@ from tinker_local_backend.engine.lora import (
     one_for_all,
     text_stack,
 )
-from tinker_local_backend.engine.products import linear
+from tinker_local_backend.engine.products import float32_product
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
 _REFUSED_CONFIG = {
@@ -179,6 +181,7 @@ class BaseModel:
         # Before anything of ours is in the module: afterwards it could only be compared with itself.
         expected = self._own_logits()
         model.set_attn_implementation(ATTENTION_NAME)
+        self.execution: Execution = Reference()
         self._routing = AdapterRouting()
         self._refuse_special_linears()
         self.linears = install_lora(self._model, self._routing)
@@ -191,6 +194,15 @@ class BaseModel:
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self.context_length: int = self._check_passes(expected)
+        self.execution = self.start() or self.execution
+
+    def start(self) -> Execution | None:
+        """The execution of a model that has passed its checks; None: the reference."""
+        if self.device.type != "cuda":
+            return None
+        from tinker_local_backend.engine.cuda.selfcheck import checked_execution
+
+        return checked_execution(self)
 
     def _wrap_layers(self) -> None:
         """Let each decoder layer drop its activations and compute them again in the backward pass when `recompute` says so."""
@@ -295,6 +307,11 @@ class BaseModel:
         return min(limits)
 
     @property
+    def module(self) -> PreTrainedModel:
+        """transformers' module tree, with the engine's parts in it."""
+        return self._model
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """What ends a turn when a request names no stop: the model's own end-of-sequence ids."""
         for config in (getattr(self._model, "generation_config", None), self.config):
@@ -311,9 +328,10 @@ class BaseModel:
             raise _refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
         return new_adapter(spec, self.linears, seed, self.device)
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self, fixed: int | None = None) -> KVCache:
+        """`fixed`: with so many pages from the beginning, whose addresses stay."""
         kv_heads, head_dim = self._kv_shape()
-        return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device)
+        return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, fixed)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -335,10 +353,12 @@ class BaseModel:
         self,
         tokens_T: torch.Tensor,
         positions_T: torch.Tensor,
-        plan: PackedPlan | DecodePlan,
+        plan: DecodePlan | AttentionPlan,
         adapters: Adapter | Spans | None,
     ) -> torch.Tensor:
         """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
+        if isinstance(plan, PackedPlan):
+            plan = self.execution.packed(plan)
         with self.routed(adapters):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
@@ -349,7 +369,9 @@ class BaseModel:
         The head's adapters are applied in float32, as in scoring.py: sampled and trained logprobs come from one arithmetic.
         """
         base = self.head_weights(None)
-        logits = linear(hidden_N, base.weight).float()
+        logits = float32_product(hidden_N, base.weight)
+        if self._routing.add is not None and self._head_names:
+            self._routing.add(self._head_names[0], hidden_N.float(), logits)
         for rows, adapter in adapters if isinstance(adapters, list) else one_for_all(adapters):
             head = self.head_weights(adapter)
             if head.a is not None and head.b is not None:
@@ -396,6 +418,10 @@ class BaseModel:
         sizes = config.intermediate_size  # one for all layers, or one for each
         width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)
         return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
+
+    def lora_through(self, add: AddLora) -> AbstractContextManager[None]:
+        """Within: passes and logits that are given no adapters get theirs from `add`."""
+        return self._routing.through(add)
 
     def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
         """Within: every pass goes through these adapters. For a backward pass that runs layers again."""

@@ -23,7 +23,6 @@ import torch
 from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate, running_loop
-from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.requests import SamplerLimits, SamplingRequest
@@ -68,7 +67,7 @@ def _fail(future: Future[Any], error: BaseException) -> None:
 
 
 def _own_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
-    return Generator(model, kv_tokens, random_seed)
+    return model.execution.generator(model, kv_tokens, random_seed)
 
 
 class Engine:

@@ -38,7 +38,7 @@ AHEAD = PAGE_TOKENS // 4
 
 
 @dataclass(eq=False)
-class _Running:
+class Running:
     """A sequence that has pages of the KV cache."""
 
     ticket: Ticket
@@ -81,6 +81,8 @@ class Generator:
         random_seed: draws a seed for a request that names none.
     """
 
+    fixed_pages = False  # the KV cache is allocated once
+
     def __init__(
         self,
         model: BaseModel,
@@ -91,11 +93,12 @@ class Generator:
     ):
         self._model = model
         self.kv_budget_tokens = kv_budget_tokens
-        self._cache = model.new_cache()
-        self._pool = PagePool(pages_of(kv_budget_tokens))
+        pages = pages_of(kv_budget_tokens)
+        self._cache = model.new_cache(pages if self.fixed_pages else None)
+        self._pool = PagePool(pages, self.fixed_pages)
         self._allowance = Allowance(max_running, prefill_tokens or most_tokens(model.device), self._pool.most)
         self._line = Admission(self._pool, self._allowance, random_seed)
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
         self._batch: _Batch | None = None
         self._tables: Tables | None = None
         self._waits = WaitTimes()
@@ -230,7 +233,7 @@ class Generator:
             PackedPlan(packed.segments, self._cache, prefill.places),
             prefill.spans,
         )
-        started: list[_Running] = []
+        started: list[Running] = []
         last_rows: list[int] = []
         for i, part in enumerate(joining):
             rows = prefill.rows[i]
@@ -273,12 +276,12 @@ class Generator:
                 ticket.succeed()
         return spoiled
 
-    def _start(self, part: Joining) -> list[_Running]:
+    def _start(self, part: Joining) -> list[Running]:
         """Sequences of the samples of a prompt that is there. The first one goes on in its last page, the others in copies."""
         table, length = part.table, len(part.request.prompt)
         begun = length % PAGE_TOKENS > 0
         whole = table.pages[:-1] if begun else table.pages
-        running: list[_Running] = []
+        running: list[Running] = []
         copies: list[int] = []
         for ticket, indices in part.entries:
             for index in indices:
@@ -289,7 +292,7 @@ class Generator:
                     copies.extend([own.pages[-1].slot] if begun else [])
                 assert ticket.seed is not None
                 running.append(
-                    _Running(ticket, index, ticket.sequences[index], mix_seed(ticket.seed, index), own, length)
+                    Running(ticket, index, ticket.sequences[index], mix_seed(ticket.seed, index), own, length)
                 )
             if indices:
                 self._served(ticket)
@@ -386,7 +389,7 @@ class Generator:
         """Sequences have joined or left."""
         self._batch = self._tables = None
 
-    def _new_batch(self, rows: Sequence[_Running]) -> _Batch:
+    def _new_batch(self, rows: Sequence[Running]) -> _Batch:
         requests = [row.ticket.request for row in rows]
         params = RowParams(
             [request.temperature for request in requests],
@@ -398,14 +401,18 @@ class Generator:
         spans = group_rows([request.adapter for request in requests], self._model.device)
         return _Batch(params, spans)
 
-    def _emit(self, rows: Sequence[_Running], batch: _Batch, hidden_RH: torch.Tensor) -> None:
+    def _emit(self, rows: Sequence[Running], batch: _Batch, hidden_RH: torch.Tensor) -> None:
         """Sample one token for each of these rows, and let finished ones go."""
         positions = np.array([len(row.sequence.tokens) for row in rows], dtype=np.uint64)
         logits_RV = self._model.logits(hidden_RH, batch.spans)
         tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, positions)
         self._record_topk(rows, tempered_RV)
-        finished: list[_Running] = []
-        for row, token, logprob in zip(rows, tokens_R.tolist(), logprobs_R.tolist(), strict=True):
+        self._append(rows, tokens_R.tolist(), logprobs_R.tolist())
+
+    def _append(self, rows: Sequence[Running], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Running]:
+        """One more token for each of these rows. Those that end with it go, and are returned."""
+        finished: list[Running] = []
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             sequence, request = row.sequence, row.ticket.request
             if not math.isfinite(logprob):
                 row.broken = True
@@ -418,8 +425,9 @@ class Generator:
             self._remove(finished)
         for row in finished:
             row.ticket.sample_done()
+        return finished
 
-    def _record_topk(self, rows: Sequence[_Running], tempered_RV: torch.Tensor) -> None:
+    def _record_topk(self, rows: Sequence[Running], tempered_RV: torch.Tensor) -> None:
         asking = [i for i, row in enumerate(rows) if row.ticket.request.topk_logprobs]
         if not asking:
             return
@@ -429,7 +437,7 @@ class Generator:
             k = rows[i].ticket.request.topk_logprobs
             rows[i].sequence.topk.append((own_ids[:k], own_values[:k]))
 
-    def _remove(self, rows: Sequence[_Running]) -> None:
+    def _remove(self, rows: Sequence[Running]) -> None:
         """End these sequences; what their pages hold stays findable until somebody needs them."""
         gone = {id(row) for row in rows}
         self._running = [row for row in self._running if id(row) not in gone]

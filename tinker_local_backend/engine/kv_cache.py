@@ -36,14 +36,24 @@ class Places:
 class KVCache:
     """Layout per layer: (2, pages, kv_heads, PAGE_TOKENS, head_dim), keys before values.
 
-    While the tensors grow, one layer exists twice for a moment.
+    While the tensors grow, one layer exists twice for a moment. With `fixed` pages there are so many from the beginning, and
+    their addresses never change.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self.pages = 0
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed: int | None = None,
+    ):
+        self.pages = fixed or 0
+        self._fixed = fixed is not None
         self.kv_heads, self._head_dim = kv_heads, head_dim
         self._dtype, self._device = dtype, device
-        self._layers = [self._empty(0) for _ in range(layers)]
+        self._layers = [self._empty(self.pages) for _ in range(layers)]
 
     def _empty(self, pages: int) -> torch.Tensor:
         # Zeros, not empty memory: masked positions still enter the matrix product, and 0 * NaN would be NaN.
@@ -51,7 +61,12 @@ class KVCache:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def resize(self, pages: int) -> None:
-        """Have so many pages; those that stay keep their contents. 0 gives the memory back."""
+        """Have so many pages; those that stay keep their contents. 0 gives the memory back, or zeroes it if it is fixed."""
+        if self._fixed:
+            if pages == 0:
+                for layer in self._layers:
+                    layer.zero_()
+            return
         if pages == self.pages:
             return
         kept = min(pages, self.pages)

@@ -113,10 +113,12 @@ class PagePool:
 
     Args:
         most: pages that there may ever be. The pool begins empty and grows; `reset` and `forget` make it empty again.
+        fixed: all of them are there from the beginning, and always.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, fixed: bool = False):
         self.most = most
+        self._fixed = fixed
         self.eager = most
         """the pool grows beyond so many pages only when there is no findable page left to take"""
         self.capacity = 0
@@ -127,6 +129,7 @@ class PagePool:
         self._at: list[Page | None] = []
         self._roots: dict[int, tuple[object, Page]] = {}
         """by the identity of an adapter, which is kept alive"""
+        self.reset()
 
     @property
     def available(self) -> int:
@@ -295,6 +298,8 @@ class PagePool:
         self._free, self._at = [], []
         self._idle.clear()
         self._roots.clear()
+        if self._fixed:
+            self._grow(self.most, self.most)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Pages change places, (from, to) each; the places that are left are those that are filled."""

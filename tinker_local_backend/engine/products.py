@@ -62,6 +62,16 @@ def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x (N, in) @ weight (out, in).T in float32; not recorded by autograd.
+
+    On CUDA the sums of a bfloat16 product are not rounded on their way; on a CPU torch has no such product.
+    """
+    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return linear(x, weight).float()
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

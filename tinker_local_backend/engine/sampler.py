@@ -5,6 +5,7 @@ greedy and the logprob is that of temperature 1. This is what the hosted service
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,22 @@ ONE_STAGE = 2048
 """Largest vocabulary that is searched as a whole."""
 
 
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """How tokens are chosen, one value per row: divisors and top_p float32, greedy bool, top_k int64 (see RowParams).
+
+    What no row asks for is left out of the work: `any_greedy`, `any_limit` and, if not `all_plain`, the division.
+    """
+
+    divisors_R: torch.Tensor
+    greedy_R: torch.Tensor
+    top_k_R: torch.Tensor
+    top_p_R: torch.Tensor
+    any_greedy: bool = True
+    any_limit: bool = True
+    all_plain: bool = False
+
+
 class RowParams:
     """Sampling parameters of the rows of a batch, made once and used until the batch changes.
 
@@ -38,14 +55,21 @@ class RowParams:
         device: torch.device,
     ):
         self.seeds_R = np.array(seeds, dtype=np.uint64)
-        self.any_greedy = any(t == 0 for t in temperatures)
-        self.any_limit = any(k > 0 for k in top_k) or any(p < 1 for p in top_p)
-        divisors = [max(t, LEAST_DIVISOR) if t > 0 else 1.0 for t in temperatures]
-        self.all_plain = all(t == 1 for t in divisors)
-        self.divisors_R = torch.tensor(divisors, device=device)
-        self.greedy_R = torch.tensor([t == 0 for t in temperatures], device=device)
-        self.top_k_R = torch.tensor(top_k, device=device)
-        self.top_p_R = torch.tensor(top_p, device=device)
+        divisors = divisors_of(temperatures)
+        self.rules = Rules(
+            torch.tensor(divisors, device=device),
+            torch.tensor([t == 0 for t in temperatures], device=device),
+            torch.tensor(top_k, device=device),
+            torch.tensor(top_p, device=device),
+            any_greedy=any(t == 0 for t in temperatures),
+            any_limit=any(k > 0 for k in top_k) or any(p < 1 for p in top_p),
+            all_plain=all(t == 1 for t in divisors),
+        )
+
+
+def divisors_of(temperatures: Sequence[float]) -> list[float]:
+    """What logits are divided by: greedy rows are scored at temperature 1."""
+    return [max(t, LEAST_DIVISOR) if t > 0 else 1.0 for t in temperatures]
 
 
 def next_tokens(
@@ -61,25 +85,31 @@ def next_tokens(
         tokens (rows,) int64, logprobs (rows,) float32, and the tempered logits (rows, vocabulary), a row's logsumexp from
         which is not yet subtracted.
     """
-    tempered_RV = logits_RV if params.all_plain else logits_RV / params.divisors_R[:, None]
+    draws_R = torch.from_numpy(uniforms(params.seeds_R, positions_R)).to(logits_RV.device)
+    return choose(logits_RV, params.rules, draws_R)
+
+
+def choose(
+    logits_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `next_tokens`, with the uniform numbers (rows,) float64 to draw with. Reads nothing back from the device."""
+    tempered_RV = logits_RV if rules.all_plain else logits_RV / rules.divisors_R[:, None]
     probs_RV = torch.softmax(tempered_RV, dim=-1)
-    if params.any_limit:
-        limited_RV = _truncate(probs_RV, params.top_k_R, params.top_p_R)
-        tokens_R, _ = _invert(limited_RV, params.seeds_R, positions_R)
+    if rules.any_limit:
+        limited_RV = _truncate(probs_RV, rules.top_k_R, rules.top_p_R)
+        tokens_R, _ = _invert(limited_RV, draws_R)
         mass_R = probs_RV.sum(dim=-1, dtype=torch.float64)
     else:
-        tokens_R, mass_R = _invert(probs_RV, params.seeds_R, positions_R)
-    if params.any_greedy:
-        tokens_R = torch.where(params.greedy_R, logits_RV.argmax(dim=-1), tokens_R)
+        tokens_R, mass_R = _invert(probs_RV, draws_R)
+    if rules.any_greedy:
+        tokens_R = torch.where(rules.greedy_R, logits_RV.argmax(dim=-1), tokens_R)
     # torch's softmax (not its log_softmax) is off by up to 1e-4 for 150,000 tokens; divided by their exact sum the
     # probabilities are right, and the logarithm of one that was drawn is exact enough (1e-6).
     probs_R = probs_RV.gather(1, tokens_R[:, None])[:, 0]
     return tokens_R, (probs_R / mass_R).log().float(), tempered_RV
 
 
-def _invert(
-    probs_RV: torch.Tensor, seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _invert(probs_RV: torch.Tensor, draws_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first token whose cumulative mass exceeds a uniform share of the whole, and the whole (rows,) in float64.
 
     Masses are added up in float64 (in float32 the rare half of a large vocabulary could never be drawn); for a large one in
@@ -87,7 +117,7 @@ def _invert(
     """
     # right=True: the first index whose cumulative mass exceeds the target, so what has no mass is never chosen. Only a row
     # of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
-    draws_R1 = torch.from_numpy(uniforms(seeds_R, positions_R))[:, None].to(probs_RV.device)
+    draws_R1 = draws_R[:, None]
     rows, vocabulary = probs_RV.shape
     if vocabulary <= ONE_STAGE:
         upto_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)

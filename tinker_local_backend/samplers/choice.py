@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.sampling import Post, Sampler
 from tinker_local_backend.samplers.vllm import VllmSampler
 from tinker_local_backend.samplers.vllm_server import VllmServer
@@ -20,7 +19,7 @@ from tinker_local_backend.storage.paths import local_home
 
 def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
     """As engine.sampling.MakeSampler. Raises RequestError or ModelLoadError when there is no vLLM where one is asked for."""
-    own = Generator(model, kv_tokens, random_seed)
+    own = model.execution.generator(model, kv_tokens, random_seed)
     if environment.read("TINKER_LOCAL_SAMPLER") != "vllm":
         return own
     settings = VllmSettings.from_environment(model.device)

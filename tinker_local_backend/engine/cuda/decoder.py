@@ -1,0 +1,92 @@
+"""Bursts of captured decode steps: one graph for each size of batch, made when it is first needed."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda.graphs import Graphs
+from tinker_local_backend.engine.cuda.slots import AdapterSlots
+from tinker_local_backend.engine.cuda.step import DecodeRow, StepState, decode_step
+from tinker_local_backend.engine.kv_cache import KVCache
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.pages import pages_of
+
+logger = logging.getLogger(__name__)
+
+BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
+"""Sizes of captured batches: a batch runs in the next larger one, whose other rows are idle."""
+
+BURST = 8
+"""Steps between two looks of the host."""
+
+
+@dataclass(frozen=True, eq=False)
+class Burst:
+    """What a burst of S steps gave R rows. Rows that came to their end in it have anything behind it."""
+
+    tokens: npt.NDArray[np.int64]
+    """(S, R)"""
+    logprobs: npt.NDArray[np.float64]
+    """(S, R), of float32 precision"""
+    tempered: torch.Tensor
+    """(R, vocabulary) float32: logits of the last step over the temperature; overwritten by the next burst"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    replay: Callable[[], None]
+    tempered: torch.Tensor
+
+
+class Decoder:
+    """Runs batches of a model whose KV cache has fixed pages.
+
+    Args:
+        most_tokens: of one sequence.
+    """
+
+    def __init__(self, model: BaseModel, cache: KVCache, graphs: Graphs, most_tokens: int):
+        self._model, self._cache, self._graphs = model, cache, graphs
+        self.state = StepState(BUCKETS[-1], pages_of(most_tokens), BURST, model.device)
+        self.slots = AdapterSlots(model.linears, model.dtype, model.device)
+        self._captured: dict[tuple[int, bool, bool], _Captured] = {}
+
+    def run(self, rows: Sequence[DecodeRow], steps: int) -> Burst:
+        """`steps` tokens (at most BURST) for at most BUCKETS[-1] rows with at most SLOTS adapters.
+
+        The pages of each row must have room for all that it is fed.
+        """
+        bucket = BUCKETS[bisect.bisect_left(BUCKETS, len(rows))]
+        adapters = [row.adapter for row in rows]
+        used: list[Adapter] = [adapter for adapter in adapters if adapter is not None]
+        if self.slots.fit(used):
+            self._captured.clear()
+        slots = self.slots.place(adapters)
+        key = (bucket, bool(used), any(row.top_k > 0 or row.top_p < 1 for row in rows))
+        if key not in self._captured:
+            self._captured[key] = self._capture(*key)
+        captured = self._captured[key]
+        self.state.load(rows, slots, bucket)
+        for _ in range(steps):
+            captured.replay()
+        results = self.state.results[:steps, : len(rows)].cpu().numpy()
+        return Burst(results[..., 0].astype(np.int64), results[..., 1], captured.tempered[: len(rows)])
+
+    def _capture(self, bucket: int, adapted: bool, limited: bool) -> _Captured:
+        """While all rows are idle, so that the steps of a capture change nothing."""
+        logger.debug("capturing a decode step of %d rows", bucket)
+
+        def step() -> torch.Tensor:
+            slots = self.slots if adapted else None
+            return decode_step(self._model, self._cache, self.state, slots, bucket, limited)
+
+        self.state.clear()
+        return _Captured(*self._graphs.capture(step))

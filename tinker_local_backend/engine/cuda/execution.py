@@ -1,0 +1,65 @@
+"""The parts that run on a GPU in place of the reference, each of which can be turned off alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from tinker_local_backend.engine.attention import PackedPlan
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda import fuse
+from tinker_local_backend.engine.cuda.generation import BurstGenerator
+from tinker_local_backend.engine.cuda.graphs import Graphs, graphs_for
+from tinker_local_backend.engine.cuda.varlen import VarlenPlan
+from tinker_local_backend.engine.execution import AttentionPlan
+from tinker_local_backend.engine.generation import Generator
+
+ON = "on"
+
+DECODING, ATTENTION = "decoding", "attention"
+"""Captured steps over pages and slots; one call for all sequences of a pass."""
+
+FUSED: Mapping[str, Callable[[nn.Module], list[nn.Module]]] = {
+    "norms": fuse.fuse_norms,
+    "rotary": fuse.fuse_rotary,
+    "swiglu": fuse.fuse_swiglu,
+}
+"""What is swapped into the modules of a model, by part."""
+
+PARTS = (DECODING, ATTENTION, *FUSED)
+
+
+class CudaExecution:
+    """`off` names parts that stay with the reference, and why. Its device is the model's: on a CPU, stand-ins run."""
+
+    def __init__(self, model: BaseModel, graphs: Graphs | None = None, off: Mapping[str, str] | None = None):
+        self._graphs = graphs or graphs_for(model.device)
+        self._device = model.device
+        self._parts = {part: (off or {}).get(part, ON) for part in PARTS}
+        self._fused: dict[str, list[nn.Module]] = {}
+        for part, fuse_part in FUSED.items():
+            if self.runs(part):
+                self._fused[part] = fuse_part(model.module)
+                if not self._fused[part]:
+                    self.turn_off(part, "no module of this model computes so")
+
+    def runs(self, part: str) -> bool:
+        return self._parts[part] == ON
+
+    def turn_off(self, part: str, why: str) -> None:
+        """For the passes, and for the generators that are made from now on."""
+        self._parts[part] = f"off: {why}"
+        fuse.restore(self._fused.pop(part, []))
+
+    def parts(self) -> Mapping[str, str]:
+        return dict(self._parts)
+
+    def packed(self, plan: PackedPlan) -> AttentionPlan:
+        cached = any(segment.table is not None for segment in plan.segments)
+        return plan if cached or not self.runs(ATTENTION) else VarlenPlan.of(plan, self._device)
+
+    def generator(self, model: BaseModel, kv_budget_tokens: int, random_seed: Callable[[], int]) -> Generator:
+        if not self.runs(DECODING):
+            return Generator(model, kv_budget_tokens, random_seed)
+        return BurstGenerator(model, kv_budget_tokens, random_seed, self._graphs)

@@ -1,0 +1,111 @@
+"""A generator that decodes in bursts of captured steps over a KV cache of fixed pages.
+
+Nothing is in flight between two calls of `step`, so joining, cancelling and training are those of the base class. What a burst
+gives behind a stop is dropped: about half a burst for each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
+from tinker_local_backend.engine.cuda.graphs import Graphs
+from tinker_local_backend.engine.cuda.slots import SLOTS
+from tinker_local_backend.engine.cuda.step import DecodeRow
+from tinker_local_backend.engine.generation import Generator, Running
+from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
+
+
+class BurstGenerator(Generator):
+    """As its base class; `graphs` captures the steps."""
+
+    fixed_pages = True
+
+    def __init__(
+        self,
+        model: BaseModel,
+        kv_budget_tokens: int,
+        random_seed: Callable[[], int],
+        graphs: Graphs,
+        prefill_tokens: int | None = None,
+        max_running: int = BUCKETS[-1],
+    ):
+        super().__init__(model, kv_budget_tokens, random_seed, prefill_tokens, min(max_running, BUCKETS[-1]))
+        self.decoder = Decoder(model, self._cache, graphs, min(model.context_length, kv_budget_tokens))
+
+    def _decode(self) -> None:
+        steps = self._room_ahead()
+        for rows in list(self._batches()):
+            self._burst(rows, steps)
+
+    def _room_ahead(self) -> int:
+        """Give every sequence pages for some steps. Returns how many: fewer than a burst where the pool is nearly full."""
+        # Likeliest tokens are read from the logits of a step, which the next one overwrites.
+        steps = 1 if any(row.ticket.request.topk_logprobs for row in self._running) else BURST
+        for row in self._running:
+            self._drop_unseen(row.table, row.length)
+        while steps > 1:
+            missing = [
+                max(0, pages_of(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS)
+                for row in self._running
+            ]
+            if sum(missing) <= self._pool.available:
+                for row, count in zip(self._running, missing, strict=True):
+                    row.table.pages.extend(self._pool.take(count))
+                return steps
+            steps //= 2
+        self._make_room()
+        return 1
+
+    def _batches(self) -> Iterator[list[Running]]:
+        """The running sequences, so many at a time that their adapters have a slot each."""
+        rows: list[Running] = []
+        adapters: set[int] = set()
+        for row in self._running:
+            adapter = row.ticket.request.adapter
+            own = set() if adapter is None else {id(adapter)}
+            if rows and len(adapters | own) > SLOTS:
+                yield rows
+                rows, adapters = [], set()
+            rows.append(row)
+            adapters |= own
+        if rows:
+            yield rows
+
+    def _burst(self, rows: Sequence[Running], steps: int) -> None:
+        burst = self.decoder.run([_decode_row(row) for row in rows], steps)
+        self._record_topk(rows, burst.tempered)
+        going = dict(enumerate(rows))
+        for tokens, logprobs in zip(burst.tokens, burst.logprobs, strict=True):
+            for row in going.values():
+                row.length += 1
+            columns = list(going)
+            ended = self._append(list(going.values()), tokens[columns].tolist(), logprobs[columns].tolist())
+            gone = {id(row) for row in ended}
+            going = {i: row for i, row in going.items() if id(row) not in gone}
+            if not going:
+                break
+
+
+def _end(row: Running) -> int:
+    """Position of the last token that `max_tokens` allows: it is never fed."""
+    request = row.ticket.request
+    return len(request.prompt) + request.max_tokens - 1
+
+
+def _decode_row(row: Running) -> DecodeRow:
+    request = row.ticket.request
+    return DecodeRow(
+        token=row.sequence.tokens[-1],
+        position=row.length,
+        end=_end(row),
+        pages=[page.slot for page in row.table.pages],
+        first_page=row.table.dropped,
+        adapter=request.adapter,
+        seed=row.seed,
+        drawn=len(row.sequence.tokens),
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+    )

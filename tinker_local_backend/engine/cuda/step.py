@@ -1,0 +1,171 @@
+"""One decode step as a function of tensors that stay where they are: forward pass, logits, choice, and what the next one needs.
+
+Its inputs are its own outputs, so it can be captured and replayed several times before the host looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda import ops
+from tinker_local_backend.engine.cuda.noise import seed_bits, uniforms
+from tinker_local_backend.engine.cuda.slots import AdapterSlots, lay_out_rows
+from tinker_local_backend.engine.decode_attention import LayerAttention
+from tinker_local_backend.engine.kv_cache import KVCache
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.sampler import Rules, choose, divisors_of
+
+IDLE = -1
+"""Position of a row that nobody uses, or that has its last token: it stores nothing and sees nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeRow:
+    """What a step must know of a sequence. `pages` are slots of the cache, from page number `first_page` of the sequence on."""
+
+    token: int
+    """fed next"""
+    position: int
+    """of that token; its key is stored there"""
+    end: int
+    """no token is fed from this position on"""
+    pages: Sequence[int]
+    first_page: int
+    adapter: Adapter | None
+    seed: int
+    drawn: int
+    """tokens of the completion so far, which is the position of the next random number"""
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@dataclass(frozen=True, eq=False)
+class PagedPlan:
+    """One new token for each row of the batch, and the pages that it sees. Lengths are on the device."""
+
+    cache: KVCache
+    tables: torch.Tensor
+    positions: torch.Tensor
+    lengths: torch.Tensor
+
+    def attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query (1, H, R, D), key and value (1, KV, R, D) -> (1, R, H, D). Stores keys and values first."""
+        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        keys, values = self.cache.layer(layer.index)
+        ops.store_keys(key, value, keys, values, self.tables, self.positions)
+        out = ops.paged_attention(
+            query, keys, values, self.tables, self.lengths, layer.scaling, layer.window or 0, layer.softcap or 0.0
+        )
+        return out.unsqueeze(0)
+
+
+class StepState:
+    """The tensors of `rows` rows, each with a table of `pages` pages, and of up to `burst` steps.
+
+    A batch of R rows uses the first R of each; the rest is idle.
+    """
+
+    def __init__(self, rows: int, pages: int, burst: int, device: torch.device):
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.rows, self.burst, self._pages = rows, burst, pages
+        self.tokens = zeros(rows, dtype=torch.int64)
+        self.positions = torch.full((rows,), IDLE, dtype=torch.int32, device=device)
+        self.ends = zeros(rows, dtype=torch.int32)
+        self.tables = zeros(rows, pages, dtype=torch.int32)
+        self.seeds = zeros(rows, dtype=torch.int64)
+        self.drawn = zeros(rows, dtype=torch.int64)
+        self.divisors = torch.ones(rows, dtype=torch.float32, device=device)
+        self.greedy = zeros(rows, dtype=torch.bool)
+        self.top_k = zeros(rows, dtype=torch.int64)
+        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        order, blocks = lay_out_rows([], rows)
+        self.order, self.blocks = (torch.from_numpy(array).to(device) for array in (order, blocks))
+        self.turn = zeros(1, dtype=torch.int64)
+        self.results = zeros(burst, rows, 2, dtype=torch.float64)
+        """token and logprob of each step; float64 holds both exactly, so one read brings everything"""
+
+    def clear(self) -> None:
+        """All rows are idle."""
+        self.positions.fill_(IDLE)
+        self.blocks.zero_()
+        self.turn.zero_()
+
+    def load(self, rows: Sequence[DecodeRow], slots: Sequence[int], capacity: int) -> None:
+        """Take over these rows, with the slots of their adapters, for a step with room for `capacity` rows."""
+        count = len(rows)
+        width = max(row.first_page + len(row.pages) for row in rows)
+        tables = np.zeros((count, width), dtype=np.int32)
+        for table, row in zip(tables, rows, strict=True):
+            table[row.first_page : row.first_page + len(row.pages)] = row.pages
+
+        def put(target: torch.Tensor, values: Sequence[float] | np.ndarray) -> None:
+            target[:count].copy_(torch.as_tensor(np.asarray(values)))
+
+        self.clear()
+        put(self.tokens, [row.token for row in rows])
+        put(self.positions, [row.position for row in rows])
+        put(self.ends, [row.end for row in rows])
+        self.tables[:count, :width].copy_(torch.from_numpy(tables))
+        self.seeds[:count].copy_(seed_bits([row.seed for row in rows]))
+        put(self.drawn, [row.drawn for row in rows])
+        put(self.divisors, divisors_of([row.temperature for row in rows]))
+        put(self.greedy, [row.temperature == 0 for row in rows])
+        put(self.top_k, [row.top_k for row in rows])
+        put(self.top_p, [row.top_p for row in rows])
+        order, blocks = lay_out_rows(slots, capacity)
+        self.order[:capacity].copy_(torch.from_numpy(order))
+        self.blocks[: len(blocks)].copy_(torch.from_numpy(blocks))
+
+
+def decode_step(
+    model: BaseModel, cache: KVCache, state: StepState, slots: AdapterSlots | None, rows: int, limited: bool
+) -> torch.Tensor:
+    """One token for each of the first `rows` rows that is not idle; nothing is read back from the device.
+
+    Args:
+        slots: of the adapters; None: every row goes through the base model.
+        limited: some row has a top_k or top_p.
+
+    Returns:
+        the tempered logits (rows, vocabulary) float32.
+    """
+    positions = state.positions[:rows]
+    plan = PagedPlan(cache, state.tables[:rows], positions, positions + 1)
+
+    def compute() -> torch.Tensor:
+        hidden = model.hidden_states(state.tokens[:rows], positions.clamp(min=0).long(), plan, None)
+        return model.logits(hidden, None)
+
+    if slots is None:
+        logits = compute()
+    else:
+        _, blocks = lay_out_rows([], rows)
+        order, blocks = state.order[:rows], state.blocks[: len(blocks)]
+
+        def add(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+            ops.lora_add(y, x, slots.a[name], slots.b[name], order, blocks, slots.scales)
+
+        with model.lora_through(add):
+            logits = compute()
+    rules = Rules(state.divisors[:rows], state.greedy[:rows], state.top_k[:rows], state.top_p[:rows], any_limit=limited)
+    drawn = state.drawn[:rows]
+    tokens, logprobs, tempered = choose(logits, rules, uniforms(state.seeds[:rows], drawn))
+    both = torch.stack((tokens.double(), logprobs.double()), dim=-1)
+    state.results[:, :rows].index_copy_(0, state.turn, both.unsqueeze(0))
+    state.turn.add_(1)
+    drawn.add_(1)
+    state.tokens[:rows].copy_(tokens)
+    following = positions + 1
+    done = (positions < 0) | (following >= state.ends[:rows])
+    positions.copy_(following.masked_fill(done, IDLE))
+    return tempered

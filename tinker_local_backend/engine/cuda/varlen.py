@@ -1,0 +1,209 @@
+"""Attention of a packed pass in one call for all its sequences, by torch's `varlen_attn`.
+
+The segments of the plan become cumulative lengths. A prefix that several sequences share is computed once as everywhere in the
+engine; its keys are then gathered once more for each of them, and the gradients of all copies are summed in float32 and in a
+fixed order (the backward pass of `index_select` adds bfloat16 numbers atomically).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from tinker_local_backend.engine.attention import PackedPlan, Segment
+from tinker_local_backend.engine.decode_attention import LayerAttention
+
+LARGEST_DIM = 256
+"""of a head, for the kernel behind varlen_attn, which also wants a multiple of 8"""
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Which rows of the pass the gathered keys come from, and back: every row's copies, by their number.
+
+    `gathered` (K,): row of the pass. `own` (T,): where among the gathered keys each row is its segment's own. `shared`: rows
+    (S,) that have m copies each, and those (S, m), for every m > 1.
+    """
+
+    gathered: torch.Tensor
+    own: torch.Tensor
+    shared: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(eq=False)
+class VarlenPlan:
+    """A packed plan whose segments are all attended to in one call."""
+
+    plan: PackedPlan
+    """attends in the layers that the call cannot do"""
+    queries: torch.Tensor
+    """(N + 1,) int32: where the queries of each segment begin, and the end"""
+    keys: torch.Tensor
+    """(N + 1,) int32: the same of its keys, prefixes included"""
+    most_queries: int
+    most_keys: int
+    copies: Copies | None
+    """None: no prefix is shared, keys are used as they are"""
+
+    @classmethod
+    def of(cls, plan: PackedPlan, device: torch.device) -> VarlenPlan:
+        """Raises ValueError for a plan with segments whose beginning is in the KV cache."""
+        segments = plan.segments
+        if any(segment.table is not None for segment in segments):
+            raise ValueError("a segment begins in the KV cache; it is attended to through PackedPlan")
+        lengths = np.array([segment.end - segment.start for segment in segments])
+        before = np.array([0 if s.prefix is None else s.prefix[1] - s.prefix[0] for s in segments])
+
+        def ends(values: np.ndarray) -> torch.Tensor:
+            return torch.tensor([0, *np.cumsum(values)], dtype=torch.int32, device=device)
+
+        copies = _copies(segments, device) if before.any() else None
+        return cls(
+            plan, ends(lengths), ends(lengths + before), int(lengths.max()), int((lengths + before).max()), copies
+        )
+
+    def attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D)."""
+        if not suits(layer, query):
+            return self.plan.attend(layer, query, key, value)
+        if self.plan.cache is not None and self.plan.places is not None:
+            self.plan.cache.write(layer.index, self.plan.places, key.squeeze(0), value.squeeze(0))
+        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        if self.copies is not None:
+            key, value = gather_rows(key, self.copies), gather_rows(value, self.copies)
+        # The window of the engine counts the token itself, that of varlen_attn only those before it.
+        window = (-1, 0) if layer.window is None else (layer.window - 1, 0)
+        attend = _on_cuda if query.device.type == "cuda" else plain_varlen
+        out = attend(
+            query,
+            key,
+            value,
+            self.queries,
+            self.keys,
+            self.most_queries,
+            self.most_keys,
+            scale=layer.scaling,
+            window_size=window,
+        )
+        return out.unsqueeze(0)
+
+
+def suits(layer: LayerAttention, query: torch.Tensor) -> bool:
+    """Whether varlen_attn can do this layer: on CUDA in 16 bits, without a soft cap. Its stand-in on a CPU takes any dtype."""
+    in_16_bits = query.dtype in (torch.bfloat16, torch.float16) or query.device.type == "cpu"
+    return in_16_bits and layer.softcap is None and query.shape[-1] <= LARGEST_DIM and query.shape[-1] % 8 == 0
+
+
+def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:
+    gathered, own, end = [], [], 0
+    for segment in segments:
+        if segment.prefix is not None:
+            gathered.append(np.arange(*segment.prefix))
+            end += len(gathered[-1])
+        gathered.append(np.arange(segment.start, segment.end))
+        own.append(end + np.arange(segment.end - segment.start))
+        end += len(gathered[-1])
+    rows = np.concatenate(gathered)
+    by_row = np.argsort(rows, kind="stable")
+    counts = np.bincount(rows)
+    first = np.cumsum(counts) - counts
+    shared = []
+    for count in np.unique(counts[counts > 1]).tolist():
+        several = np.flatnonzero(counts == count)
+        shared.append((several, by_row[first[several][:, None] + np.arange(count)]))
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Copies(tensor(rows), tensor(np.concatenate(own)), [(tensor(some), tensor(at)) for some, at in shared])
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+        ctx.copies = copies
+        return rows.index_select(0, copies.gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        result = gradient.index_select(0, ctx.copies.own)
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        for rows, at in ctx.copies.shared:
+            parts = gradient.index_select(0, at.flatten()).unflatten(0, at.shape)
+            result.index_copy_(0, rows, parts.sum(dim=1, dtype=wide).to(gradient.dtype))
+        return result, None
+
+
+def gather_rows(rows_TX: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """(T, ...) -> (K, ...); the gradients of a row's copies are summed in float32, in a fixed order."""
+    result: Any = _GatherRows.apply(rows_TX, copies)
+    return result
+
+
+@cache
+def _knows_groups() -> bool:
+    """Whether this torch's varlen_attn takes fewer key heads than query heads (from 2.12 on)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _on_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
+    group = query.shape[1] // key.shape[1]
+    if _knows_groups():
+        options["enable_gqa"] = group > 1
+    elif group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    result: Any = varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+    return result
+
+
+def plain_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    """What varlen_attn computes, sequence by sequence, for a CPU: the last query of a sequence stands at its last key."""
+    outputs = []
+    ends = zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], cu_seq_k.tolist(), cu_seq_k.tolist()[1:], strict=False)
+    for first_q, last_q, first_k, last_k in ends:
+        q, k, v = query[first_q:last_q], key[first_k:last_k], value[first_k:last_k]
+        at = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+        keys = torch.arange(len(k), device=q.device)[None]
+        seen = keys <= at
+        if window_size[0] >= 0:
+            seen &= keys >= at - window_size[0]
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0])
+    return torch.cat(outputs, dim=1).transpose(0, 1)
