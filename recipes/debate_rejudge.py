@@ -14,12 +14,12 @@ from pathlib import Path
 
 import chz
 from rich.console import Console
-from tinker_cookbook.debate.saved import SavedDebate, load_debates
 
 from recipes.common import default_model
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.metrics import accuracy
+from tinker_cookbook.debate.saved import SavedDebate, load_debates
 from tinker_cookbook.debate.views import Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.tables import markdown_table, print_table

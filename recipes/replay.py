@@ -1,8 +1,7 @@
 """Train again from the rollouts that a run has logged: no sampling, the same tokens with the same advantages.
 
-Tries another learning rate, rank, loss or order of updates on data that is there, and shows what sampling costs: with the settings of the
-run and its first weights it repeats the run's first update, and from then on the data is off-policy. Each step reports how far
-the replayed policy is from the one that sampled.
+Tries another learning rate, rank or loss on data that is there. With the run's own settings it repeats the run; with others the
+data is off-policy from the second step on, and each step reports how far the policy is from the one that sampled.
 
     python -m recipes.replay run=RUN                                  # RUN holds iteration_*/rollouts.parquet
     python -m recipes.replay run=RUN learning_rate=3e-4 num_epochs=2 loss_fn=ppo
@@ -31,6 +30,7 @@ from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.rl.types import Trajectory, Transition
 from tinker_cookbook.rl.update import Update
 from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.ml_log import Logger
@@ -132,7 +132,8 @@ def settings_of_run(cli: CLIConfig) -> CLIConfig:
         raise ConfigurationError(
             f"run={cli.run!r}: no {FILE_NAME} below it; give the folder of a run with write_records=True"
         )
-    config = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    place = folder / CONFIG_BASE_NAME
+    config = read_json_object(place, "give model_name and the other keys") if place.is_file() else {}
     keys = ("model_name", "lora_rank", "learning_rate", "loss_fn", "seed")
     filled = {key: getattr(cli, key) if getattr(cli, key) is not None else config.get(key) for key in keys}
     if cli.loss_fn_config is None and filled["loss_fn"] == config.get("loss_fn"):

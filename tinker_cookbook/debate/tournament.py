@@ -130,7 +130,7 @@ def elo(games: Sequence[Game], players: Sequence[str], draws: int = 200, seed: i
     drawn = np.array([ratings])
     if len(wins_I):
         choices = rng.integers(len(wins_I), size=(draws, len(wins_I)))
-        drawn = np.array([_fit(wins_I[choice].sum(axis=0)) for choice in choices])
+        drawn = _fit(wins_I[choices].sum(axis=1))
     low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
     return {name: Estimate(float(ratings[i]), float(low[i]), float(high[i])) for i, name in enumerate(players)}
 
@@ -146,12 +146,12 @@ def _wins(games: Sequence[Game], players: Sequence[str]) -> np.ndarray:
 
 
 def _fit(wins: np.ndarray, steps: int = 200) -> np.ndarray:
-    """Ratings in Elo points, mean 0, by Hunter's (2004) iteration."""
-    games, own = wins + wins.T, wins.sum(axis=1) + PRIOR_GAMES / 2
-    strength = np.ones(len(wins))
+    """Ratings (..., players) in Elo points, mean 0, of wins (..., players, players), by Hunter's (2004) iteration."""
+    games, own = wins + wins.swapaxes(-1, -2), wins.sum(axis=-1) + PRIOR_GAMES / 2
+    strength = np.ones(own.shape)
     for _ in range(steps):
         # The average player has strength 1.
-        expected = (games / (strength[:, None] + strength[None, :])).sum(axis=1) + PRIOR_GAMES / (strength + 1)
-        strength = own / expected
-        strength /= np.exp(np.log(strength).mean())
+        meetings = games / (strength[..., :, None] + strength[..., None, :])
+        strength = own / (meetings.sum(axis=-1) + PRIOR_GAMES / (strength + 1))
+        strength /= np.exp(np.log(strength).mean(axis=-1, keepdims=True))
     return ELO_PER_NAT * np.log(strength)
