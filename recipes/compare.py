@@ -97,7 +97,7 @@ async def run_way(name: str, command: str, cli: CLIConfig, folder: Path) -> Way:
     for result in results:
         if result.status == "failed":
             raise TrainingError(f"recipes.{name}, {result.name}: {result.error}; see {result.log_path}")
-    return Way(name, {int(result.point["seed"]): read_curve(result.log_path, cli.metric) for result in results})
+    return Way(name, {int(str(result.point["seed"])): read_curve(result.log_path, cli.metric) for result in results})
 
 
 async def compare(cli: CLIConfig, folder: Path) -> list[Way]:
