@@ -169,6 +169,23 @@ RECIPES: tuple[RecipeRun, ...] = (
         files=("compare.json", "compare.md", "compare.svg"),
     ),
     RecipeRun(
+        "recipes.debate_judge.create_data",
+        folder_key=None,
+        arguments=("output_path={folder}/debates.jsonl",),
+        small=("max_items=24", "max_tokens=32"),
+        files=("debates.jsonl",),
+    ),
+    RecipeRun(
+        "recipes.debate_judge.sl",
+        small=("max_steps=3", "eval_every=3", "lora_rank=4"),
+        measures=(Measure("test/nll", "down"),),
+    ),
+    RecipeRun(
+        "recipes.debate_judge.rl",
+        small=(*_RL, "groups_per_batch=2", "group_size=4"),
+        measures=(Measure("env/all/correct", "up", "steps"),),
+    ),
+    RecipeRun(
         "recipes.demo",
         folder_key=None,
         arguments=("log_path={folder}",),

@@ -26,8 +26,9 @@ from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.records import read_view
 from tinker_cookbook.debate.saved import SavedDebate, labelled
 from tinker_cookbook.debate.views import Winner
-from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
+from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.utils.files import write_jsonl
+from tinker_cookbook.utils.misc_utils import gather_all
 
 
 @chz.chz(typecheck=True)
@@ -70,7 +71,8 @@ async def play(cli: CLIConfig) -> list[SavedDebate]:
     protocol = await builder.make_protocol(task, builder.renderer())
     groups = [DebateGroupBuilder(protocol, item, cli.debates, (0, i)) for i, item in enumerate(items[: cli.max_items])]
     completer = TinkerTokenCompleter(policy.sampling_client, max_tokens, cli.temperature, seed=cli.seed)
-    played = finished_groups(await do_batch_rollout(groups, completer))
+    # One call per group, since those of a batch leave no records.
+    played = await gather_all(do_group_rollout(group, completer.fork("group", i)) for i, group in enumerate(groups))
     records = [record.content for group in played for record in group.records]
     return [SavedDebate(str(r["instance_id"]), read_view(r["view"]), Winner.INVALID) for r in records]
 

@@ -2,8 +2,6 @@
 
 import chz
 
-from recipes.common import CommonConfig
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 
@@ -11,15 +9,13 @@ SHIPPED = "collatz"
 
 
 @chz.chz(typecheck=True)
-class JudgeKeys(CommonConfig):
+class JudgeKeys:
     """Keys of every recipe that trains a judge."""
 
-    model_name: str = with_default(CommonConfig, "model_name", "tiny_debate")
     debates: str = chz.field(
         default=SHIPPED,
         doc=f"{SHIPPED} (shipped: debates of tiny_debate), the folder of a run with debate_*.json, or a .jsonl file of "
         "recipes.debate_judge.create_data",
-        munger=lambda self, given: str(EXAMPLE_DATA / "debates" / f"{SHIPPED}.jsonl") if given == SHIPPED else given,
     )
     test_share: float = chz.field(default=0.25, doc="of the questions, held out with all debates about them")
     system_prompt: str | None = chz.field(default=None, doc="what the judge is told; None: what the protocol needs")
@@ -28,3 +24,8 @@ class JudgeKeys(CommonConfig):
     def _share(self) -> None:
         if not 0 < self.test_share < 1:
             raise ConfigurationError(f"test_share={self.test_share}: must be between 0 and 1")
+
+
+def debates_path(keys: JudgeKeys) -> str:
+    """Where the debates are that the key names."""
+    return str(EXAMPLE_DATA / "debates" / f"{SHIPPED}.jsonl") if keys.debates == SHIPPED else keys.debates

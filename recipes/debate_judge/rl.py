@@ -10,9 +10,10 @@ Labels come from questions with known answers; the judge is then used on others 
 import chz
 
 from recipes.common import dataset_label, prompt_room, settle
-from recipes.debate_judge.data import SHIPPED, JudgeKeys
+from recipes.debate_judge.data import SHIPPED, JudgeKeys, debates_path
 from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.judge_training import JudgeDatasetBuilder
 from tinker_cookbook.rl import train
 
@@ -23,6 +24,7 @@ RECIPE = "debate_judge_rl"
 class CLIConfig(JudgeKeys, RLConfig):
     """Keys of `python -m recipes.debate_judge.rl`."""
 
+    model_name: str = with_default(RLConfig, "model_name", "tiny_debate")
     groups_per_batch: int = chz.field(default=16, doc="debates per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="verdicts on each", validator=chz.validators.gt(1))
 
@@ -30,7 +32,12 @@ class CLIConfig(JudgeKeys, RLConfig):
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     cli = settle(cli)
-    builder = cli.fill(JudgeDatasetBuilder, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
+    builder = cli.fill(
+        JudgeDatasetBuilder,
+        debates=debates_path(cli),
+        num_batches=cli.max_steps,
+        max_prompt_tokens=prompt_room(cli),
+    )
     builder.check()
     return train_config(cli, RECIPE, builder, [dataset_label(cli.debates, SHIPPED)])
 

@@ -9,7 +9,7 @@ Its checkpoint judges with judge=lm judge.weights.load_checkpoint_path=tinker://
 import chz
 
 from recipes.common import dataset_label, settle
-from recipes.debate_judge.data import SHIPPED, JudgeKeys
+from recipes.debate_judge.data import SHIPPED, JudgeKeys, debates_path
 from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
@@ -23,13 +23,14 @@ RECIPE = "debate_judge_sl"
 class CLIConfig(JudgeKeys, SLConfig):
     """Keys of `python -m recipes.debate_judge.sl`."""
 
+    model_name: str = with_default(SLConfig, "model_name", "tiny_debate")
     max_length: int = with_default(SLConfig, "max_length", 1024)
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     cli = settle(cli)
-    builder = cli.fill(JudgeChatBuilder, common_config=chat_settings(cli))
+    builder = cli.fill(JudgeChatBuilder, debates=debates_path(cli), common_config=chat_settings(cli))
     return train_config(cli, RECIPE, builder, dataset_label(cli.debates, SHIPPED))
 
 
