@@ -144,8 +144,14 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(Measure("env/all/reward/total", "up", "steps"), Measure("test/env/all/reward/total", "up")),
     ),
     RecipeRun(
+        "recipes.run_experiment",
+        arguments=(f"experiment={Path(__file__).parents[1] / 'configs' / 'mixture.toml'}",),
+        small=(*_RL, "num_rollouts=16", "num_test=4"),
+        measures=(Measure("env/all/reward/total", "up", "steps"),),
+    ),
+    RecipeRun(
         "recipes.multi_agent",
-        small=(*_RL, "groups_per_batch=2", "group_size=4", "num_test=4", "warm_up_steps=2"),
+        small=(*_RL, "game=shared_sum", "num_test=4", "max_tokens=16"),
         measures=(Measure("test/env/all/reward/total", "up"),),
     ),
     RecipeRun(
