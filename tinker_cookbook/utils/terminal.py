@@ -51,6 +51,7 @@ class StepDisplay:
         self._stages: Counter[str] = Counter()
         self._phase, self._total, self._done, self._failed, self._tokens = "", 0, 0, 0, 0
         self._begun = time.monotonic()
+        self._said = ""
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
@@ -76,11 +77,11 @@ class StepDisplay:
             and not label_prefix()
         ):
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=12),
                 TextColumn("{task.percentage:>3.0f} %"),
                 TimeRemainingColumn(compact=True),
-                TextColumn("{task.fields[doing]}"),
+                TextColumn("{task.fields[doing]}", markup=False),
             )
             self._progress = Progress(*columns, console=self._console, transient=True)
             self._task = self._progress.add_task("", total=end, completed=step, doing="")
@@ -99,7 +100,7 @@ class StepDisplay:
         try:
             yield
         finally:
-            self._phase = ""
+            self._phase = self._said = ""
             self._show()
 
     def expect(self, groups: int) -> None:
@@ -120,9 +121,12 @@ class StepDisplay:
         self._show()
 
     def say(self, text: str) -> None:
-        """A line that stays, on stderr and in the run's `logs.log`."""
+        """Something about the step: where a line lives, in it until the phase ends; else a line on stderr. In `logs.log` too."""
         logger.info("%s", text, extra=FILE_ONLY)
-        if not self._quiet:
+        if self._progress is not None:
+            self._said = text
+            self._show()
+        elif not self._quiet:
             print(f"{label_prefix()}{text}", file=sys.stderr)
 
     def say_stages(self, unit: str) -> None:
@@ -135,7 +139,7 @@ class StepDisplay:
     def _show(self) -> None:
         if self._progress is None or self._task is None:
             return
-        told = [self._phase]
+        told = [self._phase, self._said]
         if self._total:
             told.append(f"{self._done}/{self._total} groups" + (f", {self._failed} failed" if self._failed else ""))
         if self._stages:
