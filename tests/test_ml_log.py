@@ -72,15 +72,11 @@ class TestPrettyPrintLogger:
     def test_in_a_terminal_lines_fit_it(self) -> None:
         out = io.StringIO()
         logger = ml_log.PrettyPrintLogger(console=Console(file=out, width=40, force_terminal=True, color_system=None))
-        metrics = {
-            "progress/done_frac": 0.5,
-            "env/all/reward/total": 0.5,
-            "env/all/correct": 0.5,
-            "train/loss_sum": 1.0,
-        }
-        logger.log_metrics(metrics | {"optim/entropy": 0.25, "optim/lr": 0.001, "time/total": 1.5}, step=3)
+        metrics = {"progress/done_frac": 0.5, "env/all/reward/total": 0.51234, "env/all/correct": 0.51234}
+        metrics |= {"train/loss_sum": 1.0, "optim/entropy": 0.25, "optim/lr": 0.001, "time/total": 1.5}
+        logger.log_metrics(metrics, step=3)
         lines = out.getvalue().splitlines()
-        assert lines == ["step    3  reward=0.5  entropy=0.25", "           lr=0.001  seconds=1.5"]
+        assert lines == ["step    3  reward=0.512  entropy=0.25", "           seconds=1.5"]
         assert all(len(line) <= 40 for line in lines)
 
     def test_a_long_text_is_printed_as_it_is(self) -> None:

@@ -45,8 +45,8 @@ MOST_OWN = 4
 """Metrics of an environment that are shown unasked."""
 
 
-SAID_ELSEWHERE = ("done", "loss", "tokens")
-"""What the line at the bottom of a terminal says already, or what metrics.jsonl is enough for."""
+SAID_ELSEWHERE = ("done", "loss", "tokens", "lr", "filtered")
+"""What the line at the bottom of a terminal says already, follows from the rest, or is enough in metrics.jsonl."""
 
 
 def step_line(
@@ -67,13 +67,14 @@ def step_line(
     shown |= {key[len(OWN) :]: metrics[key] for key in own[:MOST_OWN] if key not in key_metrics}
     if not shown:
         shown = dict(list(metrics.items())[:FALLBACK])
-    elif width is not None and len(shown) > len(SAID_ELSEWHERE):
+    shown |= _groups(metrics)
+    if width is not None and len(shown) > len(SAID_ELSEWHERE):
         shown = {label: value for label, value in shown.items() if label not in SAID_ELSEWHERE}
         if _show(shown.get("correct")) == _show(shown.get("reward")):
             shown.pop("correct", None)
-    shown |= _groups(metrics)
     first = f"{prefix}metrics" if step is None else f"{prefix}step {step:4d}"
-    items = [first, *(f"{label}={_show(value)}" for label, value in shown.items())]
+    digits = 4 if width is None else 3
+    items = [first, *(f"{label}={_show(value, digits)}" for label, value in shown.items())]
     return "  ".join(items) if width is None else wrapped(items, width, " " * (len(first) + 2))
 
 
@@ -97,5 +98,5 @@ def _groups(metrics: Mapping[str, float | int | str]) -> dict[str, str]:
     return {"groups": f"{trained}/{sampled}"} | {name: str(count) for name, count in others.items() if count}
 
 
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _show(value: Any, digits: int = 4) -> str:
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
