@@ -71,7 +71,7 @@ class KeepsGroups(Protocol):
 
     async def settle(self) -> None: ...
 
-    def keep(self, name: str) -> None: ...
+    async def keep(self, name: str) -> None: ...
 
     def keep_stopped(self, name: str) -> None: ...
 
@@ -372,7 +372,7 @@ class Loop:
             self.records.wait()
             if self.ahead is not None and step + 1 < self.end:
                 await self.ahead.settle()
-                self.ahead.keep(f"{step + 1:06d}")
+                await self.ahead.keep(f"{step + 1:06d}")
         if step + 1 < self.end:
             await session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
 
