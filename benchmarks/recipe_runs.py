@@ -259,6 +259,7 @@ RECIPES: tuple[RecipeRun, ...] = (
 )
 
 NOT_SMOKED = {
+    "recipes.rubric": "needs a model that grades; tests/tasks/test_lm_rubric.py runs it with a scripted one",
     "recipes.prompt_distillation.multilingual": "writes a shipped data file",
     "recipes.check_artifacts": "takes the folder of a run; tests/recipes/test_check_artifacts.py runs it",
 }
