@@ -77,7 +77,7 @@ def test_a_key_that_a_page_names_is_one(reader: Reader, monkeypatch: pytest.Monk
 
 
 def test_a_name_that_a_page_imports_is_there() -> None:
-    own = {block.file.removesuffix(".py") for block in all_blocks() if block.file is not None}
+    own = {Path(block.file).stem for block in all_blocks() if block.file is not None}
     for block in all_blocks():
         for node in ast.walk(ast.parse(block.text) if block.language == "python" else ast.Module([], [])):
             if isinstance(node, ast.ImportFrom) and node.module not in own:
