@@ -160,6 +160,38 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(Measure("test/env/all/correct", "up"),),
     ),
     RecipeRun(
+        "recipes.debate_tournament",
+        folder_key="save_dir",
+        small=("items=2", "players=honest,liar,verbose"),
+        files=("tournament.json", "tournament.md"),
+    ),
+    RecipeRun(
+        "recipes.compare",
+        folder_key="save_dir",
+        small=(
+            "recipes.few=recipes.single_turn max_steps=1 eval_every=1 max_eval_items=2 num_rollouts=16 num_groups=2",
+            "recipes.debate=recipes.debate_rs_grpo max_steps=1 eval_every=1 max_eval_items=2 num_rollouts=16 num_groups=2",
+        ),
+        files=("compare.json", "compare.md", "compare.svg"),
+    ),
+    RecipeRun(
+        "recipes.debate_judge.create_data",
+        folder_key=None,
+        arguments=("output_path={folder}/debates.jsonl",),
+        small=("max_items=24", "max_tokens=32"),
+        files=("debates.jsonl",),
+    ),
+    RecipeRun(
+        "recipes.debate_judge.sl",
+        small=("max_steps=3", "eval_every=3", "lora_rank=4"),
+        measures=(Measure("test/nll", "down"),),
+    ),
+    RecipeRun(
+        "recipes.debate_judge.rl",
+        small=(*_RL, "groups_per_batch=2", "group_size=4"),
+        measures=(Measure("env/all/correct", "up", "steps"),),
+    ),
+    RecipeRun(
         "recipes.demo",
         folder_key=None,
         arguments=("log_path={folder}",),
@@ -259,6 +291,9 @@ RECIPES: tuple[RecipeRun, ...] = (
 )
 
 NOT_SMOKED = {
+    "recipes.replay": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
+    "recipes.debate_rejudge": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
+    "recipes.debate_pairs": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.prompt_distillation.multilingual": "writes a shipped data file",
     "recipes.check_artifacts": "takes the folder of a run; tests/recipes/test_check_artifacts.py runs it",
 }

@@ -216,7 +216,7 @@ class Loop:
         display.say_stages("replies")
         if batch.data_D:
             tokens = metrics["advantages/nonzero_count"]
-            display.say(f"Training data: {len(batch.data_D)} datums, {tokens:,} tokens with an advantage")
+            display.say(f"Training data: {len(batch.data_D)} datums, {tokens:,} tokens trained")
         if self.config.num_groups_to_log:
             with timed("write_transcripts", metrics):
                 self._write_transcripts(step, sampled, batch)

@@ -5,7 +5,6 @@ is for the loops to say. Other places than a folder are stores (`tinker_cookbook
 """
 
 import logging
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,7 +126,7 @@ class PrettyPrintLogger(Logger):
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Print one step."""
-        width = self.console.width if self.console.is_terminal else sys.maxsize
+        width = self.console.width if self.console.is_terminal else None
         line = step_line(metrics, step, self.key_metrics, width, label_prefix())
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
