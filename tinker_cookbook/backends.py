@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -146,6 +148,15 @@ def describe_engine(backend: str | None = None, base_url: str | None = None) -> 
     from tinker_local_backend.environment import describe
 
     return {"backend": "local", **describe()}
+
+
+def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextManager[Any]] | None) -> None:
+    """Have `opener(name)` opened around each thing that the local engine does, on its own thread; None: no longer. What the
+    hosted service does cannot be told."""
+    if resolve_backend(backend) == "local":
+        from tinker_local_backend.engine import spans
+
+        spans.listen(opener)
 
 
 def is_engine_error(error: BaseException) -> bool:

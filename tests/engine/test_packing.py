@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import tinker
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from tests.engine.helpers import (
     VOCABULARY,
@@ -21,9 +23,11 @@ from tests.engine.helpers import (
     gradients,
     make_training_client,
     random_tokens,
+    tolerance,
 )
 from tests.engine.test_families import WINDOW, write_family
 from tinker_local_backend import ServiceClient, TrainingClient
+from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.packing import (
     MIN_SHARED,
     Packed,
@@ -319,3 +323,28 @@ def test_a_prefix_is_computed_once_and_its_equal_targets_are_scored_once(
     assert output.metrics["tokens:sum"] == 8 * 32
     # The last token of the prompt has another target in each sample.
     assert sum(rows) == 30 + 8 * 2 + 7
+
+
+def test_neighbours_of_one_length_share_a_call_of_attention(
+    training: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, shapes = training._run.model, []
+    attend = F.scaled_dot_product_attention
+
+    def counted(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        shapes.append(tuple(query.shape))
+        return attend(query, *args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    lengths = [5, 9, 9, 9, 5]
+    sequences = [torch.tensor(random_tokens(n, i), device=model.device) for i, n in enumerate(lengths)]
+    positions = torch.cat([torch.arange(n, device=model.device) for n in lengths])
+    found = model.hidden_states(torch.cat(sequences), positions, PackedPlan.whole(lengths), None)
+    assert [(shape[0], shape[2]) for shape in shapes] == [(1, 5), (3, 9), (1, 5)] * model.config.num_hidden_layers
+    alone = [
+        model.hidden_states(
+            tokens, torch.arange(len(tokens), device=model.device), PackedPlan.whole([len(tokens)]), None
+        )
+        for tokens in sequences
+    ]
+    assert float((found - torch.cat(alone)).abs().max()) < tolerance(1e-5)

@@ -53,8 +53,9 @@ def likeliest(model: str) -> list[float]:
                 params = tinker.SamplingParams(max_tokens=1, temperature=temperature, stop=[], seed=0)
                 asked = prompt(probe_prompt(client._model))
                 response = client.sample(asked, 1, params, topk_sample_logprobs=1).result()
-                assert response.sequences[0].topk_logprobs is not None
-                found.append(response.sequences[0].topk_logprobs[0][0])
+                topk = response.sequences[0].topk_logprobs
+                assert topk is not None and topk[0] is not None
+                found.append(topk[0][0])
     (token, plain), (_, tempered) = found
     return [token, plain, tempered, tempered]
 

@@ -125,7 +125,7 @@ def swept_keys(runs: Sequence[RunData]) -> list[str]:
     told = [_told(run, runs) for run in runs]
     keys = dict.fromkeys(key for one in told for key in one)
     differing = [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in told}) > 1]
-    return sorted((key for key in differing if _last(key) not in UNTOLD_KEYS), key=lambda key: _last(key) == SEED_KEY)
+    return sorted((key for key in differing if _last(key) not in UNTOLD_KEYS), key=is_seed)
 
 
 def setting(run: RunData, runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, Any]:
@@ -138,6 +138,11 @@ def _told(run: RunData, runs: Sequence[RunData]) -> dict[str, Any]:
     return run.point if all(one.point for one in runs) else run.flat_config
 
 
+def is_seed(key: str) -> bool:
+    """Whether a key of `swept_keys` is the run's seed."""
+    return _last(key) == SEED_KEY
+
+
 def _last(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
@@ -147,7 +152,7 @@ def seeds_together(runs: Sequence[RunData]) -> list[list[int]]:
     keys = swept_keys(runs)
     groups: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
-        own = {key: value for key, value in setting(run, runs, keys).items() if _last(key) != SEED_KEY}
+        own = {key: value for key, value in setting(run, runs, keys).items() if not is_seed(key)}
         told = json.dumps([run.recipe, own], sort_keys=True, default=str)
         groups.setdefault(told, []).append(i)
     return list(groups.values())

@@ -33,7 +33,7 @@ from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
 from tinker_cookbook.rl.step_metrics import account_for_groups
-from tinker_cookbook.rl.transcripts import ShownGroup, write_evaluations, write_page
+from tinker_cookbook.rl.transcripts import ShownGroup, rollout_rows, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.folder import iteration_folder
@@ -244,7 +244,10 @@ class Loop:
             )
         ]
         page = iteration_folder(self.session.run.log_path, step) / "train.html"
-        write_page(page, f"Training, step {step}", shown, self.session.training_client.get_tokenizer())
+        tokenizer, tracker = self.session.training_client.get_tokenizer(), self.session.run.logger
+        write_page(page, f"Training, step {step}", shown, tokenizer)
+        if tracker.takes_rollouts:
+            tracker.log_rollouts(rollout_rows(shown, tokenizer), step)
 
     def _write_records(
         self,

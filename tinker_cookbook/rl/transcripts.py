@@ -67,6 +67,38 @@ def write_page(path: Path, title: str, groups: Sequence[ShownGroup], tokenizer: 
     logtree.write_trace(page, path)
 
 
+def rollout_rows(groups: Sequence[ShownGroup], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """A row per member of the groups that came through, for the tables of trackers: what it was asked and what it said, turn
+    after turn, and what became of it; of a debate also the seat, the verdict and the judge's words."""
+    rows: list[dict[str, Any]] = []
+    for index, shown in enumerate(groups):
+        if isinstance(shown.group, FailedGroup):
+            continue
+        for i, trajectory in enumerate(shown.group.trajectories_G):
+            info = shown.group.member_info_G[i] if shown.group.member_info_G else {}
+            member = _member(shown.group, i, shown.advantages_G)
+            said, before = "", list[_Position]()
+            for turn, transition in enumerate(trajectory.transitions):
+                added, _ = _delta(before, transition.ob)
+                if turn > 0:
+                    said += _decode(added, tokenizer)
+                said += decode_tokens(tokenizer, transition.ac.tokens)
+                before = [*_positions(transition.ob), *transition.ac.tokens]
+            first = trajectory.transitions[0].ob if trajectory.transitions else trajectory.final_ob
+            rows.append(
+                {
+                    "group": index,
+                    **member,
+                    "prompt": _decode(_positions(first), tokenizer),
+                    "said": said,
+                    "seat": info.get("agent"),
+                    "verdict": info.get("verdict"),
+                    "judge": info.get("judge"),
+                }
+            )
+    return rows
+
+
 def _add_group(section: logtree.Node, shown: ShownGroup, tokenizer: Tokenizer) -> None:
     group = shown.group
     errors = group.errors if isinstance(group, FailedGroup) else group.rollout_errors

@@ -158,6 +158,7 @@ async def _training(config: RunConfig, run: Run, service: ServiceClient) -> Asyn
     checkpoints = CheckpointManager(client, service, run.log_path, **saving, resumed_from=record)
     if config.enable_trace:
         trace.trace_init(output_file=run.log_path / trace.EVENTS_BASE_NAME)
+        backends.trace_engine(config.backend, trace.scope_span_sync)
     try:
         with StepDisplay(config.quiet) as display:
             yield Session(config, run, service, client, record, checkpoints, display)
@@ -171,6 +172,7 @@ async def _training(config: RunConfig, run: Run, service: ServiceClient) -> Asyn
         await checkpoints.finalize()
     finally:
         if config.enable_trace:
+            backends.trace_engine(config.backend, None)
             trace.trace_shutdown()
 
 

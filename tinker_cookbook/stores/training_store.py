@@ -17,7 +17,8 @@ from tinker_cookbook.runs.vocabulary import VOCABULARY_BASE_NAME, parse_vocabula
 from tinker_cookbook.stores.incremental import IncrementalReader
 from tinker_cookbook.stores.storage import Storage, storage_join
 from tinker_cookbook.utils.files import json_bytes, json_line, parse_json_object, parse_jsonl, without_torn_tail
-from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME, metrics_row, naming_fix_of_metrics
+from tinker_cookbook.utils.loggers import metrics_row
+from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME, naming_fix_of_metrics
 
 _ITERATION = re.compile(r"iteration_(\d+)")
 _LOGTREE = "_logtree.json"

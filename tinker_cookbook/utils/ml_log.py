@@ -4,36 +4,27 @@ A loop calls `log_metrics(metrics, step)` on one logger; `setup_logging` decides
 is for the loops to say. Other places than a folder are stores (`tinker_cookbook.stores`).
 """
 
-import importlib
-import json
 import logging
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
-from uuid import uuid4
+from typing import Any
 
 import chz
 from rich import get_console
 from rich.console import Console
 
-from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, DataValidationError
-from tinker_cookbook.utils.files import append_jsonl, flatten, read_jsonl, to_jsonable, write_json, write_text
-from tinker_cookbook.utils.misc_utils import markdown_table
+from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.utils.files import append_jsonl, read_jsonl, write_json
+from tinker_cookbook.utils.loggers import Logger, Metrics, dump_config, metrics_row
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.run_store import RunStore
-from tinker_cookbook.utils.secrets import redact
 from tinker_cookbook.utils.step_line import KEY_METRICS, step_line
+from tinker_cookbook.utils.trackers import TensorBoardLogger, TrackioLogger, WandbLogger
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
-WANDB_ID_BASE_NAME = "wandb_id"
-TRACKIO_NAME_BASE_NAME = "trackio_name"
-TENSORBOARD_FOLDER = "tensorboard"
-
-Metrics = Mapping[str, float | int | str]
 
 
 @chz.chz(typecheck=True)
@@ -76,35 +67,6 @@ def naming_fix_of_metrics() -> Generator[None, None, None]:
         yield
     except DataFormatError as error:
         raise DataFormatError(f"{error}. Remove that line: its step's numbers are lost, and nothing else") from error
-
-
-class Logger(ABC):
-    """Takes the metrics of each step and the config of the run."""
-
-    @abstractmethod
-    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
-        """Record the metrics of one step."""
-
-    def log_hparams(self, config: Any) -> None:  # noqa: B027 - most loggers have nothing to do here
-        """Record the config of the run."""
-
-    def log_long_text(self, key: str, text: str) -> None:  # noqa: B027
-        """Show a text that is no metric: on the terminal, and in TensorBoard. Other loggers leave it out."""
-
-    def sync(self) -> None:  # noqa: B027 - whatever is logged here is written at once
-        """Write what is outstanding."""
-
-    def get_logger_url(self) -> str | None:
-        """Where the run can be looked at in a browser; None if there is no such place."""
-        return None
-
-    @property
-    def store(self) -> RunStore | None:
-        """The store that metrics go to; None: they go to a folder."""
-        return None
-
-    def close(self) -> None:  # noqa: B027
-        """Write what is outstanding and let go of files and connections."""
 
 
 class JsonLogger(Logger):
@@ -170,117 +132,6 @@ class PrettyPrintLogger(Logger):
         self.console.print(f"{label_prefix()}{key}\n{text}", markup=False, highlight=False, soft_wrap=True)
 
 
-class _TrackerLogger(Logger):
-    """Sends metrics to the run of a tracker, `_run`, that the subclass opens."""
-
-    _run: Any
-    config_options: ClassVar[Mapping[str, Any]] = {}
-
-    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
-        """Log one step."""
-        self._run.log(dict(metrics), step=step)
-
-    def log_hparams(self, config: Any) -> None:
-        """Set the config of the tracker's run."""
-        dumped = dump_config(config)
-        self._run.config.update(dumped if isinstance(dumped, dict) else {"config": dumped}, **self.config_options)
-
-    def close(self) -> None:
-        """Finish the tracker's run."""
-        self._run.finish()
-
-
-class WandbLogger(_TrackerLogger):
-    """Sends metrics to Weights & Biases. A resumed run continues the same W&B run, whose id is kept in the folder.
-
-    Raises:
-        ConfigurationError: the package wandb is not installed.
-    """
-
-    config_options: ClassVar[Mapping[str, Any]] = {"allow_val_change": True}
-
-    def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
-        wandb = _require("wandb", f"wandb_project={project!r}", "wandb_project unset")
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            dir=str(log_dir) if log_dir is not None else None,
-            id=_remembered(Path(log_dir) / WANDB_ID_BASE_NAME, uuid4().hex) if log_dir is not None else None,
-            resume="allow",
-        )
-
-    def get_logger_url(self) -> str | None:
-        """The page of the run; None offline."""
-        return self._run.url
-
-
-class TrackioLogger(_TrackerLogger):
-    """Sends metrics to trackio. A resumed run continues the same trackio run, whose name is kept in the folder.
-
-    Args:
-        name: what the run is called; None for the name of its folder. Eight random characters are added, because
-            trackio would take two runs of one name for the same.
-        log_dir: the run's folder; None for a run that is never resumed.
-
-    Raises:
-        ConfigurationError: the package trackio is not installed.
-    """
-
-    def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
-        trackio = _require("trackio", f"trackio_project={project!r}", "trackio_project unset")
-        stem = name or (Path(log_dir).resolve().name if log_dir is not None else "run")
-        unique = f"{stem}-{uuid4().hex[:8]}"
-        if log_dir is not None:
-            unique = _remembered(Path(log_dir) / TRACKIO_NAME_BASE_NAME, unique)
-        self._run = trackio.init(project=project, name=unique, resume="allow", embed=False)
-
-
-class TensorBoardLogger(Logger):
-    """Writes TensorBoard events into `<log_dir>/tensorboard`: numbers as scalars, other metrics and the config as text.
-
-    The first step that is logged hides what an earlier, interrupted start wrote of that step and later ones.
-
-    Raises:
-        ConfigurationError: the package tensorboard is not installed.
-    """
-
-    def __init__(self, log_dir: str | Path) -> None:
-        _require("tensorboard", "tensorboard=True", "tensorboard=False")
-        self._writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self._folder = str(Path(log_dir) / TENSORBOARD_FOLDER)
-        self._writer: Any = None
-
-    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
-        """Write one step; it is on disk when this returns."""
-        if self._writer is None:
-            self._writer = self._writer_class(self._folder, purge_step=step)
-        for key, value in metrics.items():
-            if isinstance(value, str):
-                self._writer.add_text(key, value, step)
-            else:
-                self._writer.add_scalar(key, value, step)
-        self._writer.flush()
-
-    def log_hparams(self, config: Any) -> None:
-        """Write the config as text under "config"."""
-        leaves = flatten(dump_config(config)).items()
-        rows = [["key", "value"], *([key, json.dumps(value, ensure_ascii=False)] for key, value in leaves)]
-        # Its own file: the events file of the metrics is opened when it is known with which step they begin.
-        with self._writer_class(self._folder, filename_suffix=".config") as writer:
-            writer.add_text("config", markdown_table(rows))
-
-    def log_long_text(self, key: str, text: str) -> None:
-        """Write the text under its key."""
-        with self._writer_class(self._folder, filename_suffix=".text") as writer:
-            writer.add_text(key, text)
-
-    def close(self) -> None:
-        """Close the events file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
 class MultiplexLogger(Logger):
     """Passes everything on to several loggers, in order.
 
@@ -307,6 +158,16 @@ class MultiplexLogger(Logger):
         """Pass on to each."""
         for child in self.loggers:
             child.log_long_text(key, text)
+
+    @property
+    def takes_rollouts(self) -> bool:
+        """Whether one of them does."""
+        return any(child.takes_rollouts for child in self.loggers)
+
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Pass on to each."""
+        for child in self.loggers:
+            child.log_rollouts(rows, step)
 
     def sync(self) -> None:
         """Sync each."""
@@ -377,32 +238,3 @@ def setup_logging(
         multiplex.close()
         raise
     return multiplex
-
-
-def metrics_row(metrics: Metrics, step: int | None) -> dict[str, Any]:
-    """What a line of `metrics.jsonl` says. Raises DataValidationError: the metrics have a key "step" besides the step."""
-    if step is not None and "step" in metrics:
-        raise DataValidationError(f"metrics have a key 'step' ({metrics['step']!r}) besides step={step}; rename it")
-    return {**({} if step is None else {"step": step}), **metrics}
-
-
-def dump_config(config: Any) -> Any:
-    """The config as plain JSON types, nested, each chz object with its class name under "class"."""
-    return redact(to_jsonable(config))
-
-
-def _require(package: str, setting: str, otherwise: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{setting}: the package {package} is not installed. "
-            f"Install it with `pip install tinker-cookbook-local[{package}]`, or leave {otherwise}"
-        ) from error
-
-
-def _remembered(path: Path, fresh: str) -> str:
-    """What an earlier start of the run wrote into this file, else `fresh`, which is written there."""
-    if not path.exists():
-        write_text(path, fresh)
-    return path.read_text(encoding="utf-8").strip()

@@ -7,7 +7,8 @@ or one new token per running sequence (decode). The plan of the pass says which;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -42,6 +43,28 @@ class Segment:
     table: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Run:
+    """`count` neighbouring segments of one length, of which each is a whole sequence: one batch of attention.
+
+    A segment that is `alone` has something before it, or is itself before others.
+    """
+
+    first: Segment
+    count: int
+    alone: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens of each segment."""
+        return self.first.end - self.first.start
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all of them."""
+        return self.count * self.length
+
+
 @dataclass
 class PackedPlan:
     """Segments that cover the tokens of the pass, in order."""
@@ -53,6 +76,19 @@ class PackedPlan:
     windows: dict[int, int | None] = field(default_factory=dict)
     """filled by the pass: each layer's sliding window, as the attention function was told"""
     _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The segments, those of the same length that have nothing before them together with their neighbours."""
+        prefixes = {segment.prefix[0] for segment in self.segments if segment.prefix is not None}
+        runs: list[Run] = []
+        for segment in self.segments:
+            alone = segment.before > 0 or segment.table is not None or segment.start in prefixes
+            if not alone and runs and not runs[-1].alone and runs[-1].length == segment.end - segment.start:
+                runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+            else:
+                runs.append(Run(segment, 1, alone))
+        return runs
 
     def visible(self, before: int, queries: int, window: int | None, device: torch.device) -> torch.Tensor:
         """Bool (queries, before + queries): which keys the queries behind `before` tokens see. Shared by all layers."""
@@ -106,21 +142,24 @@ def _packed(
         plan.cache.write(layer.index, plan.places, key[0], value[0])
     outputs = []
     # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros, once per segment.
-    parts = [tensor.split([s.end - s.start for s in plan.segments], dim=2) for tensor in (query, key, value)]
-    index = {segment.start: i for i, segment in enumerate(plan.segments)}
-    for segment, q, k, v in zip(plan.segments, *parts, strict=True):
+    parts = [tensor.split([run.tokens for run in plan.runs], dim=2) for tensor in (query, key, value)]
+    index = {run.first.start: i for i, run in enumerate(plan.runs)}
+    for run, q, k, v in zip(plan.runs, *parts, strict=True):
+        segment = run.first
+        if run.count > 1:
+            q, k, v = (tensor.squeeze(0).unflatten(1, (run.count, -1)).transpose(0, 1) for tensor in (q, k, v))
         if segment.table is not None:
             assert plan.cache is not None
             k, v = plan.cache.read(layer.index, segment.table, segment.before + k.shape[2])
         if segment.prefix is not None:
             before = index[segment.prefix[0]]
             k, v = torch.cat([parts[1][before], k], dim=2), torch.cat([parts[2][before], v], dim=2)
-        outputs.append(_causal(layer, q, k, v, plan))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+        outputs.append(_causal(layer, q, k, v, plan).transpose(1, 2).reshape(1, run.tokens, *query.shape[1::2]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
-    """Causal attention of the last q.shape[2] positions of a sequence to all of it."""
+    """Causal attention of the last q.shape[2] positions of each sequence of a batch to all of it: (N, H, S, D)."""
     queries, total = q.shape[2], k.shape[2]
     if layer.softcap is None and queries == total and (layer.window is None or total <= layer.window):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)

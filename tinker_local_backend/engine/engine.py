@@ -27,6 +27,7 @@ from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling import MakeSampler, Post, Sampler
+from tinker_local_backend.engine.spans import span
 from tinker_local_backend.engine.tickets import OnProgress, SamplingResult, Ticket
 from tinker_local_backend.engine.waits import SamplerStats
 from tinker_local_backend.errors import EngineClosedError, RequestError
@@ -58,6 +59,7 @@ class _Operation(NamedTuple):
 
     future: Future[Any]
     parts: Parts[None]
+    kind: str
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
@@ -130,7 +132,7 @@ class Engine:
             self._outbox.append((gate, outcome))
 
         line = self._queues
-        self._enter(gate, _Work(future, lambda: line.setdefault(client, deque()).append(_Operation(future, run()))))
+        self._enter(gate, _Work(future, lambda: line.setdefault(client, deque()).append(_Operation(future, run(), kind))))
         return EngineFuture(future, partial(self._waiting, gate))
 
     def make_client(self, make: Callable[[], T]) -> ClientFuture[T]:
@@ -307,9 +309,11 @@ class Engine:
     def _serve(self) -> None:
         # A step is a call of its own, so that an idle worker keeps no reference to what it did last.
         while self._wait_for_work():
-            self._take_in()
+            with span("scheduler/take_in"):
+                self._take_in()
             self._turn()
-            self._deliver()
+            with span("scheduler/deliver"):
+                self._deliver()
 
     def _wait_for_work(self) -> bool:
         with self._condition:
@@ -335,7 +339,8 @@ class Engine:
         """A part of an operation of the client whose turn it is, and some steps of each model's sampler."""
         if self._queues:
             client, queue = next(iter(self._queues.items()))
-            ended = next(queue[0].parts, True)
+            with span(f"trainer/{queue[0].kind}"):
+                ended = next(queue[0].parts, True)
             if ended:
                 queue.popleft()
             del self._queues[client]
@@ -345,7 +350,8 @@ class Engine:
         for _ in range(SAMPLER_STEPS_PER_PART if self._queues else 1):
             for generator in self._generators.values():
                 if generator.busy:
-                    generator.step()
+                    with span("sampler/step"):
+                        generator.step()
             self._tell_progress()
 
     def _tell_progress(self) -> None:

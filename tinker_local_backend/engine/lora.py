@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -168,6 +170,43 @@ def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Span
     return spans
 
 
+class _TrainedLinear(torch.autograd.Function):
+    """x @ weight.T + bias + scale * (x @ a.T) @ b.T for all rows, with gradients by x, a and b alone.
+
+    Autograd's own graph of this writes three more tensors of the size of x or of the result, each of them once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        inner = linear(rows, a.detach().to(x.dtype))
+        y = linear(rows, weight, bias).addmm_(inner, b.to(x.dtype).t(), alpha=scale)
+        ctx.save_for_backward(x, weight, a, b, inner)
+        ctx.scale = scale
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, a, b, inner = (tensor.detach() for tensor in ctx.saved_tensors)
+        by_y = outputs[0].flatten(0, -2).contiguous()
+        by_inner = linear(by_y, b.to(by_y.dtype).t()).mul_(ctx.scale)
+        by_a = linear(by_inner.t(), x.flatten(0, -2).t()).to(a.dtype)
+        by_b = linear(inner.t(), by_y.t()).t().mul(ctx.scale).to(b.dtype)
+        by_x = None
+        if ctx.needs_input_grad[0]:  # not in the first layer
+            by_x = linear(by_y, weight.t()).addmm_(by_inner, a.to(by_y.dtype)).view(x.shape)
+        return by_x, None, None, by_a, by_b, None
+
+
 class LoraLinear(nn.Module):
     """An `nn.Linear` whose rows may each pass through a different adapter. Input (1, rows, in), output (1, rows, out)."""
 
@@ -180,6 +219,11 @@ class LoraLinear(nn.Module):
         self.routing = routing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.routing.spans:
+            ((_, adapter),) = self.routing.spans  # several adapters, or some of the rows, only ever meet in sampling
+            if self.name in adapter.a:
+                a, b, scale = adapter.a[self.name], adapter.b[self.name], adapter.spec.scale
+                return cast(torch.Tensor, _TrainedLinear.apply(x, self.weight, self.bias, a, b, scale))
         y = linear(x, self.weight, self.bias)
         if self.routing.add is not None:
             self.routing.add(self.name, x[0], y[0])
@@ -191,10 +235,7 @@ class LoraLinear(nn.Module):
             if a.dtype != x.dtype:
                 a, b = a.to(x.dtype), b.to(x.dtype)
             inner = F.linear(x[0, rows], a)
-            if torch.is_grad_enabled():
-                # Several adapters only ever meet in sampling, so here the rows are all rows.
-                y = torch.addmm(y[0], inner, b.t(), alpha=scale)[None]
-            elif isinstance(rows, torch.Tensor):
+            if isinstance(rows, torch.Tensor):
                 y[0].index_add_(0, rows, F.linear(inner, b), alpha=scale)
             else:
                 y[0, rows].addmm_(inner, b.t(), alpha=scale)

@@ -6,6 +6,7 @@ The update is torch's (Loshchilov and Hutter 2019, decoupled weight decay); torc
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import tinker
 import torch
@@ -19,11 +20,12 @@ class AdamW:
     """Moments for a fixed list of parameters, in that order. The learning rate and the rest arrive with every step."""
 
     def __init__(self, parameters: list[torch.Tensor]):
-        self._torch = torch.optim.AdamW(parameters, lr=0.0, foreach=len(parameters) > 1)
+        # One pass over memory for each matrix, not some ten.
+        self._torch = torch.optim.AdamW(parameters, lr=0.0, fused=True)
 
     def step(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], params: tinker.AdamParams) -> float:
         """Update in place. Returns the global gradient norm before clipping. Raises NonFiniteError when that is not finite."""
-        norm = float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients])))
+        norm = float(global_norm(gradients))
         if not math.isfinite(norm):
             raise NonFiniteError("the accumulated gradient is not finite; it was discarded and no weight was changed")
         if 0 < params.grad_clip_norm < norm:
@@ -73,6 +75,12 @@ class AdamW:
             index: {key: tensors[f"{name}.{key}"] for key in _STATE_KEYS} for index, name in enumerate(names) if tensors
         }
         self._torch.load_state_dict({"state": entries, "param_groups": self._torch.state_dict()["param_groups"]})
+
+
+def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Euclidean norm of all entries of all matrices, a float64 scalar on their device."""
+    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def check_adam_params(params: tinker.AdamParams) -> None:

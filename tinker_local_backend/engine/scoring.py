@@ -49,6 +49,7 @@ class Scorer:
         self._head = model.head_weights(adapter)
         self._temperature = temperature
         self._buffer: torch.Tensor | None = None
+        self._second: torch.Tensor | None = None
 
     @torch.no_grad()
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -66,9 +67,16 @@ class Scorer:
             part, total, cap_slope = self._score(hidden[start:end], targets[start:end])
             parts.append(part)
             slopes = slope_fn(start, end, part)
-            if bool(slopes.any()):
+            index = slopes.ne(0).any(dim=1).nonzero()[:, 0]
+            if len(index) == end - start:
                 gradient.hidden[start:end] = self._backward(
                     hidden[start:end], targets[start:end], slopes, total, cap_slope, gradient.head
+                )
+            elif len(index):  # what has no slope, as prompts do, costs no matrix product
+                own = start + index
+                cap_slope = None if cap_slope is None else cap_slope[index]
+                gradient.hidden[own] = self._backward(
+                    hidden[own], targets[own], slopes[index], total[index], cap_slope, gradient.head, rows=index
                 )
         return torch.cat(parts), gradient
 
@@ -95,6 +103,13 @@ class Scorer:
             self._buffer = torch.empty(rows, self._vocabulary, dtype=torch.float32, device=device)
         return self._buffer[:rows]
 
+    def _picked(self, rows: torch.Tensor) -> torch.Tensor:
+        """These rows of the buffer, in another one that is made once too."""
+        assert self._buffer is not None
+        if self._second is None or len(self._second) < len(self._buffer):
+            self._second = torch.empty_like(self._buffer)
+        return torch.index_select(self._buffer, 0, rows, out=self._second[: len(rows)])
+
     def _products(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden @ weight.T in the buffer."""
         if for_onednn(hidden, self._head.weight):  # writes nowhere but into memory of its own
@@ -118,7 +133,7 @@ class Scorer:
         head = self._head
         logits = self._products(hidden)
         if head.a is not None and head.b is not None:
-            inner = hidden.float() @ head.a.t()
+            inner = linear(hidden.float(), head.a)
             logits.addmm_(inner, head.b.t(), alpha=head.scale)
         if head.bias is not None:
             logits += head.bias
@@ -144,11 +159,12 @@ class Scorer:
         total: torch.Tensor,
         cap_slope: torch.Tensor | None,
         head_gradients: list[torch.Tensor],
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """dL/d hidden of the rows just scored, from what `_score` left in the buffer."""
+        """dL/d hidden of the rows just scored, from what `_score` left in the buffer. `rows` (C,): of these of them alone."""
         head = self._head
         # d lp_k / d logits = onehot(target_k) - p, summed over k with the slopes as weights.
-        by_logits = self._logits(len(hidden), hidden.device)
+        by_logits = self._logits(len(hidden), hidden.device) if rows is None else self._picked(rows)
         by_logits.mul_(-slopes.sum(dim=1, keepdim=True) / total)
         by_logits.scatter_add_(1, targets, slopes)
         if self._temperature != 1.0:
@@ -159,9 +175,10 @@ class Scorer:
             by_logits.mul_(head.multiplier)
         by_hidden = linear(by_logits.to(hidden.dtype), head.weight.t())
         if head.a is not None and head.b is not None:
-            by_inner = (by_logits @ head.b).mul_(head.scale)
+            by_inner = linear(by_logits, head.b.t()).mul_(head.scale)
             by_a, by_b = head_gradients
-            by_a.addmm_(by_inner.t(), hidden.float())
-            by_b.addmm_(by_logits.t(), hidden.float() @ head.a.t(), alpha=head.scale)
+            by_a.add_(linear(by_inner.t(), hidden.float().t()))
+            inner = linear(hidden.float(), head.a)
+            by_b.add_(linear(inner.t(), by_logits.t()).t(), alpha=head.scale)
             by_hidden += (by_inner @ head.a).to(hidden.dtype)
         return by_hidden

@@ -29,8 +29,7 @@ class AdapterFiles:
 class AdapterShelf:
     """Which snapshots are loaded. At most `slots` at a time; one that is used is never unloaded.
 
-    With every slot of its own taken, vLLM runs rows of the base model through the adapter in the last one, so it must have
-    one more than `slots`.
+    On a CPU vLLM runs rows without an adapter through the one in its last slot, so a process must have one more than `slots`.
 
     Args:
         folder: where they are written; it is made, and removed by `close`.

@@ -21,13 +21,14 @@ import numpy as np
 
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.lora import Adapter, LoraSpec
 from tinker_local_backend.engine.noise import mix_seed
 from tinker_local_backend.engine.requests import SamplerLimits
 from tinker_local_backend.engine.sampling import Post
 from tinker_local_backend.engine.stopping import append_token
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket, diverged
 from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
-from tinker_local_backend.errors import LocalBackendError, SamplingError
+from tinker_local_backend.errors import LocalBackendError, ModelLoadError, SamplingError
 from tinker_local_backend.samplers.adapters import AdapterFiles, AdapterShelf
 from tinker_local_backend.samplers.transport import Connect, Died, Event, Failed, Order, Part, Ready, Tokens, Transport
 from tinker_local_backend.samplers.vllm_rules import first_answers
@@ -46,6 +47,17 @@ class _Sample:
     ticket: Ticket
     index: int
     adapter: AdapterFiles | None
+
+
+def _blank_adapter(model: BaseModel) -> Adapter | None:
+    """One that changes nothing, through which a server samples the base model. None for a model that has no adapters.
+
+    A server never empties its slots, and on a CPU its rows without an adapter go through the one in the last slot.
+    """
+    try:
+        return model.new_adapter(LoraSpec(1, train_mlp=False, train_unembed=False), seed=0)
+    except ModelLoadError:
+        return None
 
 
 class VllmSampler:
@@ -80,13 +92,17 @@ class VllmSampler:
         """by the number of the order"""
         self._waits = WaitTimes()
         self._deaths = 0
-        self._shelf = AdapterShelf(folder, model.name, settings.slots, self._unload, post)
+        self._blank = _blank_adapter(model) if settings.url is not None else None
+        slots = settings.slots if self._blank is None else settings.slots + 1
+        self._shelf = AdapterShelf(folder, model.name, slots, self._unload, post)
         where = f"the vLLM server at {settings.url}" if settings.url else "vLLM"
         self._where = where
         self._transport: Transport | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         try:
-            ready, rules = first_answers(self._connected(), self._events, model, where)
+            transport = self._connected()
+            blank = None if self._blank is None else self._shelf.take(self._blank, uses=0)
+            ready, rules = first_answers(transport, self._events, model, blank, where)
         except BaseException:
             self._disconnect()
             raise
@@ -173,23 +189,24 @@ class VllmSampler:
             if ticket.dropped:
                 self._held.popleft()
                 continue
-            request, adapter = ticket.request, None
+            request, files = ticket.request, None
+            adapter = request.adapter or self._blank
             if self._must_restart(ticket):
                 if self._samples:
                     return
                 self._disconnect()
             try:
                 transport = self._connected()
-                if request.adapter is not None:
-                    adapter = self._shelf.take(request.adapter, request.num_samples)
+                if adapter is not None:
+                    files = self._shelf.take(adapter, request.num_samples)
             except (OSError, LocalBackendError) as error:  # no process, no room on the disk
                 self._held.popleft()
                 ticket.finish(error)
                 continue
-            if adapter is None and request.adapter is not None:
+            if files is None and adapter is not None:
                 return
             self._held.popleft()
-            transport.start([self._new_order(ticket, index, adapter) for index in range(request.num_samples)])
+            transport.start([self._new_order(ticket, index, files) for index in range(request.num_samples)])
 
     def _must_restart(self, ticket: Ticket) -> bool:
         adapter = ticket.request.adapter

@@ -8,7 +8,7 @@ code and does neither.
 from __future__ import annotations
 
 import queue
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,8 @@ from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.errors import ModelLoadError
-from tinker_local_backend.samplers.transport import Died, Event, Failed, Order, Part, Ready, Tokens, Transport
+from tinker_local_backend.samplers.adapters import AdapterFiles
+from tinker_local_backend.samplers.transport import Died, Event, Failed, Order, Ready, Tokens, Transport
 
 LEAST_TEMPERATURE = 0.01
 """vLLM takes a smaller one, but for 0, to be this."""
@@ -58,22 +59,26 @@ class Rules:
 
 
 def first_answers(
-    transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, where: str
+    transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, blank: AdapterFiles | None, where: str
 ) -> tuple[Ready, Rules]:
     """Wait until it is ready, check that it serves the model, and find out its rules.
 
+    Args:
+        blank: an adapter that changes nothing, for asking the base model.
+
     Raises ModelLoadError.
     """
-    ready = events.get()
-    if not isinstance(ready, Ready):
-        raise ModelLoadError(f"model {model.name!r} cannot be sampled with vLLM: {getattr(ready, 'error', ready)}")
-    prompt = probe_prompt(model)
-    likeliest = _likeliest(transport, events, Order(-1, prompt, 1, 1, topk=1))
-    check_same_model(model, prompt, *likeliest, where)
-    tempered = _likeliest(transport, events, Order(-2, prompt, 1, 1, temperature=_TEMPERATURE, topk=1))[1]
-    limited = _likeliest(transport, events, Order(-3, prompt, 1, 1, temperature=_TEMPERATURE, top_k=1, topk=1))[1]
+    ready = _next(events, model)
+    assert isinstance(ready, Ready)
+    plain = Order(0, probe_prompt(model), 1, 1, blank, topk=1)
+    token, logprob = _likeliest(transport, events, model, replace(plain, number=-1))
+    check_same_model(model, plain.prompt, token, logprob, where)
+    tempered, limited = (
+        _likeliest(transport, events, model, replace(plain, number=number, temperature=_TEMPERATURE, top_k=top_k))[1]
+        for number, top_k in ((-2, -1), (-3, 1))
+    )
     return ready, Rules(
-        ignores_temperature=abs(tempered - likeliest[1]) < _SIGNIFICANT,
+        ignores_temperature=abs(tempered - logprob) < _SIGNIFICANT,
         renormalises=abs(limited - tempered) > _SIGNIFICANT,
     )
 
@@ -83,14 +88,21 @@ def probe_prompt(model: BaseModel) -> tuple[int, ...]:
     return tuple(model.vocab_size * share // 23 for share in (3, 7, 2, 11, 5))
 
 
-def _likeliest(transport: Transport, events: queue.SimpleQueue[Event], order: Order) -> tuple[int, float]:
+def _next(events: queue.SimpleQueue[Event], model: BaseModel) -> Ready | Tokens:
+    event = events.get()
+    if isinstance(event, Failed | Died):
+        raise ModelLoadError(f"model {model.name!r} cannot be sampled with vLLM: {event.error}")
+    return event
+
+
+def _likeliest(
+    transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, order: Order
+) -> tuple[int, float]:
     """The likeliest next token and its logprob."""
     transport.start([order])
     while True:
-        event = events.get()
-        if isinstance(event, Failed | Died):
-            raise ModelLoadError(f"vLLM cannot sample: {event.error}")
-        parts: list[Part] = [part for part in event.parts if part.tokens] if isinstance(event, Tokens) else []
+        event = _next(events, model)
+        parts = [part for part in event.parts if part.tokens] if isinstance(event, Tokens) else []
         if parts:
             assert parts[0].topk is not None
             token, logprob = parts[0].topk[0][0]

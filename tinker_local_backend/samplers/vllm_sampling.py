@@ -17,6 +17,11 @@ from tinker_local_backend.engine.sampler import RowParams, next_tokens
 
 _VllmSampler: Any = importlib.import_module("vllm.v1.sample.sampler").Sampler
 
+# A diverged adapter leaves NaN in the pages of the KV cache, and attention lets it through from masked positions (0 * NaN) to
+# whoever gets the page next. vLLM can clear pages that are given out, which it does for some models only.
+_cache_config: Any = importlib.import_module("vllm.v1.kv_cache_interface").KVCacheConfig
+_cache_config.needs_kv_cache_zeroing = property(lambda self: True)
+
 
 class TokenSampler(_VllmSampler):
     """Takes the place of the sampler of a vLLM model runner."""
@@ -33,25 +38,35 @@ class TokenSampler(_VllmSampler):
         rows = len(logits)
         if self._batch is None or self._batch[0] is not sampling_metadata:
             # vLLM makes another object when the batch changes.
-            self._batch = sampling_metadata, _row_params(sampling_metadata, rows, logits.device)
-        outputs = self._runner.input_batch.req_output_token_ids
-        # Only vLLM's warm-up passes have rows that are in no batch.
-        lengths = [len(outputs[i] or ()) if i < len(outputs) else 0 for i in range(rows)]
+            seeds = [_seed(request) for request in self._requests(rows)]
+            self._batch = sampling_metadata, _row_params(sampling_metadata, seeds, logits.device)
+        lengths = [0 if request is None else len(request.output_token_ids) for request in self._requests(rows)]
         tokens_R, logprobs_R, tempered_RV = next_tokens(logits, self._batch[1], np.array(lengths, dtype=np.uint64))
         logprobs_RV = torch.log_softmax(tempered_RV, dim=-1)
         return tokens_R, logprobs_RV.scatter_(1, tokens_R[:, None], logprobs_R[:, None])
 
+    def _requests(self, rows: int) -> list[Any]:
+        """What vLLM knows of each row's request. Only its warm-up passes have rows that are no request's."""
+        names = self._runner.input_batch.req_ids
+        return [self._runner.requests[names[i]] if i < len(names) else None for i in range(rows)]
 
-def _row_params(metadata: Any, rows: int, device: torch.device) -> RowParams:
+
+def _seed(request: Any) -> int:
+    # Not vLLM's own field: with it, a prompt that is prefilled in pieces ends a vLLM on a CPU ("Generator does not use offset").
+    return 0 if request is None else request.sampling_params.extra_args["seed"]
+
+
+def _row_params(metadata: Any, seeds: list[int], device: torch.device) -> RowParams:
+    rows = len(seeds)
+
     def numbers(values: torch.Tensor | None, otherwise: float) -> list[Any]:
         return [otherwise] * rows if values is None else values[:rows].tolist()
 
-    generators = metadata.generators  # a greedy row has none and needs none
     return RowParams(
         numbers(metadata.temperature, 0.0),
         numbers(metadata.top_k, -1),
         numbers(metadata.top_p, 1.0),
-        [generators[i].initial_seed() if i in generators else 0 for i in range(rows)],
+        seeds,
         device,
     )
 

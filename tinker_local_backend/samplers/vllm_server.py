@@ -50,7 +50,8 @@ class VllmServer:
         """by the adapter's number"""
         self._unloading: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="tinker-local-vllm-server", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="tinker-local-vllm-server", daemon=True)
+        self._thread.start()
         # Its line for each request, at INFO, would be the whole log of a run.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._client = httpx.AsyncClient(
@@ -81,12 +82,18 @@ class VllmServer:
         self._closed = True
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._call(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        with suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     # On the loop
 
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        self._loop.call_soon_threadsafe(function, *arguments)
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def _tell(self, event: Event) -> None:
         if not self._closed:

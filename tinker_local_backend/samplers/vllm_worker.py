@@ -34,7 +34,7 @@ if PACKAGE not in sys.modules:
     shell.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules[PACKAGE] = shell
 
-EXTENSION = f"{PACKAGE}.samplers.vllm_sampling.WorkerExtension"
+SAMPLING = f"{PACKAGE}.samplers.vllm_sampling"
 
 
 class Worker:
@@ -42,6 +42,7 @@ class Worker:
 
     def __init__(self, arguments: dict[str, Any], answers: Any):
         vllm = importlib.import_module("vllm")
+        importlib.import_module(SAMPLING)  # before anything of the engine is made
         self._vllm = vllm
         self._lora_request = importlib.import_module("vllm.lora.request").LoRARequest
         self._delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
@@ -53,7 +54,7 @@ class Worker:
             logprobs_mode="processed_logprobs",
             max_logprobs=-1,
             async_scheduling=False,  # a step's tokens are known before the next one draws
-            worker_extension_cls=EXTENSION,
+            worker_extension_cls=f"{SAMPLING}.WorkerExtension",
             disable_log_stats=True,
         )
         self._engine = vllm.LLMEngine.from_engine_args(engine_args)
@@ -117,7 +118,7 @@ class Worker:
             temperature=command["temperature"],
             top_k=command["top_k"],
             top_p=command["top_p"],
-            seed=command["seed"],
+            extra_args={"seed": command["seed"]},  # for vllm_sampling.py
             max_tokens=command["max_tokens"],
             stop_token_ids=command["stop"],
             ignore_eos=True,

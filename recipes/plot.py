@@ -1,0 +1,58 @@
+"""A figure of a metric: a curve per setting, seeds as a band.
+
+    python -m recipes.plot log_path=RUN y=reward out=reward.svg
+    python -m recipes.plot log_path=SWEEP x=progress/sampled_tokens y=test/correct out=correct.pdf
+    python -m recipes.plot log_path=RUN,OTHER y=optim/entropy smoothing=0.8 out=entropy.png
+
+Metrics may be called as the terminal calls them (reward, correct, kl) or as metrics.jsonl does. Needs matplotlib: the extra plot.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import chz
+
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.report.figures import curves, draw, metric_named
+from tinker_cookbook.report.runs import open_runs
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.plot`."""
+
+    log_path: list[str] = chz.field(doc="folders of runs, or folders with runs in them; several are divided by commas")
+    y: str = chz.field(doc="the metric")
+    x: str = chz.field(
+        default="step", doc="over what: step, progress/sampled_tokens, progress/seconds or another metric"
+    )
+    out: str = chz.field(doc="the file: .svg, .pdf or .png")
+    smoothing: float = chz.field(
+        default=0.0, doc="weight of the past, from 0 to below 1", validator=[chz.validators.ge(0), chz.validators.lt(1)]
+    )
+    band: Literal["interval", "range", "none"] = chz.field(
+        default="interval", doc="around the mean of several seeds: its 95 % interval, their range, or nothing"
+    )
+    title: str | None = chz.field(default=None, doc="above the figure")
+    width: float = chz.field(default=4.5, doc="inches", validator=chz.validators.gt(0))
+    height: float = chz.field(default=3.0, doc="inches", validator=chz.validators.gt(0))
+
+
+def main(cli: CLIConfig) -> None:
+    if not cli.log_path:
+        raise ConfigurationError("log_path: give at least one folder")
+    runs = open_runs(cli.log_path)
+    x, y = metric_named(cli.x, runs), metric_named(cli.y, runs)
+    found = curves(runs, x, y, cli.smoothing, cli.band)
+    if not found:
+        raise ConfigurationError(f"no run has numbers of {y!r} over {x!r}")
+    out = Path(cli.out).expanduser()
+    draw(found, x, y, out, cli.title, cli.width, cli.height)
+    print(f"{out}: {y} over {x}; curves: {len(found)}, runs: {len(runs)}")
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

@@ -1,0 +1,69 @@
+"""The linear that trains: value and gradients are autograd's own, in any dtype and with whatever library multiplies."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tinker_local_backend.engine.lora import Adapter, AdapterRouting, LoraLinear, LoraSpec
+
+RANK, IN, OUT = 4, 48, 96
+
+
+def make(rows: int, bias: bool) -> tuple[LoraLinear, Adapter, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    base = nn.Linear(IN, OUT, bias=bias).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.copy_(drawn(*parameter.shape))
+    a, b = drawn(RANK, IN).requires_grad_(), drawn(OUT, RANK).requires_grad_()
+    adapter = Adapter(LoraSpec(RANK), {"q_proj": a}, {"q_proj": b})
+    return LoraLinear(base, "q_proj", AdapterRouting()), adapter, drawn(1, rows, IN), drawn(1, rows, OUT)
+
+
+def gradients(
+    layer: LoraLinear, adapter: Adapter, x: torch.Tensor, by_y: torch.Tensor, wanted: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    with layer.routing.use([(slice(None), adapter)]):
+        y = layer(x)
+        return (y.detach(), *torch.autograd.grad(y, wanted, by_y))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 700])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("first_layer", [False, True])
+def test_value_and_gradients_are_those_of_autograd(rows: int, bias: bool, first_layer: bool) -> None:
+    layer, adapter, x, by_y = make(rows, bias)
+    x.requires_grad_(not first_layer)
+    a, b = adapter.a["q_proj"], adapter.b["q_proj"]
+    wanted = [a, b] if first_layer else [x, a, b]
+    expected = F.linear(x, layer.weight, layer.bias) + adapter.spec.scale * F.linear(F.linear(x, a), b)
+    found = gradients(layer, adapter, x, by_y, wanted)
+    for one, other in zip(found, (expected.detach(), *torch.autograd.grad(expected, wanted, by_y)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_in_float64() -> None:
+    layer, adapter, x, _ = make(3, bias=True)
+    layer.double()
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, adapter.a["q_proj"], adapter.b["q_proj"])]
+
+    def value(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with layer.routing.use([(slice(None), Adapter(adapter.spec, {"q_proj": a}, {"q_proj": b}))]):
+            return layer(x)
+
+    assert torch.autograd.gradcheck(value, tuple(leaves))
+
+
+def test_in_half_precision_the_adapter_keeps_float32() -> None:
+    layer, adapter, x, by_y = make(5, bias=False)
+    layer.to(torch.bfloat16)
+    wanted = [adapter.a["q_proj"], adapter.b["q_proj"]]
+    y, by_a, by_b = gradients(layer, adapter, x.bfloat16(), by_y.bfloat16(), wanted)
+    assert (y.dtype, by_a.dtype, by_b.dtype) == (torch.bfloat16, torch.float32, torch.float32)

@@ -1,0 +1,159 @@
+"""Figures for papers: metrics of runs over steps, tokens or time, seeds of a setting as a mean with a band."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.report.runs import RunData, columns, is_seed, seeds_together, setting, swept_keys
+from tinker_cookbook.utils.intervals import Z_95
+from tinker_cookbook.utils.step_line import KEY_METRICS
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
+"""Okabe and Ito's colours (2008), which colour-blind readers can tell apart, in an order in which neighbours differ in
+lightness; line styles change after the last."""
+
+STYLES = ("-", "--", ":", "-.")
+FORMATS = ("svg", "pdf", "png")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One setting."""
+
+    label: str
+    x: np.ndarray
+    mean: np.ndarray
+    """over the seeds that have a value there"""
+    low: np.ndarray
+    high: np.ndarray
+    seeds: int
+
+
+def metric_named(name: str, runs: Sequence[RunData]) -> str:
+    """The metric of this name, or of this short name, as the terminal shows it.
+
+    Raises:
+        ConfigurationError: no run has it; the message names the nearest.
+    """
+    known = {key for run in runs for row in run.rows for key in row}
+    if name in known:
+        return name
+    short = [key for key, label in KEY_METRICS.items() if label == name and key in known]
+    if short:
+        return short[0]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:5]
+    raise ConfigurationError(f"no run has a metric {name!r}; there are {', '.join(map(repr, near))}, and others")
+
+
+def curves(runs: Sequence[RunData], x: str, y: str, smoothing: float = 0.0, band: str = "interval") -> list[Curve]:
+    """A curve per setting, over the places that any of its seeds has.
+
+    Args:
+        x: metric; over anything but the step seeds are brought to common places by linear interpolation.
+        smoothing: weight of the past in an exponential mean without the bias of its beginning; 0: none.
+        band: "interval": 95 % of the mean over seeds (normal); "range": from the lowest to the highest seed; "none".
+    """
+    found: list[Curve] = []
+    keys = swept_keys(runs) if len(runs) > 1 else []
+    for members in seeds_together(runs):
+        lines = [line for i in members if len((line := _line(runs[i], x, y, smoothing))[0])]
+        if not lines:
+            continue
+        own = {key: value for key, value in setting(runs[members[0]], runs, keys).items() if not is_seed(key)}
+        told = " ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in own.items() if len(str(value)) < 30)
+        label = told or (runs[members[0]].label if len(members) == 1 else runs[members[0]].recipe or "run")
+        at = np.unique(np.concatenate([places for places, _ in lines]))
+        values_S_X = np.array([_at(places, values, at, exact=x == "step") for places, values in lines])
+        count = np.sum(~np.isnan(values_S_X), axis=0)
+        mean = np.nanmean(values_S_X, axis=0)
+        if band == "range":
+            low, high = np.nanmin(values_S_X, axis=0), np.nanmax(values_S_X, axis=0)
+        else:
+            squares = np.nansum((values_S_X - mean) ** 2, axis=0)
+            half = np.where(count > 1, Z_95 * np.sqrt(squares / np.maximum(count - 1, 1) / count), 0.0)
+            low, high = (mean, mean) if band == "none" else (mean - half, mean + half)
+        found.append(Curve(label, at, mean, low, high, len(lines)))
+    return found
+
+
+def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, width: float, height: float) -> None:
+    """Write a figure, whole or not at all, in the format of the file's ending.
+
+    Args:
+        width, height: in inches.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or the ending is none of FORMATS.
+    """
+    kind = out.suffix.removeprefix(".")
+    if kind not in FORMATS:
+        raise ConfigurationError(f"out={str(out)!r}: must end in one of {', '.join('.' + name for name in FORMATS)}")
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ConfigurationError(
+            "matplotlib is not installed. Install it with `pip install tinker-cookbook-local[plot]`"
+        ) from error
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    settings: dict[str, Any] = {"font.size": 9, "svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "0"}
+    with matplotlib.rc_context(settings):
+        figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+        for i, curve in enumerate(found):
+            colour, style = PALETTE[i % len(PALETTE)], STYLES[i // len(PALETTE) % len(STYLES)]
+            label = f"{curve.label} ({curve.seeds} seeds)" if curve.seeds > 1 else curve.label
+            axes.plot(curve.x, curve.mean, style, color=colour, label=label, linewidth=1.5)
+            if not np.array_equal(curve.low, curve.high):
+                axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
+        axes.set(xlabel=x.removeprefix("progress/").replace("_", " "), ylabel=y, title=title or "")
+        axes.grid(alpha=0.3, linewidth=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(found) > 1 or found[0].seeds > 1:
+            axes.legend(frameon=False, fontsize=8)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(f".{out.name}.part")
+        figure.savefig(partial, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
+        partial.replace(out)
+        pyplot.close(figure)
+
+
+def _line(run: RunData, x: str, y: str, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
+    """Places and values of a run where it has both, in the order of the places."""
+    found = columns(run.rows)
+    pairs = [
+        (float(at), float(value))
+        for at, value in zip(found.get(x, ()), found.get(y, ()), strict=False)
+        if _is_number(at) and _is_number(value)
+    ]
+    if not pairs:
+        return np.zeros(0), np.zeros(0)
+    places, values = (np.array(column) for column in zip(*sorted(pairs), strict=True))
+    return places, _smoothed(values, smoothing)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _smoothed(values: np.ndarray, weight: float) -> np.ndarray:
+    total, scale, found = 0.0, 0.0, []
+    for value in values.tolist():
+        total, scale = weight * total + (1 - weight) * value, weight * scale + (1 - weight)
+        found.append(total / scale)
+    return np.array(found)
+
+
+def _at(places: np.ndarray, values: np.ndarray, wanted: np.ndarray, exact: bool) -> np.ndarray:
+    if not exact:
+        return np.interp(wanted, places, values, left=np.nan, right=np.nan)
+    known = dict(zip(places.tolist(), values.tolist(), strict=True))
+    return np.array([known.get(place, np.nan) for place in wanted.tolist()])

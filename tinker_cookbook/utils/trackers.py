@@ -1,0 +1,195 @@
+"""Trackers of other people: Weights & Biases, trackio, TensorBoard. Their packages are imported when one is asked for."""
+
+import importlib
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.files import flatten, write_text
+from tinker_cookbook.utils.loggers import Logger, Metrics, dump_config
+from tinker_cookbook.utils.misc_utils import markdown_table
+
+WANDB_ID_BASE_NAME = "wandb_id"
+TRACKIO_NAME_BASE_NAME = "trackio_name"
+TENSORBOARD_FOLDER = "tensorboard"
+ROLLOUTS = "rollouts"
+
+
+class _TrackerLogger(Logger):
+    """Sends metrics to the run of a tracker, `_run`, that the subclass opens."""
+
+    _run: Any
+    config_options: ClassVar[Mapping[str, Any]] = {}
+
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Log one step."""
+        self._run.log(dict(metrics), step=step)
+
+    @property
+    @abstractmethod
+    def _package(self) -> Any:
+        """The tracker's package, which has a Table."""
+
+    @property
+    def takes_rollouts(self) -> bool:
+        """It shows them as a table."""
+        return True
+
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Log a table `rollouts` of the step."""
+        if rows:
+            data = [[_cell(value) for value in row.values()] for row in rows]
+            self._run.log({ROLLOUTS: self._package.Table(columns=[*rows[0]], data=data)}, step=step)
+
+    def log_hparams(self, config: Any) -> None:
+        """Set the config of the tracker's run."""
+        dumped = dump_config(config)
+        self._run.config.update(dumped if isinstance(dumped, dict) else {"config": dumped}, **self.config_options)
+
+    def close(self) -> None:
+        """Finish the tracker's run."""
+        self._run.finish()
+
+
+class WandbLogger(_TrackerLogger):
+    """Sends metrics to Weights & Biases. A resumed run continues the same W&B run, whose id is kept in the folder.
+
+    Raises:
+        ConfigurationError: the package wandb is not installed.
+    """
+
+    config_options: ClassVar[Mapping[str, Any]] = {"allow_val_change": True}
+
+    def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
+        self._wandb = _require("wandb", f"wandb_project={project!r}", "wandb_project unset")
+        self._run = self._wandb.init(
+            project=project,
+            name=name,
+            dir=str(log_dir) if log_dir is not None else None,
+            id=_remembered(Path(log_dir) / WANDB_ID_BASE_NAME, uuid4().hex) if log_dir is not None else None,
+            resume="allow",
+        )
+
+    @property
+    def _package(self) -> Any:
+        return self._wandb
+
+    def get_logger_url(self) -> str | None:
+        """The page of the run; None offline."""
+        return self._run.url
+
+
+class TrackioLogger(_TrackerLogger):
+    """Sends metrics to trackio. A resumed run continues the same trackio run, whose name is kept in the folder.
+
+    Args:
+        name: what the run is called; None for the name of its folder. Eight random characters are added, because
+            trackio would take two runs of one name for the same.
+        log_dir: the run's folder; None for a run that is never resumed.
+
+    Raises:
+        ConfigurationError: the package trackio is not installed.
+    """
+
+    def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
+        self._trackio = _require("trackio", f"trackio_project={project!r}", "trackio_project unset")
+        stem = name or (Path(log_dir).resolve().name if log_dir is not None else "run")
+        unique = f"{stem}-{uuid4().hex[:8]}"
+        if log_dir is not None:
+            unique = _remembered(Path(log_dir) / TRACKIO_NAME_BASE_NAME, unique)
+        self._run = self._trackio.init(project=project, name=unique, resume="allow", embed=False)
+
+    @property
+    def _package(self) -> Any:
+        return self._trackio
+
+
+class TensorBoardLogger(Logger):
+    """Writes TensorBoard events into `<log_dir>/tensorboard`: numbers as scalars, other metrics and the config as text.
+
+    The first step that is logged hides what an earlier, interrupted start wrote of that step and later ones.
+
+    Raises:
+        ConfigurationError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: str | Path) -> None:
+        _require("tensorboard", "tensorboard=True", "tensorboard=False")
+        self._writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._folder = str(Path(log_dir) / TENSORBOARD_FOLDER)
+        self._writer: Any = None
+
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Write one step; it is on disk when this returns."""
+        if self._writer is None:
+            self._writer = self._writer_class(self._folder, purge_step=step)
+        for key, value in metrics.items():
+            if isinstance(value, str):
+                self._writer.add_text(key, value, step)
+            else:
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    @property
+    def takes_rollouts(self) -> bool:
+        """It shows them as text."""
+        return True
+
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Write the rollouts of a step as a table in text."""
+        if rows:
+            lines = [[*rows[0]], *([_line(value) for value in row.values()] for row in rows)]
+            self._write_text(ROLLOUTS, markdown_table(lines), step)
+
+    def log_hparams(self, config: Any) -> None:
+        """Write the config as text under "config"."""
+        leaves = flatten(dump_config(config)).items()
+        rows = [["key", "value"], *([key, json.dumps(value, ensure_ascii=False)] for key, value in leaves)]
+        # Its own file: the events file of the metrics is opened when it is known with which step they begin.
+        with self._writer_class(self._folder, filename_suffix=".config") as writer:
+            writer.add_text("config", markdown_table(rows))
+
+    def log_long_text(self, key: str, text: str) -> None:
+        """Write the text under its key."""
+        self._write_text(key, text, None)
+
+    def _write_text(self, key: str, text: str, step: int | None) -> None:
+        with self._writer_class(self._folder, filename_suffix=".text") as writer:
+            writer.add_text(key, text, step)
+
+    def close(self) -> None:
+        """Close the events file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _require(package: str, setting: str, otherwise: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{setting}: the package {package} is not installed. "
+            f"Install it with `pip install tinker-cookbook-local[{package}]`, or leave {otherwise}"
+        ) from error
+
+
+def _remembered(path: Path, fresh: str) -> str:
+    """What an earlier start of the run wrote into this file, else `fresh`, which is written there."""
+    if not path.exists():
+        write_text(path, fresh)
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _cell(value: Any) -> Any:
+    """Tables have plain values."""
+    return value if isinstance(value, str | int | float | None) else json.dumps(value, ensure_ascii=False)
+
+
+def _line(value: Any) -> str:
+    """In a table of text a line break would end the row."""
+    return str(_cell(value)).replace("\n", " ⏎ ")
