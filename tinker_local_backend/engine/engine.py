@@ -132,7 +132,9 @@ class Engine:
             self._outbox.append((gate, outcome))
 
         line = self._queues
-        self._enter(gate, _Work(future, lambda: line.setdefault(client, deque()).append(_Operation(future, run(), kind))))
+        self._enter(
+            gate, _Work(future, lambda: line.setdefault(client, deque()).append(_Operation(future, run(), kind)))
+        )
         return EngineFuture(future, partial(self._waiting, gate))
 
     def make_client(self, make: Callable[[], T]) -> ClientFuture[T]:
