@@ -144,14 +144,37 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(Measure("env/all/reward/total", "up", "steps"), Measure("test/env/all/reward/total", "up")),
     ),
     RecipeRun(
+        "recipes.run_experiment",
+        arguments=(f"experiment={Path(__file__).parents[1] / 'configs' / 'mixture.toml'}",),
+        small=(*_RL, "num_rollouts=16", "num_test=4"),
+        measures=(Measure("env/all/reward/total", "up", "steps"),),
+    ),
+    RecipeRun(
         "recipes.multi_agent",
-        small=(*_RL, "groups_per_batch=2", "group_size=4", "num_test=4", "warm_up_steps=2"),
+        small=(*_RL, "game=shared_sum", "num_test=4", "max_tokens=16"),
         measures=(Measure("test/env/all/reward/total", "up"),),
     ),
     RecipeRun(
         "recipes.debate_rs_grpo",
         small=(*_RL, *_FEW_ROLLOUTS),
         measures=(Measure("test/env/all/correct", "up"),),
+    ),
+    RecipeRun(
+        "recipes.debate_judge.create_data",
+        folder_key=None,
+        arguments=("output_path={folder}/debates.jsonl",),
+        small=("max_items=24", "max_tokens=32"),
+        files=("debates.jsonl",),
+    ),
+    RecipeRun(
+        "recipes.debate_judge.sl",
+        small=("max_steps=3", "eval_every=3", "lora_rank=4"),
+        measures=(Measure("test/nll", "down"),),
+    ),
+    RecipeRun(
+        "recipes.debate_judge.rl",
+        small=(*_RL, "groups_per_batch=2", "group_size=4"),
+        measures=(Measure("env/all/correct", "up", "steps"),),
     ),
     RecipeRun(
         "recipes.demo",

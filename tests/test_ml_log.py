@@ -57,6 +57,28 @@ class TestPrettyPrintLogger:
         logger.log_metrics({f"[x{i}]": i for i in range(8)}, step=None)
         assert out.getvalue() == "metrics  [x0]=0  [x1]=1  [x2]=2  [x3]=3  [x4]=4  [x5]=5\n"
 
+    def test_what_an_environment_measures_is_shown_and_groups_where_some_were_left_out(self) -> None:
+        logger, out = printed()
+        metrics = {"env/all/reward/total": 1.5, "env/all/turns_per_episode": 3, "env/all/moves_won": 0.25}
+        logger.log_metrics(metrics | {"groups/sampled": 8, "groups/trained": 8}, step=0)
+        logger.log_metrics(
+            metrics | {"groups/sampled": 8, "groups/trained": 5, "groups/filtered": 3, "groups/failed": 0}, 1
+        )
+        assert out.getvalue().splitlines() == [
+            "step    0  reward=1.5  moves_won=0.25",
+            "step    1  reward=1.5  moves_won=0.25  groups=5/8  filtered=3",
+        ]
+
+    def test_in_a_terminal_lines_fit_it(self) -> None:
+        out = io.StringIO()
+        logger = ml_log.PrettyPrintLogger(console=Console(file=out, width=40, force_terminal=True, color_system=None))
+        metrics = {"progress/done_frac": 0.5, "env/all/reward/total": 0.51234, "env/all/correct": 0.51234}
+        metrics |= {"train/loss_sum": 1.0, "optim/entropy": 0.25, "optim/lr": 0.001, "time/total": 1.5}
+        logger.log_metrics(metrics, step=3)
+        lines = out.getvalue().splitlines()
+        assert lines == ["step    3  reward=0.512  entropy=0.25", "           seconds=1.5"]
+        assert all(len(line) <= 40 for line in lines)
+
     def test_a_long_text_is_printed_as_it_is(self) -> None:
         logger, out = printed()
         ml_log.MultiplexLogger([logger]).log_long_text("sample", "[b]first[/b]\n" + "x" * 100)

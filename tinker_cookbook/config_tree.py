@@ -7,7 +7,8 @@ A config class may have, as attributes that are no fields,
     SHARED_KEYS   names that the help lists together, under the class that says so
     MOVED_KEYS    names of old, each with what stands in its place
     ARGS_KEYS     names of parts, each with the key that holds its arguments: with {"env": "env_args"}, env.x=1 is env_args.x=1
-and a class method `layer(arguments)`, values below those of the command line that follow from it (a preset).
+a class method `layer(arguments)`, values below those of the command line that follow from it (a preset), and a class method
+`read_arguments(arguments)`, which gives them under the names of the fields.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
+import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -59,6 +61,8 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
         ValueError, TypeError: a value that the config refuses, or an argument that is not `key=value`.
         chz.blueprint exceptions: unknown keys, missing or unreadable values.
     """
+    if hasattr(config_cls, "read_arguments"):
+        arguments = config_cls.read_arguments(arguments)  # pyright: ignore[reportAttributeAccessIssue]
     arguments = [_args_key(config_cls, argument) for argument in arguments]
     given = keys_and_values(arguments)
     for key, place in getattr(config_cls, "MOVED_KEYS", {}).items():
@@ -144,7 +148,8 @@ def _sections(config_cls: type) -> dict[type, list[str]]:
 
 def _nested_class(field: Field) -> type | None:
     """The config class that a field holds, alone or besides None; None for other fields."""
-    options = typing.get_args(field.final_type) or (field.final_type,)
+    is_union = typing.get_origin(field.final_type) in (typing.Union, types.UnionType)
+    options = typing.get_args(field.final_type) if is_union else (field.final_type,)
     options = [option for option in options if option is not type(None)]
     return options[0] if len(options) == 1 and isinstance(options[0], type) and chz.is_chz(options[0]) else None
 

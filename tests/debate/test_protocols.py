@@ -200,7 +200,7 @@ class TestWording:
     @pytest.mark.parametrize(
         ("texts", "wrong"),
         [
-            ({"rebutal": "{opponent}"}, "Task.debate_prompts.rebutal is unknown; use rebuttal"),
+            ({"rebutal": "{opponent}"}, "Task.debate_prompts.rebutal is unknown; use confidence, rebuttal"),
             ({"closing": "nothing"}, "closing must hold {opponent} exactly once, found 0 times"),
             ({"support": "{opponent}"}, "support must hold {opponent} nowhere, found 1 times"),
             ({"assigned": "{answer}"}, "assigned must hold {others} exactly once"),

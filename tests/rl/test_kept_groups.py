@@ -1,6 +1,7 @@
 """Groups beside a checkpoint come back as they were, to the last bit, or the error says how to go on without them."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.rl.loop import NumberDatasetBuilder, make_config, rows
 from tinker_cookbook import backends
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.rl import train
+from tinker_cookbook.rl import ahead, train
 from tinker_cookbook.rl.kept_groups import FOLDER, Kept, read_kept, write_kept
 from tinker_cookbook.rl.loop import Loop
 from tinker_cookbook.rl.rollouts import FailedGroup
@@ -81,9 +82,9 @@ class TestFilesOfRollingCheckpoints:
         return fake
 
     def config(self, log_path: Path, deterministic: bool, save_every: int = 0) -> train.Config:
-        ahead = train.AsyncConfig(max_steps_off_policy=2, deterministic=deterministic)
+        pacing = train.AsyncConfig(max_steps_off_policy=2, deterministic=deterministic)
         data = NumberDatasetBuilder(batches=6)
-        return make_config(log_path, data, rolling_save_every=1, save_every=save_every, async_config=ahead)
+        return make_config(log_path, data, rolling_save_every=1, save_every=save_every, async_config=pacing)
 
     def killed_at(self, owner: type, name: str, config: train.Config, step: int | None = None) -> None:
         original = getattr(owner, name)
@@ -108,6 +109,27 @@ class TestFilesOfRollingCheckpoints:
         asyncio.run(train.main(config))
         assert not (tmp_path / FOLDER).exists()
         assert sum(row["groups/sampled"] for row in rows(tmp_path)) == 18
+
+    @pytest.mark.parametrize("deterministic", [True, False])
+    def test_the_event_loop_goes_on_while_they_are_written(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+    ) -> None:
+        main_loop: list[asyncio.AbstractEventLoop] = []
+        went_on: list[bool] = []
+
+        def write(*args: Any) -> str:
+            passed = threading.Event()
+            main_loop[0].call_soon_threadsafe(passed.set)
+            went_on.append(passed.wait(20))
+            return write_kept(*args)
+
+        async def run() -> None:
+            main_loop.append(asyncio.get_running_loop())
+            await train.main(self.config(tmp_path, deterministic))
+
+        monkeypatch.setattr(ahead, "write_kept", write)
+        asyncio.run(run())
+        assert went_on and all(went_on)
 
     @pytest.mark.parametrize("deterministic", [True, False])
     def test_the_one_that_a_run_goes_on_from_keeps_its_own_until_the_next_is_safe(

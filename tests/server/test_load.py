@@ -70,3 +70,21 @@ def test_clients_that_wait_cost_nothing(server: Serving) -> None:
     assert seconds > SECONDS, "the polls were held"
     assert used < 0.05 * seconds
     wire.post(f"/sessions/{session}/finish")
+
+
+STEPS, HEARTBEATS = 12, 10
+
+
+def test_heartbeats_are_answered_while_the_engine_is_busy(server: Serving) -> None:
+    """HTTP is a process of its own: many heartbeats and a listing come back before the steps that were there first."""
+    wire = Wire(server.url)
+    session = wire.session()
+    model = wire.model(session)
+    steps = [wire.forward_backward(model, number, length=600)[1] for number in range(1, STEPS + 1)]
+    for _ in range(HEARTBEATS):
+        assert wire.post("/session_heartbeat", session_id=session)[0] == 200
+    assert wire.ask("GET", "/training_runs")[0] == 200
+    live = httpx.get(f"{server.url}/metrics").text
+    assert "tinker_live_requests 0.0" not in live, "the steps had ended before"
+    assert isinstance(wire.result(steps[-1]), bytes)
+    wire.post(f"/sessions/{session}/finish")

@@ -16,6 +16,7 @@ from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.rewards import TERMS
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import MakeGroup, TaskDatasetBuilder, single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
 
@@ -77,7 +78,8 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
 
     @property
     def added_request(self) -> str:
-        return answer_request(self.protocol)
+        task = get_task(self.task, self.reward_fn)
+        return answer_request(self.protocol, self.prompts.settle(task.debate_prompts, self.protocol.seats))
 
     async def make_protocol(self, task: Task, renderer: Renderer) -> DebateProtocol:
         """The protocol with its judges."""

@@ -17,7 +17,7 @@ from tinker_cookbook.debate.dialogue import Dialogue, SeatDialogue
 from tinker_cookbook.debate.judges import Judge
 from tinker_cookbook.debate.metrics import member_metrics, rate_ranges, survivor_metrics
 from tinker_cookbook.debate.modes import TrainingMode, get_mode
-from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST, DebatePrompts
+from tinker_cookbook.debate.prompts import DebatePrompts, Wording
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.quotes import QUOTE_REQUEST
 from tinker_cookbook.debate.records import debate_record
@@ -132,12 +132,14 @@ def make_dialogue(
     """The dialogue of a protocol with the wording of user, task and library, in this order. See `Dialogue.make`."""
     protocol = protocol or ProtocolConfig()
     wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
-    return Dialogue.make(task, renderer, protocol, wording, answer_request(protocol), max_tokens, context_window)
+    return Dialogue.make(
+        task, renderer, protocol, wording, answer_request(protocol, wording), max_tokens, context_window
+    )
 
 
-def answer_request(protocol: ProtocolConfig) -> str:
+def answer_request(protocol: ProtocolConfig, wording: Wording) -> str:
     """What is asked of an answer besides the task's own request."""
-    return f"{CONFIDENCE_REQUEST} {QUOTE_REQUEST}" if protocol.quotes else CONFIDENCE_REQUEST
+    return " ".join(part for part in (wording.confidence, QUOTE_REQUEST if protocol.quotes else "") if part)
 
 
 def wrong_answers(item: TaskItem, right: str, others: Sequence[str], count: int) -> list[str]:

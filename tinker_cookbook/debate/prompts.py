@@ -68,6 +68,7 @@ JUDGE_SYSTEM = (
 
 _REASON = "then your reason in one sentence between <REASONING> and </REASONING>."
 _DEFAULTS = {
+    "confidence": CONFIDENCE_REQUEST,
     "rebuttal": REBUTTAL,
     "response": RESPONSE,
     "closing": CLOSING,
@@ -86,6 +87,7 @@ _OF_MANY = {
 """Where more than two debate."""
 _PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {
     "support": (),
+    "confidence": (),
     "assigned": (OWN_ANSWER, OTHER_ANSWERS),
 }
 
@@ -94,6 +96,7 @@ _PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {
 class Wording:
     """The settled text of every turn that is asked for."""
 
+    confidence: str = CONFIDENCE_REQUEST
     rebuttal: str = REBUTTAL
     response: str = RESPONSE
     closing: str = CLOSING
@@ -137,6 +140,7 @@ def _text(doc: str) -> str | None:
 class DebatePrompts:
     """Wording of the turns. Raises ConfigurationError when a text does not hold its placeholders exactly once."""
 
+    confidence: str | None = _text("added to the request for an answer; empty for nothing")
     rebuttal: str | None = _text("first speech after one's own answer; {opponent}: what the others said")
     response: str | None = _text("speeches between the first and the last; {opponent}")
     closing: str | None = _text("last speech; {opponent}")

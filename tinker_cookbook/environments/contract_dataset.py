@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,6 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.seeds import derive_seed
 
 
-@dataclass(frozen=True)
 class LoadedEnvironment(Environment):
     """What `load_environment(**args)` returned.
 
@@ -51,12 +49,25 @@ class LoadedEnvironment(Environment):
         needs: the clients that it cannot do without.
     """
 
-    name: str
-    found: Any
-    load: Callable[..., Any] | None
-    args: Mapping[str, Any]
-    questions: Questions | None
-    needs: tuple[str, ...]
+    def __init__(
+        self,
+        name: str,
+        found: Any,
+        load: Callable[..., Any] | None,
+        args: Mapping[str, Any],
+        questions: Questions | None,
+        needs: tuple[str, ...],
+    ):
+        self.name, self.found, self.load, self.args = name, found, load, dict(args)
+        self.questions, self.needs = questions, needs
+
+    def named(self, name: str) -> "LoadedEnvironment":
+        """The same under another name."""
+        return LoadedEnvironment(name, self.found, self.load, self.args, self.questions, self.needs)
+
+    def model_dump(self) -> dict[str, Any]:
+        """For the config of a run, which is not to hold the rows."""
+        return {"name": self.name, "args": self.args, "found": str(type(self.found)), "needs": list(self.needs)}
 
     def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
         return fill(LoadedDatasetBuilder, settings, environment=self)

@@ -91,7 +91,7 @@ class PlayerEnv(EnvFromMessageEnv):
         assert isinstance(self.message_env, RoleEnv)
         return self.message_env
 
-    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(self) -> "tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow":
         if not await self.role_env.match.turn(self.role_env.role):
             return InitialObservationOverflow(0.0, {STOP_METRIC_PREFIX + NO_TURN: 1})
         return await super().initial_observation()

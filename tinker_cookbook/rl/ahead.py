@@ -217,12 +217,30 @@ class SamplingAhead:
         loop = self._loop  # a resumed run has a new sampler, which remembers no prefix
         loop.sampling_client = await loop.session.training_client.save_weights_and_get_sampling_client()
 
-    def keep(self, name: str) -> None:
-        """Put into the loop's state what the checkpoint of this name keeps of the open groups."""
+    async def keep(self, name: str) -> None:
+        """Put into the loop's state what the checkpoint of this name keeps of the open groups.
+
+        They are written by a thread: millions of tokens take seconds, in which others are sampled.
+        """
+        about, kept = self._to_keep()
+        if kept:
+            about[_FILE] = await asyncio.to_thread(write_kept, self._loop.session.run.log_path, name, kept)
+        self._tell(about)
+
+    def keep_stopped(self, name: str) -> None:
+        """`keep` before an error ends the run. What keeps it from that is logged, so that the error itself is seen."""
+        try:
+            about, kept = self._to_keep()
+            if kept:
+                about[_FILE] = write_kept(self._loop.session.run.log_path, name, kept)
+            self._tell(about)
+        except Exception:
+            logger.exception("what was sampled ahead is not kept, and is sampled again")
+
+    def _to_keep(self) -> tuple[dict[str, Any], dict[GroupKey, Kept]]:
+        """What a checkpoint says of the open groups as they are now, and those that go into its file."""
         self._forget_trained()
-        loop = self._loop
-        state, log_path = loop.session.checkpoints.loop_state, loop.session.run.log_path
-        state.pop(AHEAD_KEY, None)
+        self._tell({})
         about: dict[str, Any] = {}
         kept: dict[GroupKey, Kept] = {}
         for key, group in self._open.items():
@@ -230,18 +248,17 @@ class SamplingAhead:
             if (done := group.sampled) is not None and self._most_ahead > 0:
                 kept[key] = done.trajectory_group, done.sampling_client_step, done.seconds
         if kept:
-            about |= {_FILE: write_kept(log_path, name, kept), _MOST: self._most_ahead}
+            about[_MOST] = self._most_ahead
         if self._open and not self._config.deterministic:
             about |= {_LEFT: [list(key) for key in self._open], _BATCHES: self._next_batch}
+        return about, kept
+
+    def _tell(self, about: dict[str, Any]) -> None:
+        """What the next checkpoint says; nothing: that there are no open groups."""
+        state = self._loop.session.checkpoints.loop_state
+        state.pop(AHEAD_KEY, None)
         if about:
             state[AHEAD_KEY] = about
-
-    def keep_stopped(self, name: str) -> None:
-        """`keep` before an error ends the run. What keeps it from that is logged, so that the error itself is seen."""
-        try:
-            self.keep(name)
-        except Exception:
-            logger.exception("what was sampled ahead is not kept, and is sampled again")
 
     def _remove_file(self, state_path: str) -> None:
         """That of a rolling checkpoint which a newer one has replaced, unless a later one has a file of the same name."""

@@ -7,6 +7,7 @@ and rewards to the last bit, whatever the environments would do in a second roll
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,15 +31,20 @@ Kept: TypeAlias = tuple["TrajectoryGroup | FailedGroup", int, float]
 
 
 def write_kept(log_path: Path, name: str, kept: Mapping[GroupKey, Kept]) -> str:
-    """Write the groups for the checkpoint of this name, whole or not at all. Returns the file's path below `log_path`."""
-    rows = [
-        {"key": key, "version": version, "seconds": seconds, "failed": isinstance(group, FailedGroup), "group": group}
-        for key, (group, version, seconds) in kept.items()
-    ]
+    """Write the groups for the checkpoint of this name, whole or not at all. Returns the file's path below `log_path`.
+
+    May run beside the event loop: no step of it holds the interpreter for longer than one group takes.
+    """
     file = Path(FOLDER) / f"{name}.json.gz"
     (log_path / FOLDER).mkdir(exist_ok=True)
-    content = json.dumps(to_jsonable(rows), separators=(",", ":"), allow_nan=False).encode()
-    write_bytes(log_path / file, gzip.compress(content, compresslevel=1, mtime=0))
+    content = io.BytesIO()
+    with gzip.GzipFile(fileobj=content, mode="wb", filename="", compresslevel=1, mtime=0) as packed:
+        for i, (key, (group, version, seconds)) in enumerate(kept.items()):
+            about = {"key": key, "version": version, "seconds": seconds, "failed": isinstance(group, FailedGroup)}
+            row = json.dumps(to_jsonable({**about, "group": group}), separators=(",", ":"), allow_nan=False)
+            packed.write(f"{',' if i else '['}{row}".encode())
+        packed.write(b"]" if kept else b"[]")
+    write_bytes(log_path / file, content.getbuffer())
     return str(file)
 
 

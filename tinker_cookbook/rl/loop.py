@@ -71,7 +71,7 @@ class KeepsGroups(Protocol):
 
     async def settle(self) -> None: ...
 
-    def keep(self, name: str) -> None: ...
+    async def keep(self, name: str) -> None: ...
 
     def keep_stopped(self, name: str) -> None: ...
 
@@ -216,7 +216,7 @@ class Loop:
         display.say_stages("replies")
         if batch.data_D:
             tokens = metrics["advantages/nonzero_count"]
-            display.say(f"Training data: {len(batch.data_D)} datums, {tokens:,} tokens with an advantage")
+            display.say(f"Training data: {len(batch.data_D)} datums, {tokens:,} tokens trained")
         if self.config.num_groups_to_log:
             with timed("write_transcripts", metrics):
                 self._write_transcripts(step, sampled, batch)
@@ -372,7 +372,7 @@ class Loop:
             self.records.wait()
             if self.ahead is not None and step + 1 < self.end:
                 await self.ahead.settle()
-                self.ahead.keep(f"{step + 1:06d}")
+                await self.ahead.keep(f"{step + 1:06d}")
         if step + 1 < self.end:
             await session.checkpoints.maybe_save(step + 1, {"batch": step + 1})
 

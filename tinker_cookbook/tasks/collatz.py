@@ -31,6 +31,7 @@ class CollatzTask(QATask, StepTask):
     system_prompt = COLLATZ_SYSTEM
     shipped: ClassVar = {"trails": ("collatz/train.jsonl", "collatz/test.jsonl")}
     default_dataset = "trails"
+    debate_prompts: ClassVar = {"confidence": "", "rebuttal": OBJECTION_REQUEST, "support": SUPPORT_REQUEST}
     objection_request = OBJECTION_REQUEST
     support_request = SUPPORT_REQUEST
 

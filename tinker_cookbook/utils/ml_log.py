@@ -5,7 +5,6 @@ is for the loops to say. Other places than a folder are stores (`tinker_cookbook
 """
 
 import logging
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.utils.files import append_jsonl, read_jsonl, write_json
 from tinker_cookbook.utils.loggers import Logger, Metrics, dump_config, metrics_row
+from tinker_cookbook.utils.reward_list import RewardListLogger
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.run_store import RunStore
 from tinker_cookbook.utils.step_line import KEY_METRICS, step_line
@@ -35,6 +35,9 @@ class TrackerConfig:
     wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
     trackio_project: str | None = chz.field(default=None, doc="log to this trackio project (extra: trackio)")
     tensorboard: bool = chz.field(default=False, doc="write TensorBoard events too (extra: tensorboard)")
+    metrics_json: bool = chz.field(
+        default=False, doc="write metrics.json too, one JSON list of reward, loss and weights of each step"
+    )
     quiet: bool = chz.field(default=False, doc="on the terminal only warnings, errors and where the files are")
 
 
@@ -123,7 +126,7 @@ class PrettyPrintLogger(Logger):
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Print one step."""
-        width = self.console.width if self.console.is_terminal else sys.maxsize
+        width = self.console.width if self.console.is_terminal else None
         line = step_line(metrics, step, self.key_metrics, width, label_prefix())
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -206,6 +209,7 @@ def setup_logging(
     *,
     trackio_project: str | None = None,
     tensorboard: bool = False,
+    metrics_json: bool = False,
     quiet: bool = False,
 ) -> MultiplexLogger:
     """The loggers of a run: `metrics.jsonl`, the terminal unless `quiet`, and those trackers that are asked for; the config
@@ -229,6 +233,8 @@ def setup_logging(
             multiplex.loggers.append(TrackioLogger(trackio_project, wandb_name, log_dir))
         if tensorboard:
             multiplex.loggers.append(TensorBoardLogger(log_dir))
+        if metrics_json:
+            multiplex.loggers.append(RewardListLogger(log_dir))
         if do_configure_logging_module:
             terminal_level = logging.WARNING if quiet else logging.INFO
             multiplex.on_close = configure_logging_module(log_dir / LOGS_BASE_NAME, terminal_level=terminal_level)

@@ -6,7 +6,9 @@ record from elsewhere (a worker thread, say) belongs to all runs that are open.
 
 import contextvars
 import logging
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +42,14 @@ class _Terminal(logging.StreamHandler):
         self.replaced, self.replaced_level = replaced, level
         self.setFormatter(RedactingFormatter("%(run_label)s%(levelname)s %(name)s: %(message)s"))
 
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if not self.stream.isatty():
+            return text
+        width = shutil.get_terminal_size().columns
+        lines = (_fill(line, width) for line in text.splitlines())
+        return "\n".join(lines)
+
     @property
     def stream(self) -> TextIO:
         """A live display puts itself in the place of stderr, so that lines appear above it."""
@@ -48,6 +58,13 @@ class _Terminal(logging.StreamHandler):
     def filter(self, record: logging.LogRecord) -> bool:
         record.run_label = label_prefix()
         return not getattr(record, "file_only", False) and bool(super().filter(record))
+
+
+def _fill(line: str, width: int) -> str:
+    """Broken between words where it is wider."""
+    if len(line) <= width:
+        return line
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def configure_logging_module(

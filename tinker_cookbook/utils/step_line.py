@@ -45,25 +45,37 @@ MOST_OWN = 4
 """Metrics of an environment that are shown unasked."""
 
 
+SAID_ELSEWHERE = ("done", "loss", "tokens", "lr", "filtered")
+"""What the line at the bottom of a terminal says already, follows from the rest, or is enough in metrics.jsonl."""
+
+
 def step_line(
     metrics: Mapping[str, float | int | str],
     step: int | None,
     key_metrics: Mapping[str, str],
-    width: int,
+    width: int | None = None,
     prefix: str = "",
 ) -> str:
     """The key metrics of a step under their names, what an environment measures besides, and the groups where some were not
-    trained on. Lines are at most `width` wide, unless a metric alone is wider."""
+    trained on.
+
+    Args:
+        width: of a terminal: lines fit it, and what it shows elsewhere is left out; None: all on one line.
+    """
     shown: dict[str, Any] = {label: metrics[key] for key, label in key_metrics.items() if key in metrics}
     own = [key for key in metrics if key.startswith(OWN) and not _OF_EVERY_ENVIRONMENT.fullmatch(key[len(OWN) :])]
     shown |= {key[len(OWN) :]: metrics[key] for key in own[:MOST_OWN] if key not in key_metrics}
     if not shown:
         shown = dict(list(metrics.items())[:FALLBACK])
     shown |= _groups(metrics)
+    if width is not None and len(shown) > len(SAID_ELSEWHERE):
+        shown = {label: value for label, value in shown.items() if label not in SAID_ELSEWHERE}
+        if _show(shown.get("correct")) == _show(shown.get("reward")):
+            shown.pop("correct", None)
     first = f"{prefix}metrics" if step is None else f"{prefix}step {step:4d}"
-    return wrapped(
-        [first, *(f"{label}={_show(value)}" for label, value in shown.items())], width, " " * (len(first) + 2)
-    )
+    digits = 4 if width is None else 3
+    items = [first, *(f"{label}={_show(value, digits)}" for label, value in shown.items())]
+    return "  ".join(items) if width is None else wrapped(items, width, " " * (len(first) + 2))
 
 
 def wrapped(items: Sequence[str], width: int, indent: str) -> str:
@@ -86,5 +98,5 @@ def _groups(metrics: Mapping[str, float | int | str]) -> dict[str, str]:
     return {"groups": f"{trained}/{sampled}"} | {name: str(count) for name, count in others.items() if count}
 
 
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _show(value: Any, digits: int = 4) -> str:
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 from rich import get_console
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from tinker_cookbook.utils.run_logs import FILE_ONLY, label_prefix
 
@@ -51,6 +53,8 @@ class StepDisplay:
         self._stages: Counter[str] = Counter()
         self._phase, self._total, self._done, self._failed, self._tokens = "", 0, 0, 0, 0
         self._begun = time.monotonic()
+        self._said = self._place = ""
+        self._first = (0, self._begun)
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
@@ -75,19 +79,17 @@ class StepDisplay:
             and not _alive
             and not label_prefix()
         ):
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=12),
-                TextColumn("{task.percentage:>3.0f} %"),
-                TimeRemainingColumn(compact=True),
-                TextColumn("{task.fields[doing]}"),
-            )
-            self._progress = Progress(*columns, console=self._console, transient=True)
-            self._task = self._progress.add_task("", total=end, completed=step, doing="")
+            said = TextColumn("{task.fields[said]}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
+            self._progress = Progress(BarColumn(bar_width=10), said, console=self._console, transient=True)
+            self._task = self._progress.add_task("", total=end, completed=step, said="")
+            self._first = (step, time.monotonic())
             self._progress.start()
             _alive.append(self)
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, description=f"step {step}/{end}")
+            self._progress.update(self._task, completed=step)
+        first, begun = self._first
+        left = (time.monotonic() - begun) / (step - first) * (end - step) if step > first else None
+        self._place = f"step {step}/{end}" + (f", {timedelta(seconds=round(left))} left" if left is not None else "")
         self._show()
 
     @contextmanager
@@ -99,7 +101,7 @@ class StepDisplay:
         try:
             yield
         finally:
-            self._phase = ""
+            self._phase = self._said = ""
             self._show()
 
     def expect(self, groups: int) -> None:
@@ -120,9 +122,12 @@ class StepDisplay:
         self._show()
 
     def say(self, text: str) -> None:
-        """A line that stays, on stderr and in the run's `logs.log`."""
+        """Something about the step: where a line lives, in it until the phase ends; else a line on stderr. In `logs.log` too."""
         logger.info("%s", text, extra=FILE_ONLY)
-        if not self._quiet:
+        if self._progress is not None:
+            self._said = text
+            self._show()
+        elif not self._quiet:
             print(f"{label_prefix()}{text}", file=sys.stderr)
 
     def say_stages(self, unit: str) -> None:
@@ -135,7 +140,7 @@ class StepDisplay:
     def _show(self) -> None:
         if self._progress is None or self._task is None:
             return
-        told = [self._phase]
+        told = [self._place, self._said or self._phase]
         if self._total:
             told.append(f"{self._done}/{self._total} groups" + (f", {self._failed} failed" if self._failed else ""))
         if self._stages:
@@ -143,4 +148,4 @@ class StepDisplay:
         seconds = time.monotonic() - self._begun
         if self._tokens and seconds > 0:
             told.append(f"{self._tokens / seconds:,.0f} tokens/s")
-        self._progress.update(self._task, doing="  ".join(part for part in told if part))
+        self._progress.update(self._task, said="  ".join(part for part in told if part))

@@ -7,10 +7,10 @@ import logging
 logger = logging.getLogger(__name__)
 
 PATIENCE = 64
-"""Steps without a failure after which twice as much is tried again;"""
+"""Steps without a failure after which twice as much is tried;"""
 
 MOST_PATIENCE = 4096
-"""twice as many after each failure, up to so many."""
+"""up to so many before the first try after a failure: twice as many for each time that having tried more had failed."""
 
 
 class Allowance:
@@ -21,6 +21,8 @@ class Allowance:
         self.running, self.prefill_tokens, self.pages = self._most
         self._patience = PATIENCE
         self._successes = 0
+        self._has_grown = True
+        """since it was reduced last"""
 
     @property
     def reduced(self) -> bool:
@@ -32,8 +34,9 @@ class Allowance:
             self.running = max(1, rows // 2)
         self.prefill_tokens = max(1, self.prefill_tokens // 2)
         self.pages = max(1, pages // 2)
-        self._patience = min(2 * self._patience, MOST_PATIENCE)
-        self._successes = 0
+        if self._has_grown:  # else there is still too little for what failed before
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self._successes, self._has_grown = 0, False
         logger.warning(
             "out of memory with %d sequences; going on with at most %d, and %d prompt tokens in a pass",
             rows,
@@ -44,7 +47,8 @@ class Allowance:
     def succeeded(self) -> None:
         """A step came to its end."""
         self._successes += 1
-        if self._successes < self._patience:
+        # What held for some time once it was tried shows that there is memory again.
+        if self._successes < (PATIENCE if self._has_grown and self.reduced else self._patience):
             return
         self._successes = 0
         if not self.reduced:
@@ -54,3 +58,4 @@ class Allowance:
         self.running = min(2 * self.running, running)
         self.prefill_tokens = min(2 * self.prefill_tokens, tokens)
         self.pages = min(2 * self.pages, pages)
+        self._has_grown = True

@@ -26,6 +26,7 @@ from tinker_local_backend.engine.attention import ATTENTION_NAME, PackedPlan, Se
 from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.execution import AttentionPlan, Execution, Reference
 from tinker_local_backend.engine.kv_cache import KVCache, Places
+from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.lora import (
     Adapter,
     AdapterRouting,
@@ -193,6 +194,7 @@ class BaseModel:
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
+        self._decoder: LlamaLikeDecoder | None = None
         self.context_length: int = self._check_passes(expected)
         self.execution = self.start() or self.execution
 
@@ -273,6 +275,10 @@ class BaseModel:
             raise _refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
+        if self.device.type == "cpu":
+            plan, tokens_R = DecodePlan(cache, tables, np.array([4])), sequences[0][4:]
+            hidden_R = self.hidden_states(tokens_R, plan.lengths, plan, None)
+            self._decoder = checked_decoder(self.name, self._body, windows, plan, tokens_R, hidden_R)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         return self._context_length(together.windows)
 
@@ -362,6 +368,9 @@ class BaseModel:
         adapters: Adapter | Spans | None,
     ) -> torch.Tensor:
         """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
+        if self._decoder is not None and isinstance(plan, DecodePlan) and self._routing.add is None:
+            spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
+            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
         with self.routed(adapters):

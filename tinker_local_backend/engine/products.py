@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
 
-LEAST_PRODUCT = 1 << 21
+LEAST_PRODUCT = 3 << 19
 """Multiplications of a product from which on oneDNN is faster; it takes some 12 us to begin with."""
 
 LEAST_ROWS = 3
@@ -33,15 +33,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Differentiable by x alone.
     """
-    rows = math.prod(x.shape[:-1])
-    large = rows >= LEAST_ROWS and rows * weight.numel() >= LEAST_PRODUCT
-    if (
-        not large
-        or x.dtype != torch.float32
-        or x.device.type != "cpu"
-        or weight.requires_grad
-        or not onednn_is_faster()
-    ):
+    if not for_onednn(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and x.requires_grad:
         result: Any = _Linear.apply(x, weight, bias)

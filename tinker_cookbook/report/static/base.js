@@ -33,7 +33,7 @@ function show(value) {
   if (typeof value === "number") {
     if (Number.isInteger(value) && Math.abs(value) < 1e15) return String(value);
     const size = Math.abs(value);
-    return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+    return size !== 0 && (size < 1e-4 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   }
   return typeof value === "string" ? value : JSON.stringify(value);
 }
@@ -45,15 +45,23 @@ function visible(text) {
 }
 
 // Okabe and Ito's palette, in an order in which neighbours differ in lightness too, with dashes for what comes after.
-const PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F"];
+const PALETTES = {
+  light: ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F"],
+  dark: ["#56B4E9", "#E69F00", "#2BC48A", "#E39AC4", "#F0E442", "#F08A5D", "#C9A86A", "#B0B0B0"],
+};
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 
+function theme() {
+  return document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+}
+
 function colourOf(i) {
-  return PALETTE[i % PALETTE.length];
+  const palette = PALETTES[theme()];
+  return palette[i % palette.length];
 }
 
 function dashOf(i) {
-  return DASHES[Math.floor(i / PALETTE.length) % DASHES.length];
+  return DASHES[Math.floor(i / PALETTES.light.length) % DASHES.length];
 }
 
 function styleOf(name) {

@@ -32,7 +32,7 @@ function seriesOf(app, key, { x, smoothing, bands }) {
       return new Map(pairs.map(([a], j) => [a, values[j]]));
     }).filter((map) => map.size);
     if (!points.length) return;
-    const style = members[0];
+    const style = app.styleOf(members[0]);
     const label = chosen.length > 1 ? `${settingName(app, chosen[0])} (${chosen.length} seeds)` : app.content.runs[chosen[0]].label;
     const common = { label, colour: colourOf(style), dash: dashOf(style) };
     if (points.length === 1 || x !== "step") {
@@ -101,12 +101,12 @@ function drawChart(holder, app, key, settings) {
     values.textContent = (index === null ? "last: " : `at ${show(columns[0][index])}: `) + told.slice(0, 4).join(", ") + (told.length > 4 ? ", ..." : "");
   };
   const axis = { stroke: styleOf("--dim"), grid: { stroke: styleOf("--line"), width: 1 }, ticks: { stroke: styleOf("--line") } };
-  const size = (u, numbers) => numbers.map(show);
+  const marks = (u, numbers) => numbers.map((value) => value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1) : show(value));
   new uPlot({
     width: Math.max(280, holder.clientWidth - 18), height: 180, series: options, bands,
     cursor: { y: false, points: { size: 6 } }, legend: { show: false },
     scales: { x: { time: false } },
-    axes: [{ ...axis, size: 28, values: size }, { ...axis, size: 62, values: size }],
+    axes: [{ ...axis, size: 28, values: marks }, { ...axis, size: 62, values: marks }],
     hooks: { setCursor: [(u) => tell(u.cursor.idx ?? null)] },
   }, columns, plot);
   tell(null);

@@ -8,8 +8,7 @@ const app = {
   panel: "overview",
   styleOf(run) {
     // Seeds of a setting share a colour.
-    const group = this.content.seeds.find((members) => members.includes(run));
-    return group ? group[0] : run;
+    return this.content.seeds.findIndex((members) => members.includes(run));
   },
   toggle(run) {
     if (this.chosen.has(run)) this.chosen.delete(run);
@@ -24,11 +23,11 @@ const app = {
   draw() {
     const { runs } = this.content;
     const tabs = PANELS.map(([key, title]) => h("button", { role: "tab", "aria-selected": String(key === this.panel), onclick: () => this.open(key) }, title));
-    const theme = h("button", { class: "right", title: "light or dark", onclick: () => { setTheme(); this.draw(); } }, "◐ theme");
+    const themes = h("button", { class: "right", title: "light or dark", onclick: () => { setTheme(); this.draw(); } }, "◐ theme");
     const states = runs.length === 1 ? h("span", { class: "state " + runs[0].status }, runs[0].status) : h("span", { class: "dim" }, `${runs.length} runs` + (this.content.served ? `, ${runs.filter((run) => run.status === "running").length} running` : ""));
     const [, , panel] = PANELS.find(([key]) => key === this.panel);
     this.note = h("span", { class: "dim", role: "status" });
-    document.getElementById("app").replaceChildren(h("header", {}, h("h1", {}, this.content.title), states, h("nav", { role: "tablist" }, tabs), this.note, theme), h("main", {}, panel.view(this)));
+    document.getElementById("app").replaceChildren(h("header", {}, h("h1", {}, this.content.title), states, h("nav", { role: "tablist" }, tabs), this.note, themes), h("main", {}, panel.view(this)));
   },
   async start() {
     const content = JSON.parse(document.getElementById("data").textContent);
@@ -80,10 +79,9 @@ const app = {
 };
 
 function setTheme() {
-  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const now = document.documentElement.dataset.theme || (dark ? "dark" : "light");
-  document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
+  document.documentElement.dataset.theme = theme() === "dark" ? "light" : "dark";
 }
 
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => app.content && app.draw());
 window.addEventListener("resize", () => { clearTimeout(app.resizing); app.resizing = setTimeout(() => app.content && app.panel !== "rollouts" && app.draw(), 200); });
 app.start();

@@ -217,7 +217,7 @@ function debateView(pair, colouring) {
   }
   for (let round = 0; round < rounds; round++) {
     cells.push(h("div", { class: "wide" }, h("b", {}, `Round ${round + 1}`)));
-    for (const m of pair) cells.push(m.turns[round] ? turnOf(m.turns[round], round, colouring, true) : h("div", {}, "no turn"));
+    for (const m of pair) cells.push(m.turns[round] ? turnOf(m.turns[round], round, colouring, true, "what the other said, and the words of the round") : h("div", {}, "no turn"));
   }
   cells.push(h("div", { class: "wide" }, h("b", {}, `Verdict: ${pair[0].verdict}`), judge ? h("pre", { class: "said prompt", dir: "auto" }, visible(typeof judge === "string" ? judge : JSON.stringify(judge, null, 1))) : null));
   return [h("div", { class: "debate" }, cells)];
@@ -235,9 +235,9 @@ function turnsOf(one, colouring) {
   return one.turns.map((turn, i) => turnOf(turn, i, colouring, false));
 }
 
-function turnOf(turn, number, colouring, folded) {
+function turnOf(turn, number, colouring, folded, between = "answer of the environment") {
   const told = { ...turn.metrics, ...turn.logs };
-  const label = number === 0 ? "prompt" : turn.extends ? "answer of the environment" : "new prompt, which does not continue the turn before";
+  const label = number === 0 ? "prompt" : turn.extends ? between : "new prompt, which does not continue the turn before";
   const prompt = h("details", { open: !folded && turn.prompt.length < 4000 }, h("summary", { class: "dim" }, `${label}, ${turn.prompt_tokens} tokens with all before`), h("pre", { class: "said prompt", dir: "auto" }, visible(turn.prompt)));
   const facts = Object.entries(told);
   const more = facts.length ? h("details", {}, h("summary", {}, `${facts.length} metrics and logs`), h("table", {}, h("tbody", {}, facts.map(([key, value]) =>

@@ -1,0 +1,91 @@
+"""Labelled debates to train a judge on: a frozen policy debates questions whose answers are known, and nobody judges.
+
+    python -m recipes.debate_judge.create_data output_path=debates.jsonl
+    python -m recipes.debate_judge.create_data model_name=Qwen/Qwen3-4B-Instruct-2507 task=qa dataset=questions.jsonl \\
+        protocol.answers=assigned output_path=debates.jsonl
+
+Kept are the debates with exactly one right side. Each line of the file holds what a judge is shown, with the truth beside it.
+The records of a run of `debate_rs_grpo` hold the same, so its folder can be given to the recipes of the judge as well.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.env import DebateGroupBuilder
+from tinker_cookbook.debate.judges import JudgeConfig
+from tinker_cookbook.debate.prompts import DebatePrompts
+from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.records import read_view
+from tinker_cookbook.debate.saved import SavedDebate, labelled
+from tinker_cookbook.debate.views import Winner
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.utils.files import write_jsonl
+from tinker_cookbook.utils.misc_utils import gather_all
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(PolicyCLIConfig):
+    """Keys of `python -m recipes.debate_judge.create_data`."""
+
+    output_path: str = chz.field(default="debates.jsonl", doc="file that gets a line for each labelled debate")
+    task: str | Callable[..., Any] = chz.field(default="qa", doc="what is debated: a known task, or your own")
+    dataset: str | Callable[..., Any] | None = chz.field(
+        default=None, doc="its questions, all of the training split; default: the task's own"
+    )
+    protocol: ProtocolConfig = chz.field(default_factory=ProtocolConfig, doc="who answers, who argues, in which order")
+    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
+    debates: int = chz.field(default=2, doc="debates about each question", validator=chz.validators.gt(0))
+    max_items: int | None = chz.field(default=None, doc="use only so many questions; default: all")
+    temperature: float = chz.field(default=1.0, doc="of the debaters", validator=chz.validators.gt(0))
+    seed: int = chz.field(default=0, doc="of the debaters")
+
+
+async def play(cli: CLIConfig) -> list[SavedDebate]:
+    """The debates, right on one side or not."""
+    policy = await open_policy(cli)
+    max_tokens = reply_tokens(cli, policy.base_model)
+    builder = DebateDatasetBuilder(
+        task=cli.task,
+        dataset=cli.dataset,
+        model_name=policy.base_model,
+        renderer_name=policy.renderer_name,
+        protocol=cli.protocol,
+        prompts=cli.prompts,
+        judge=JudgeConfig(name="mock"),
+        num_groups=1,
+        group_size=cli.protocol.num_speakers * cli.debates,
+        num_batches=1,
+        max_tokens=max_tokens,
+        context_window=policy.context_length,
+        seed=cli.seed,
+    )
+    task, items, _ = builder.load()
+    protocol = await builder.make_protocol(task, builder.renderer())
+    groups = [DebateGroupBuilder(protocol, item, cli.debates, (0, i)) for i, item in enumerate(items[: cli.max_items])]
+    completer = TinkerTokenCompleter(policy.sampling_client, max_tokens, cli.temperature, seed=cli.seed)
+    # One call per group, since those of a batch leave no records.
+    played = await gather_all(do_group_rollout(group, completer.fork("group", i)) for i, group in enumerate(groups))
+    records = [record.content for group in played for record in group.records]
+    return [SavedDebate(str(r["instance_id"]), read_view(r["view"]), Winner.INVALID) for r in records]
+
+
+async def main(cli: CLIConfig) -> None:
+    debates = await play(cli)
+    found = labelled(debates)
+    path = Path(cli.output_path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(path, [debate.row() for debate in found])
+    right = Counter(str(debate.label) for debate in found)
+    print(f"{len(debates)} debates, {len(found)} with exactly one right side: {dict(sorted(right.items()))}; {path}")
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

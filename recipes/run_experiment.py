@@ -1,0 +1,245 @@
+"""An experiment from a TOML file: which environments, how to train, on which model, where.
+
+    python -m recipes.run_experiment configs/train_ghost.toml
+    python -m recipes.run_experiment configs/mixture.toml trainer.max_steps=4 envs.sums.args.highest=20
+    python -m recipes.run_experiment configs/train_ghost.toml model.base_model=Qwen/Qwen3-4B-Instruct-2507 tinker.backend=tinker
+
+Tables of the file:
+
+    [env]       id (name, module, folder or file), weight, name, and [env.args], the arguments of load_environment
+    [[envs]]    instead: several of them, of which each step takes groups in proportion to their weights
+    [trainer]   every key of this recipe, nested ones as tables; [trainer.args] is the same table
+    [model]     base_model, renderer_name, lora_rank, load_checkpoint_path
+    [tinker]    backend, base_url, api_key_env (the variable that holds the key) or api_key
+
+Every key can be given on the command line, under the name of its table or without it. A run writes metrics.json beside
+metrics.jsonl, and is asynchronous, evaluated, saved and resumed as every other.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from recipes.common import prompt_room, settle
+from recipes.rl_common import RLConfig, train_and_show, train_config
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import keys_and_values, with_default
+from tinker_cookbook.environments import DatasetSettings, Environment, get_env
+from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.runs.config import RunOptions
+
+RECIPE = "run_experiment"
+
+OTHER_NAMES = {
+    "trainer": {"max_new_tokens": "max_tokens", "output_dir": "log_path", "steps": "max_steps"},
+    "model": {"base_model": "model_name"},
+    "tinker": {},
+}
+"""Keys of a table that are called otherwise in the library."""
+OWN_KEYS = {
+    "model": ("base_model", "model_name", "renderer_name", "lora_rank", "load_checkpoint_path"),
+    "tinker": ("backend", "base_url", "api_key_env", "api_key"),
+    "env": ("id", "name", "weight", "args"),
+}
+TABLES = ("env", "envs", "trainer", "model", "tinker")
+
+
+@chz.chz(typecheck=True)
+class EnvEntry:
+    """One environment of an experiment."""
+
+    id: str = chz.field(doc="name, module, folder or file of an environment")
+    name: str | None = chz.field(default=None, doc="what metrics call it; None: as it calls itself")
+    weight: float = chz.field(default=1.0, doc="share of the groups of a step", validator=chz.validators.gt(0))
+    args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of load_environment")
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(RLConfig):
+    """Keys of `python -m recipes.run_experiment`."""
+
+    experiment: str | None = chz.field(default=None, doc="the TOML file, also as the first argument")
+    envs: list[EnvEntry] = chz.field(default_factory=list, doc="the environments, as [env] or [[envs]] of the file")
+    group_size: int = chz.field(default=8, doc="attempts at each question or episode", validator=chz.validators.gt(1))
+    groups_per_batch: int = chz.field(default=8, doc="questions or episodes per step", validator=chz.validators.gt(0))
+    num_rollouts: int | None = chz.field(
+        default=None, doc="rollouts per step, instead of groups_per_batch: a multiple of group_size"
+    )
+    num_test: int = chz.field(default=32, doc="questions or episodes of an evaluation", validator=chz.validators.gt(0))
+    log_path: str | None = chz.field(default="outputs", doc="folder of the run")
+    metrics_json: bool = with_default(RunOptions, "metrics_json", True)
+    api_key_env: str | None = chz.field(default=None, doc="variable that holds the key of the hosted service")
+    api_key: str | None = chz.field(default=None, doc="the key itself; it is written nowhere")
+
+    @classmethod
+    def read_arguments(cls, arguments: Sequence[str]) -> list[str]:
+        """The arguments under the library's names: a file first, then keys with or without the name of a table."""
+        arguments = list(arguments)
+        if arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
+            arguments[0] = f"experiment={arguments[0]}"
+        path = keys_and_values(arguments).get("experiment")
+        names = [entry.get("name") for entry in _entries(read_experiment(path), path)] if path is not None else []
+        return [_argument(argument, names) for argument in arguments]
+
+    @classmethod
+    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
+        path = given.get("experiment")
+        values = experiment_keys(read_experiment(path), path) if path is not None else {}
+        below = {key: value for key, value in values.items() if key not in given}
+        texts = {key: str(value) for key, value in below.items()}
+        return super().layer({**texts, **given}) | below
+
+
+def _argument(argument: str, envs: Sequence[str | None]) -> str:
+    key, equals, value = argument.lstrip("-").partition("=")
+    table, dot, rest = key.partition(".")
+    if not dot or not equals or table not in TABLES:
+        other = next((names[key] for names in OTHER_NAMES.values() if key in names), key)
+        return f"{other}={value}" if equals else argument
+    if table == "env":
+        key = f"envs.0.{rest}"
+    elif table == "envs":
+        which, _, rest = rest.partition(".")
+        key = f"envs.{envs.index(which) if which in envs else which}.{rest}"
+    else:
+        rest = rest.removeprefix("args.") if table == "trainer" else rest
+        key = OTHER_NAMES[table].get(rest, rest)
+    return f"{key}={value}"
+
+
+def read_experiment(path: str) -> dict[str, Any]:
+    """The tables of a file. Raises ConfigurationError for one that is not there, or is no TOML."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigurationError(f"experiment={path!r}: {error.strerror or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+
+
+def experiment_keys(tables: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The values of a file under the names of CLIConfig, nested ones with dots. Raises ConfigurationError for unknown keys."""
+    for table in tables:
+        _check_known(table, TABLES, f"{path}: there is no table [{table}]")
+    values: dict[str, Any] = {}
+    for i, entry in enumerate(_entries(tables, path)):
+        where = f"[[envs]] {i}" if "envs" in tables else "[env]"
+        for key in entry:
+            _check_known(key, OWN_KEYS["env"], f"{path}: {where} has no key {key}")
+        if "id" not in entry:
+            raise ConfigurationError(f"{path}: {where} needs id: a name, module, folder or file of an environment")
+        values |= _flat({**entry, "id": _place(str(entry["id"]), path)}, f"envs.{i}.")
+    trainer = dict(tables.get("trainer", {}))
+    args = trainer.pop("args", {})
+    if twice := sorted(trainer.keys() & args.keys()):
+        raise ConfigurationError(f"{path}: {twice[0]} stands in [trainer] and in [trainer.args]; give it once")
+    own = [key for key in chz.chz_fields(CLIConfig) if key not in ("envs", "experiment", "api_key", "api_key_env")]
+    sections = {"trainer": ({**trainer, **args}, [*OTHER_NAMES["trainer"], *own])}
+    sections |= {table: (tables.get(table, {}), list(OWN_KEYS[table])) for table in ("model", "tinker")}
+    for table, (entries, known) in sections.items():
+        for key, value in entries.items():
+            _check_known(key, known, f"{path}: [{table}] has no key {key}")
+            name = OTHER_NAMES[table].get(key, key)
+            if name in values:
+                raise ConfigurationError(f"{path}: [{table}] {key}: {name} is given twice; give it once")
+            values |= _flat({name: value}, "")
+    return values
+
+
+def _entries(tables: Mapping[str, Any], path: str) -> list[Mapping[str, Any]]:
+    if ("env" in tables) == ("envs" in tables):
+        what = "has both [env] and [[envs]]" if "env" in tables else "has no [env]"
+        raise ConfigurationError(f"{path}: {what}; give [env] for one environment, or [[envs]] for each of several")
+    entries = tables["envs"] if "envs" in tables else [tables["env"]]
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigurationError(f"{path}: envs is {entries!r:.100}; write [[envs]] above each environment")
+    return entries
+
+
+def _check_known(key: str, known: Sequence[str], problem: str) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        raise ConfigurationError(f"{problem}; {hint}")
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        nested = isinstance(value, dict) and value
+        values |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return values
+
+
+def _place(said: str, path: str) -> str:
+    """A relative folder or file that is not here, but beside the experiment file."""
+    beside = Path(path).expanduser().parent / said
+    looks_like_one = "/" in said or said.endswith(".py")
+    return str(beside) if looks_like_one and not Path(said.partition(":")[0]).exists() and beside.exists() else said
+
+
+def environment_of(entry: EnvEntry) -> Environment:
+    """An entry's environment, under its name. Raises ConfigurationError as `get_env`."""
+    env = get_env(entry.id, entry.args)
+    return env.named(entry.name) if isinstance(env, LoadedEnvironment) and entry.name is not None else env
+
+
+def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
+    """The environments of settled keys, mixed if there are several."""
+    if not cli.envs:
+        raise ConfigurationError("envs: there is no environment; give a file with [env], or envs.0.id=name")
+    groups = cli.groups_per_batch
+    if cli.num_rollouts is not None:
+        groups, rest = divmod(cli.num_rollouts, cli.group_size)
+        if rest or not groups:
+            raise ConfigurationError(
+                f"num_rollouts={cli.num_rollouts}: must be a multiple of group_size={cli.group_size}, such as "
+                f"{max(1, round(cli.num_rollouts / cli.group_size)) * cli.group_size}"
+            )
+    settings = cli.fill(
+        DatasetSettings, groups_per_batch=groups, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli)
+    )
+    sources = [environment_of(entry).build(settings) for entry in cli.envs]
+    if len(sources) == 1:
+        return sources[0]
+    weights = [entry.weight for entry in cli.envs]
+    return InterleavedRLDatasetBuilder(
+        sources=sources, weights=weights, groups_per_batch=groups, total_batches=cli.max_steps, seed=cli.seed
+    )
+
+
+def use_key(cli: CLIConfig) -> None:
+    """Make the key that the experiment names the one of this process.
+
+    Raises ConfigurationError: both ways are used, or the variable is not set and the hosted service is asked for.
+    """
+    if cli.api_key is not None and cli.api_key_env is not None:
+        raise ConfigurationError("tinker.api_key and tinker.api_key_env are both set; give one of them")
+    key = cli.api_key
+    if cli.api_key_env is not None:
+        key = os.environ.get(cli.api_key_env)
+        if not key and cli.backend == "tinker":
+            raise ConfigurationError(f"tinker.api_key_env={cli.api_key_env}: this variable is not set; export it")
+    if key:
+        os.environ["TINKER_API_KEY"] = key
+
+
+async def main(cli: CLIConfig) -> None:
+    use_key(cli)
+    cli = settle(cli)
+    name = Path(cli.experiment).stem if cli.experiment is not None else "own"
+    builder = make_dataset_builder(cli)
+    await train_and_show(train_config(cli, RECIPE, builder, [name]), ["reward/total"])
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

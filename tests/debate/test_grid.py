@@ -1,0 +1,185 @@
+"""Every protocol with every judge, every protocol with every mode, every judge with every mode: each pair plays and trains.
+
+A greedy cover picks the combinations. A pair is left out only where no combination that holds it makes sense, and then the
+config says so before anything is played.
+"""
+
+import asyncio
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chz
+import pytest
+import tinker
+
+from tests.debate.arena import TINY, make_renderer, reply_ids
+from tests.debate.golden_transcripts import CONFIGS
+from tests.fakes import FakeServiceClient, SampleCall, said
+from tinker_cookbook import backends
+from tinker_cookbook.completers import MessageCompleter, StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.debate import modes
+from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.env import DebateGroupBuilder
+from tinker_cookbook.debate.judges import JUDGES, JudgeConfig
+from tinker_cookbook.endpoints import EndpointConfig
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.rl.advantages import RoleBaselines, compute_advantages
+from tinker_cookbook.rl.data_processing import assemble_training_data
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.weights_config import WeightsConfig
+
+RENDERER = make_renderer("qwen3_instruct")
+WEIGHTS = WeightsConfig(base_model=TINY, renderer_name="qwen3_instruct")
+ENDPOINT = EndpointConfig(base_url="http://nowhere", model="judge", api_key_variable=None)
+VERDICTS = ("<VERDICT>A</VERDICT>", "<VERDICT>B</VERDICT>", "<VERDICT>TIE</VERDICT>", "who knows")
+JUDGE_CONFIGS = {
+    **{
+        name: JudgeConfig(
+            name=name,
+            weights=WEIGHTS if name == "lm" else WeightsConfig(),
+            endpoint=ENDPOINT if name == "endpoint" else EndpointConfig(),
+        )
+        for name in JUDGES
+    },
+    "lm, soft": JudgeConfig(name="lm", weights=WEIGHTS, soft=True),
+    "lm, soft, both orders": JudgeConfig(name="lm", weights=WEIGHTS, soft=True, both_orders=True),
+    "mock, votes, both orders": JudgeConfig(name="mock", votes=3, both_orders=True),
+}
+
+
+NEVER_TRAIN = {"scripted:TIE"}
+"""A judge that a mode may refuse in every protocol: no debate has a winner."""
+
+
+class Talks(TokenCompleter):
+    """A policy that answers rightly or wrongly, and judges, as its seed has it."""
+
+    def __init__(self, seed: int = 0, judges: bool = False):
+        self.seed, self.judges, self.turn = seed, judges, 0
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        self.turn += 1
+        draw = derive_seed(self.seed, self.turn)
+        text = f"<SOLUTION>{12 + draw % 2}</SOLUTION> so <CONFIDENCE>0.{draw % 9}</CONFIDENCE>" + " well" * (draw % 5)
+        return said(reply_ids(RENDERER, VERDICTS[draw % 4] if self.judges else text))
+
+    def fork(self, *key: int | str) -> "Talks":
+        return Talks(derive_seed(self.seed, *key), self.judges or key[0] == "judge")
+
+
+class Replies(MessageCompleter):
+    """An endpoint that says the verdicts in turn."""
+
+    said = itertools.cycle(VERDICTS)
+
+    async def __call__(self, messages: list[Message]) -> Message:
+        return {"role": "assistant", "content": next(self.said)}
+
+
+def verdict_of(call: SampleCall) -> list[int]:
+    return reply_ids(RENDERER, VERDICTS[derive_seed(call.params.seed or 0) % 4])
+
+
+@pytest.fixture
+def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DebateDatasetBuilder:
+    service = FakeServiceClient(verdict_of)
+    monkeypatch.setattr(backends, "create_service_client", lambda *_: service)
+    monkeypatch.setattr(EndpointConfig, "open", lambda *_: Replies())
+    items = tmp_path / "items.jsonl"
+    items.write_text(
+        "".join(json.dumps({"question": f"What is {i} + 5?", "answer": str(i + 5)}) + "\n" for i in (7, 8, 9))
+    )
+    return DebateDatasetBuilder(
+        task="qa", dataset=str(items), model_name=TINY, renderer_name="qwen3_instruct", judge=JudgeConfig(name="mock"),
+        num_groups=1, group_size=6, num_batches=1,
+    )  # fmt: skip
+
+
+Combination = tuple[str, str, str]
+
+
+def pairs(combination: Combination) -> set[tuple[Any, ...]]:
+    return set(itertools.combinations(enumerate(combination), 2))
+
+
+def pairwise_cover(possible: list[Combination]) -> Iterator[Combination]:
+    """Combinations that hold every pair which any of them holds, greedily."""
+    left = set[Any]().union(*map(pairs, possible))
+    while left:
+        best = max(possible, key=lambda combination: len(pairs(combination) & left))
+        left -= pairs(best)
+        yield best
+
+
+def configured(builder: DebateDatasetBuilder, combination: Combination) -> DebateDatasetBuilder:
+    protocol, judge, mode = combination
+    return chz.replace(builder, protocol=CONFIGS[protocol], judge=JUDGE_CONFIGS[judge], debate_train=mode)
+
+
+def check_played(group: TrajectoryGroup, builder: DebateGroupBuilder, mode: str) -> None:
+    """Everything is accounted for, rewards are finite, and what trains is what survived a verdict."""
+    assert len(group.trajectories_G) == builder.num_debates * builder.protocol.config.num_speakers
+    verdicts = [record.content["verdict"] for record in group.records]
+    assert len(verdicts) == builder.num_debates
+    speakers = builder.protocol.config.num_speakers
+    for member, trained in enumerate(group.is_trained()):
+        assert not (trained and verdicts[member // speakers] in ("INVALID", "TIE"))
+    config = modes.ADVANTAGES[mode]
+    advantages = compute_advantages([group], config, RoleBaselines(config.role_decay))
+    data, metadata = assemble_training_data([group], advantages)
+    assert {meta["traj_idx"] for meta in metadata} <= {i for i, trained in enumerate(group.is_trained()) if trained}
+    for datum in data:
+        inputs = {key: value.tolist() for key, value in datum.loss_fn_inputs.items()}
+        assert all(m == 1 or a == 0 for m, a in zip(inputs["mask"], inputs["advantages"], strict=True))
+
+
+def play(builder: DebateDatasetBuilder, grid: list[Combination]) -> None:
+    async def play_all() -> None:
+        for combination in grid:
+            train, _ = await configured(builder, combination)()
+            (group_builder,) = train.get_batch(0)
+            assert isinstance(group_builder, DebateGroupBuilder)
+            check_played(await do_group_rollout(group_builder, Talks()), group_builder, combination[2])
+
+    asyncio.run(play_all())
+
+
+def refusal(builder: DebateDatasetBuilder, combination: Combination) -> str | None:
+    try:
+        configured(builder, combination).check()
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+def test_each_protocol_judge_and_mode_plays(builder: DebateDatasetBuilder) -> None:
+    axes = (list(CONFIGS), list(JUDGE_CONFIGS), list(modes.ADVANTAGES))
+    left, grid = {part for axis in axes for part in axis}, list[Combination]()
+    for i in range(math.prod(map(len, axes))):
+        protocol, judge, mode = (axis[i % len(axis)] for axis in axes)
+        if left & {protocol, judge, mode} and refusal(builder, (protocol, judge, mode)) is None:
+            left -= {protocol, judge, mode}
+            grid.append((protocol, judge, mode))
+    assert left <= NEVER_TRAIN
+    play(builder, grid)
+
+
+@pytest.mark.slow
+def test_every_pair_plays(builder: DebateDatasetBuilder) -> None:
+    every = list(itertools.product(CONFIGS, JUDGE_CONFIGS, modes.ADVANTAGES))
+    refused = {combination: reason for combination in every if (reason := refusal(builder, combination)) is not None}
+    possible = [combination for combination in every if combination not in refused]
+    assert len(possible) > len(refused)
+    assert all("=" in reason for reason in refused.values())  # which key to change
+    grid = list(pairwise_cover(possible))
+    assert set[Any]().union(*map(pairs, grid)) == set[Any]().union(*map(pairs, possible))
+    play(builder, grid)

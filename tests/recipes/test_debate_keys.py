@@ -1,0 +1,117 @@
+"""Every protocol and judge is named on the command line of the debate recipe, checked before a model loads, and explained."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes import debate_rs_grpo
+from tinker_cookbook import config_tree
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.judges import JUDGES
+from tinker_cookbook.debate.protocols import PROTOCOLS
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.files import read_jsonl
+
+ENDPOINT = ("judge.endpoint.base_url=http://nowhere", "judge.endpoint.model=m", "judge.endpoint.api_key_variable=None")
+
+
+def built(*arguments: str) -> DebateDatasetBuilder:
+    cli = config_tree.parse(debate_rs_grpo.CLIConfig, list(arguments))
+    builder = debate_rs_grpo.build_config(cli).dataset_builder
+    assert isinstance(builder, DebateDatasetBuilder)
+    return builder
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_DEBATE_LOG_ROOT", str(tmp_path))
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_protocol_by_its_short_name(name: str) -> None:
+    assert built(f"protocol={name}").protocol.name == name
+
+
+def test_keys_of_a_protocol_without_its_name() -> None:
+    protocol = built(
+        "protocol.seats=4", "protocol.order=sequential", "protocol.rounds=1", "protocol.quotes=true"
+    ).protocol
+    assert (protocol.name, protocol.seats, protocol.order, protocol.rounds) == ("debate", 4, "sequential", 1)
+    assert protocol.quotes
+
+
+@pytest.mark.parametrize("name", sorted(set(JUDGES) - {"scripted:truth", "scripted:TIE", "key"}))
+def test_a_judge_by_its_short_name(name: str) -> None:
+    builder = built(f"judge={name}", "judge.max_retries=3", *(ENDPOINT if name == "endpoint" else ()))
+    assert (builder.judge.name, builder.judge.max_retries, builder.held_out_judge) == (name, 3, None)
+
+
+def test_a_held_out_judge_with_its_own_weights_and_what_else_is_measured() -> None:
+    builder = built(
+        "held_out_judge=lm", "held_out_judge.weights.base_model=tiny_debate", "judge=lm", "measure=no_debate,with_key"
+    )
+    assert (
+        builder.held_out_judge is not None
+        and builder.judge.weights.base_model != builder.held_out_judge.weights.base_model
+    )
+    assert str(builder.held_out_judge.weights.base_model).endswith("tiny_debate") and builder.measure == (
+        "no_debate",
+        "with_key",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (("protocol=duel",), "proposer_critic"),
+        (("protocol=direct", "protocol.name=key"), "protocol=direct and protocol.name=key: give one of the two"),
+        (("protocol.seats=3",), "try num_rollouts=72"),
+        (("measure=truth",), "measure=truth is unknown; use no_debate, with_key"),
+        (("judge=confidence", "protocol.answers=assigned", "debate_train=judge"), "nobody states a confidence"),
+        (("prompts.closing=no",), "prompts.closing must hold {opponent} exactly once"),
+        (("judge=mock", "judge.soft=true"), "only judge.name=lm tells its probabilities"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_a_model_loads(arguments: tuple[str, ...], wrong: str) -> None:
+    with pytest.raises((ConfigurationError, TypeError)) as error:
+        built(*arguments)
+    assert wrong in str(error.value)
+
+
+def test_help_explains_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_recipe(debate_rs_grpo.CLIConfig, debate_rs_grpo.main, argv=["--help"])
+    told = "".join(capsys.readouterr().out.split())
+    for words in (
+        *PROTOCOLS,
+        "protocol.order",
+        "protocol.answers",
+        "judge.both_orders",
+        "judge.votes",
+        "judge.soft",
+        "measure",
+    ):
+        assert words in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("protocol.seats=4", "protocol.rounds=1", "protocol.order=sequential", "judge=lm", "judge.votes=2"),
+        ("protocol=proposer_critic", "judge=lm", "judge.both_orders=true", "measure=no_debate,with_key"),
+        ("protocol=consultancy", "protocol.answers=assigned", "debate_train=judge", "judge=lm", "judge.soft=true"),
+        ("protocol=consultancy", "protocol.rounds=1", "judge=live"),
+        ("protocol=direct", "judge=confidence", "held_out_judge=lm"),
+        ("protocol=key", "judge=lm", "debate_train=rejection"),
+        ("task=summary", "protocol.quotes=true", "judge=scripted:longer"),
+    ],
+)
+def test_a_run(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    small = ("num_rollouts=16", "num_groups=2", "max_steps=1", "eval_every=0", "max_tokens=24", "lora_rank=4")
+    argv = [*arguments, *small, "on_zero_advantages=skip", f"log_path={tmp_path / 'run'}"]
+    run_recipe(debate_rs_grpo.CLIConfig, debate_rs_grpo.main, argv=argv)
+    (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert 0 <= row["env/all/debate/won"] <= 1 and "env/all/debate/invalid" in row

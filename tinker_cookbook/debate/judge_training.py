@@ -1,0 +1,153 @@
+"""Training a judge on labelled debates: its right verdict as a reply to imitate, or as a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import chz
+
+from tinker_cookbook.data.rows import BadRows
+from tinker_cookbook.debate.lm_judge import judge_messages, parse_verdict
+from tinker_cookbook.debate.saved import SavedDebate, labelled, load_debates
+from tinker_cookbook.debate.views import DebateView, Seat, Winner
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.types import Metrics, RLDatasetBuilder
+from tinker_cookbook.supervised.data import conversation_mapper, train_and_test
+from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class LabelledView:
+    """A debate in one order of its seats, and the right verdict on it."""
+
+    instance_id: str
+    view: DebateView
+    label: Winner
+
+    def messages(self, system_prompt: str | None = None) -> list[Message]:
+        return judge_messages(self.view, system_prompt)
+
+
+def both_orders(debate: SavedDebate) -> list[LabelledView]:
+    """The debate as it was, and with its seats in reverse: no position is right more often. A single answer has one order."""
+    label, view = debate.label, debate.view
+    assert label is not None and label.seat is not None
+    views = [LabelledView(debate.instance_id, view, label)]
+    if len(view.seats) > 1:
+        order = range(len(view.seats))[::-1]
+        turned = Winner(Seat(order.index(label.seat)).name)
+        views.append(LabelledView(debate.instance_id, view.in_order(order), turned))
+    return views
+
+
+def split_views(path: str, test_share: float, seed: int) -> tuple[list[LabelledView], list[LabelledView]]:
+    """Labelled debates in both orders, for training and for testing; all debates about a question are on one side.
+
+    Raises ConfigurationError when one side would be empty; and as `load_debates` and `labelled`.
+    """
+    debates = labelled(load_debates(path))
+    questions = sorted({debate.instance_id for debate in debates}, key=lambda name: derive_seed(seed, "held out", name))
+    held_out = set(questions[: round(test_share * len(questions))])
+    sides: tuple[list[LabelledView], list[LabelledView]] = ([], [])
+    for debate in debates:
+        sides[debate.instance_id in held_out].extend(both_orders(debate))
+    if not all(sides):
+        raise ConfigurationError(
+            f"debates={path!r} has {len(questions)} questions with a labelled debate; with test_share={test_share} one side "
+            "of the split is empty. Give more debates, or another share"
+        )
+    return sides
+
+
+@chz.chz(typecheck=True)
+class JudgeChatBuilder(ChatDatasetBuilder):
+    """Labelled debates as conversations in which the judge gives the right verdict."""
+
+    debates: str = chz.field(doc="a run's folder with debate_*.json, or a .jsonl file of labelled debates")
+    test_share: float = chz.field(default=0.25, doc="of the questions, held out")
+    system_prompt: str | None = chz.field(default=None, doc="what the judge is told; None: what the protocol needs")
+    seed: int = chz.field(default=0, doc="of the split")
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        train, test = split_views(self.debates, self.test_share, self.seed)
+        convert = conversation_mapper(self)
+
+        def to_datums(view: LabelledView) -> list:
+            reply: Message = {"role": "assistant", "content": f"<VERDICT>{view.label}</VERDICT>"}
+            return convert([*view.messages(self.system_prompt), reply])
+
+        bad = BadRows(self.common_config.on_bad_row)
+        return train_and_test(train, test, self.common_config, to_datums, bad)
+
+
+class JudgeEnv(OneTurnEnv):
+    """One labelled debate; the reward is 1 for the right verdict, else 0. A TIE is wrong, since one side is right."""
+
+    def __init__(
+        self, view: LabelledView, renderer: Renderer, system_prompt: str | None, max_prompt_tokens: int | None
+    ):
+        super().__init__(renderer)
+        self.view, self.system_prompt = view, system_prompt
+        self.instance_id, self.max_prompt_tokens = view.instance_id, max_prompt_tokens
+
+    def get_messages(self) -> list[Message]:
+        return self.view.messages(self.system_prompt)
+
+    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
+        verdict = parse_verdict(reply.text, self.view.view.options)
+        right = float(verdict is self.view.label)
+        metrics: Metrics = {
+            "correct": right,
+            "parsed": float(verdict is not None),
+            "tie": float(verdict is Winner.TIE),
+            "stopped": float(reply.stopped),
+        }
+        if verdict is not None and verdict.seat is not None:
+            metrics["first_seat"] = float(verdict.seat is Seat.A)
+        return right, metrics
+
+    def get_reference_answer(self) -> str:
+        return self.view.label
+
+
+@chz.chz(typecheck=True)
+class JudgeDatasetBuilder(RLDatasetBuilder):
+    """Labelled debates as questions for a judge, in both orders; `group_size` verdicts on each."""
+
+    debates: str = chz.field(doc="a run's folder with debate_*.json, or a .jsonl file of labelled debates")
+    test_share: float = chz.field(default=0.25, doc="of the questions, held out")
+    system_prompt: str | None = chz.field(default=None, doc="what the judge is told; None: what the protocol needs")
+    model_name: str = chz.field(doc="whose tokenizer to use")
+    renderer_name: str = chz.field(doc="how messages become tokens")
+    groups_per_batch: int = chz.field(doc="debates per batch", validator=chz.validators.gt(0))
+    group_size: int = chz.field(doc="verdicts on each", validator=chz.validators.gt(0))
+    num_batches: int = chz.field(doc="training batches", validator=chz.validators.gt(0))
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longer debates are not judged; None: no limit")
+    seed: int = chz.field(default=0, doc="of the split and the order")
+
+    def check(self) -> tuple[Sequence[LabelledView], Sequence[LabelledView]]:
+        """Training and test views. Raises as `split_views`."""
+        return split_views(self.debates, self.test_share, self.seed)
+
+    async def __call__(
+        self,
+    ) -> tuple[ItemDataset[OneTurnGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
+        train, test = self.check()
+        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+
+        def group(view: LabelledView, size: int) -> OneTurnGroupBuilder:
+            env = partial(JudgeEnv, view, renderer, self.system_prompt, self.max_prompt_tokens)
+            return OneTurnGroupBuilder(env, size, "judge", "judge")
+
+        count = self.groups_per_batch * self.num_batches
+        training = ItemDataset(
+            train, lambda view, key: group(view, self.group_size), self.groups_per_batch, count, self.seed
+        )
+        return training, evaluation_set(test, lambda view, key: group(view, 1))

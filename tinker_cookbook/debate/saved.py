@@ -1,0 +1,85 @@
+"""Debates that were saved: records of a run, or a file of labelled debates. Enough to judge them again or to train a judge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinker_cookbook.data.rows import Row, read_file
+from tinker_cookbook.debate.records import read_view, view_record
+from tinker_cookbook.debate.views import DebateView, Seat, Winner
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+
+EXPECTED = '{"instance_id": "...", "view": {...}, "verdict": "A"}'
+
+
+@dataclass(frozen=True)
+class SavedDebate:
+    """A debate as its judge was shown it."""
+
+    instance_id: str
+    """of the question, which several debates may be about"""
+    view: DebateView
+    verdict: Winner
+    """what its judge said; INVALID where nobody was asked"""
+
+    @property
+    def label(self) -> Winner | None:
+        """The one option that is right; None where the task does not say, or several are right, or none."""
+        right = [i for i, seat in enumerate(self.view.both()) if seat.correct]
+        known = all(seat.correct is not None for seat in self.view.both())
+        return Winner(Seat(right[0]).name) if known and len(right) == 1 else None
+
+    def row(self) -> dict[str, Any]:
+        """As a line of a file that `load_debates` reads."""
+        return {"instance_id": self.instance_id, "view": view_record(self.view), "verdict": self.verdict.value}
+
+
+def load_debates(path: str | Path) -> list[SavedDebate]:
+    """The debates of a run's folder (debate_*.json, in the order of their names), or of a .jsonl file of `SavedDebate.row`.
+
+    Raises:
+        ConfigurationError: there is no such file, or no debate below the folder.
+        DataFormatError: a record that holds no view of a debate, with its place.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return read_file(place, _of_row, EXPECTED, "debates")
+    files = sorted(place.rglob("debate_*.json"), key=lambda file: (file.parent.name, file.name))
+    if not files:
+        raise ConfigurationError(
+            f"debates={str(path)!r}: neither a .jsonl file nor a folder with debate_*.json; give the folder of a run of "
+            "debate_rs_grpo (num_groups_to_log says how many groups of a step are written)"
+        )
+    return [_of_file(file) for file in files]
+
+
+def labelled(debates: Sequence[SavedDebate]) -> list[SavedDebate]:
+    """Those of which exactly one option is right. Raises ConfigurationError when there is none."""
+    found = [debate for debate in debates if debate.label is not None]
+    if not found:
+        raise ConfigurationError(
+            f"none of the {len(debates)} debates has exactly one right side, by which a judge could be trained or measured"
+        )
+    return found
+
+
+def _of_row(row: Row) -> SavedDebate:
+    return _read(row.content)
+
+
+def _of_file(file: Path) -> SavedDebate:
+    try:
+        return _read(json.loads(file.read_text()))
+    except ValueError as error:
+        raise DataFormatError(f"{file}: {error}; expected {EXPECTED}") from error
+
+
+def _read(record: Mapping[str, Any]) -> SavedDebate:
+    try:
+        return SavedDebate(str(record["instance_id"]), read_view(record["view"]), Winner(record["verdict"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataFormatError(f"holds no view of a debate ({type(error).__name__}: {error})") from error

@@ -1,0 +1,50 @@
+"""`metrics.json`: the steps of a run as one JSON list, for programs that read one value. Everything is in metrics.jsonl.
+
+An entry has `step`, `stage` (train, or final for the evaluation at the end), and as far as they were measured the values of
+REWARD_LIST, and in a mixture `reward/<environment>`.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tinker_cookbook.utils.files import write_text
+from tinker_cookbook.utils.loggers import Logger, Metrics
+
+METRICS_JSON_BASE_NAME = "metrics.json"
+REWARD_LIST = {
+    "env/all/reward/total": "reward",
+    "test/env/all/reward/total": "test_reward",
+    "train/loss_sum": "loss",
+    "sampling_client/step_max": "sampler_step",
+    "optim/kl_sample_train_v2": "kl",
+    "time/total": "seconds",
+}
+"""What an entry has, by the metric that it is."""
+
+
+class RewardListLogger(Logger):
+    """The file is whole at any time. The first step that is added replaces what an earlier start wrote from there on."""
+
+    def __init__(self, log_dir: str | Path) -> None:
+        self._path = Path(log_dir) / METRICS_JSON_BASE_NAME
+        self._rows: list[dict[str, Any]] | None = None
+
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Add one step and write the list; without a step there is nothing to add."""
+        if step is None:
+            return
+        if self._rows is None:
+            earlier = json.loads(self._path.read_text()) if self._path.exists() else []
+            self._rows = [row for row in earlier if row["step"] < step]
+        stage = "train" if "env/all/reward/total" in metrics else "final"
+        short = {label: metrics[key] for key, label in REWARD_LIST.items() if key in metrics}
+        tags = {f"reward/{tag}": value for key, value in metrics.items() if (tag := _tag_of_reward(key)) is not None}
+        self._rows.append({"step": step, "stage": stage, **short, **tags})
+        write_text(self._path, json.dumps(self._rows, indent=0) + "\n")
+
+
+def _tag_of_reward(key: str) -> str | None:
+    found = re.fullmatch(r"env/(.+)/reward/total", key)
+    return found[1] if found is not None and found[1] != "all" else None

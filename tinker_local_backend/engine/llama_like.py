@@ -1,0 +1,213 @@
+"""The decode step of Llama, Qwen2, Qwen3 and Mistral with fewer and larger operations than transformers' modules have.
+
+Products of one input are one product (queries, keys and values; gate and up), with the adapters' deltas joined in the same
+way; queries and keys are normalised and rotated together. The weights stay where they are: the modules' own become views of
+the joined ones. Only what transformers itself builds, class by class, is run so, and only after its hidden states were
+compared with the modules' (`checked_decoder`); everything else runs through the modules.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention, decode_attention
+from tinker_local_backend.engine.lora import Adapter, LoraLinear, Spans
+from tinker_local_backend.engine.products import linear
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = {
+    llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm),
+    mistral.MistralModel: (
+        mistral.MistralDecoderLayer,
+        mistral.MistralAttention,
+        mistral.MistralMLP,
+        mistral.MistralRMSNorm,
+    ),
+    qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP, qwen2.Qwen2RMSNorm),
+    qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen3.Qwen3MLP, qwen3.Qwen3RMSNorm),
+}
+"""Classes of the layers, and of what is in them, by that of the model."""
+
+
+class JoinedLinear:
+    """Linears with the same input as one product, (rows, in) -> (rows, out of the first, of the second, ...).
+
+    Their weights become views of the joined one.
+    """
+
+    def __init__(self, parts: Sequence[LoraLinear]):
+        self._parts = parts
+        self.sizes = [part.out_features for part in parts]
+        weights: list[torch.Tensor] = [part.weight.detach() for part in parts]
+        self.weight = torch.cat(weights) if len(parts) > 1 else weights[0]
+        for part, rows in zip(parts, self.weight.split(self.sizes), strict=True):
+            part.weight = nn.Parameter(rows, requires_grad=False)
+        biases = [part.bias for part in parts if part.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        self._a: weakref.WeakKeyDictionary[Adapter, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def __call__(self, x_RI: torch.Tensor, spans: Spans) -> torch.Tensor:
+        y_RO = linear(x_RI, self.weight, self.bias)
+        for rows, adapter in spans:
+            present = [part.name in adapter.a for part in self._parts]
+            if not any(present):
+                continue
+            own = x_RI.index_select(0, rows) if isinstance(rows, torch.Tensor) else x_RI[rows]
+            inner = linear(own, self._joined_a(adapter, x_RI.dtype))
+            first, rank = 0, 0
+            for part, size, there in zip(self._parts, self.sizes, present, strict=True):
+                if there:
+                    b = adapter.b[part.name].to(x_RI.dtype)
+                    columns, ranks = slice(first, first + size), slice(rank, rank + b.shape[1])
+                    if isinstance(rows, torch.Tensor):
+                        y_RO[:, columns].index_add_(0, rows, inner[:, ranks] @ b.t(), alpha=adapter.spec.scale)
+                    else:
+                        y_RO[rows, columns].addmm_(inner[:, ranks], b.t(), alpha=adapter.spec.scale)
+                    rank += b.shape[1]
+                first += size
+        return y_RO
+
+    def _joined_a(self, adapter: Adapter, dtype: torch.dtype) -> torch.Tensor:
+        """(ranks, in): the A matrices below each other; made once for a snapshot. One that is being trained changes."""
+        joined = self._a.get(adapter)
+        if joined is None:
+            matrices = [adapter.a[part.name] for part in self._parts if part.name in adapter.a]
+            joined = (torch.cat(matrices) if len(matrices) > 1 else matrices[0]).detach().to(dtype)
+            if not any(matrix.requires_grad for matrix in matrices):
+                self._a[adapter] = joined
+        return joined
+
+
+class _Layer:
+    """A decoder layer."""
+
+    def __init__(self, layer: Any, window: int | None):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm, self.mlp_norm, self.activation = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            mlp.act_fn,
+        )
+        self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out, self.down = JoinedLinear([attention.o_proj]), JoinedLinear([mlp.down_proj])
+        self.gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        self.head_dim = int(attention.head_dim)
+        self.heads, self.kv_heads = (size // self.head_dim for size in self.qkv.sizes[:2])
+        self.attention = LayerAttention(int(attention.layer_idx), float(attention.scaling), None, window)
+        self.norm_weight: torch.Tensor | None = None
+        """(heads + kv_heads, head_dim): of the norms of queries and keys, where there are any"""
+        if hasattr(attention, "q_norm"):
+            self.eps = float(attention.q_norm.variance_epsilon)
+            own = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.kv_heads)
+            self.norm_weight = torch.cat([weight.expand(heads, -1) for weight, heads in own])
+
+    def step(
+        self, x_RH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: DecodePlan, spans: Spans
+    ) -> torch.Tensor:
+        rows, rotated = len(x_RH), self.heads + self.kv_heads
+        qkv = self.qkv(_norm(x_RH, self.input_norm), spans).view(rows, -1, self.head_dim)
+        qk, value = qkv[:, :rotated], qkv[:, rotated:]
+        if self.norm_weight is not None:
+            qk = _normalised(qk, self.eps) * self.norm_weight
+        # `sin` has the sign of the half that is rotated in.
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        query, key = qk[:, : self.heads], qk[:, self.heads :]
+        by_head = [part.transpose(0, 1)[None] for part in (query, key, value)]
+        attended = decode_attention(self.attention, by_head[0], by_head[1], by_head[2], plan).view(rows, -1)
+        x_RH = x_RH + self.out(attended, spans)
+        gate, up = self.gate_up(_norm(x_RH, self.mlp_norm), spans).split(self.gate_up.sizes, dim=1)
+        return x_RH.add_(self.down(self.activation(gate).mul_(up), spans))
+
+
+class LlamaLikeDecoder:
+    """One new token for each of R sequences. `of` says whether a model can have it."""
+
+    def __init__(self, body: Any, windows: Sequence[int | None]):
+        self._embedding, self._rotary, self._final_norm = body.embed_tokens, body.rotary_emb, body.norm
+        self._layers = [_Layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
+
+    @classmethod
+    def of(cls, body: nn.Module, windows: Sequence[int | None]) -> LlamaLikeDecoder | None:
+        """body: transformers' model without its head, with LoraLinears. windows: of each layer, as it is without this.
+
+        None: it is not made of exactly the known classes.
+        """
+        known = _KNOWN.get(type(body))  # pyright: ignore[reportArgumentType]
+        model: Any = body
+        if known is None or type(model.norm) is not known[3] or type(model.embed_tokens) is not nn.Embedding:
+            return None
+        for layer in model.layers:
+            parts = (layer, layer.self_attn, layer.mlp, layer.input_layernorm)
+            norms = [layer.post_attention_layernorm]
+            norms += [getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
+            linears = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkvo"]
+            linears += [getattr(layer.mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
+            if tuple(map(type, parts)) != known or any(type(norm) is not known[3] for norm in norms):
+                return None
+            if any(type(part) is not LoraLinear for part in linears):
+                return None
+            for joined in (linears[:3], linears[4:6]):
+                if len({getattr(part, "bias", None) is None for part in joined}) > 1:
+                    return None
+        with torch.inference_mode(False), torch.no_grad():  # training differentiates through the weights
+            return cls(body, windows)
+
+    def hidden_states(
+        self, tokens_R: torch.Tensor, positions_R: torch.Tensor, plan: DecodePlan, spans: Spans
+    ) -> torch.Tensor:
+        """Final hidden states (R, hidden), as the model's own modules compute them."""
+        x_RH = self._embedding(tokens_R)
+        cos, sin = (part[0][:, None] for part in self._rotary(x_RH, positions_R[None]))
+        half = cos.shape[-1] // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        for layer in self._layers:
+            x_RH = layer.step(x_RH, cos, sin, plan, spans)
+        return _norm(x_RH, self._final_norm)
+
+
+def checked_decoder(
+    name: str,
+    body: nn.Module,
+    windows: Sequence[int | None],
+    plan: DecodePlan,
+    tokens_R: torch.Tensor,
+    expected_RH: torch.Tensor,
+) -> LlamaLikeDecoder | None:
+    """Of a model that can have one, if it gives the hidden states that the modules gave for these tokens."""
+    decoder = LlamaLikeDecoder.of(body, windows)
+    if decoder is None:
+        return None
+    found_RH = decoder.hidden_states(tokens_R, plan.lengths, plan, [])
+    error = float((found_RH - expected_RH).norm() / expected_RH.norm().clamp(min=1e-12))
+    if not error <= (1e-5 if expected_RH.dtype == torch.float32 else 1e-1):
+        logger.warning(
+            "model %r: joined operations give other hidden states than its modules (relative error %.1e); decoding goes "
+            "through the modules, which is slower",
+            name,
+            error,
+        )
+        return None
+    return decoder
+
+
+def _norm(x: torch.Tensor, module: Any) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+    return _normalised(x, module.variance_epsilon) * module.weight
+
+
+def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divided by the root of its mean square, in float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)

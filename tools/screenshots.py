@@ -1,0 +1,75 @@
+"""The pictures of README: a debate and the curves of a sweep, as the report of real runs shows them.
+
+    make screenshots
+
+Needs Chromium and playwright (the extra browser).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tinker_cookbook.report.page import write_page
+from tinker_cookbook.report.runs import open_runs
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "images"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+RUNS = {
+    "debate": ("recipes.debate_rs_grpo", "max_steps=8", "eval_every=0", "log_path={}"),
+    "sweep": (
+        "recipes.sweep", "recipe=recipes.rl_basic", "grid.learning_rate=1e-4,1e-3", "seeds=0,1,2", "set.max_steps=12",
+        "set.eval_every=0", "processes=0", "sweep_dir={}",
+    ),
+}  # fmt: skip
+
+SHOTS = (("debate", "rollouts", "light"), ("sweep", "curves", "dark"))
+"""run, panel and colours of each picture"""
+
+
+def chromium() -> str:
+    """The path of a Chromium. Raises SystemExit that says how to install one."""
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        raise SystemExit("Chromium is needed: apt-get install chromium (Debian), or any that is on the PATH")
+    return found
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    browser_path = chromium()
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for name, panel, colours in SHOTS:
+            folder = Path(scratch) / name
+            command = [sys.executable, "-m", *(part.format(folder) for part in RUNS[name])]
+            print(" ".join(command[2:]), flush=True)
+            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            page_path = Path(scratch) / f"{name}.html"
+            page_path.write_bytes(write_page(open_runs([str(folder)]), name))
+            context = browser.new_context(viewport={"width": 1280, "height": 780}, color_scheme=colours)
+            page = context.new_page()
+            page.goto(f"{page_path.as_uri()}#panel={panel}")
+            if panel == "rollouts":
+                # A debate that was won and whose winner has an advantage.
+                page.get_by_label("steps (3 or 2-5)").fill("7")
+                page.locator(".list .row:not(:has-text('left out')):not(:has-text('INVALID'))").first.wait_for()
+                page.locator(".list .row", has_text="0.").locator("visible=true").first.click()
+                page.wait_for_selector(".said.reply")
+            else:
+                page.wait_for_selector(".chart canvas")
+            page.screenshot(path=FOLDER / f"report-{panel}-{colours}.png")
+            context.close()
+        browser.close()
+    print(f"wrote {len(SHOTS)} pictures to {FOLDER}")
+
+
+if __name__ == "__main__":
+    main()
