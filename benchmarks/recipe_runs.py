@@ -160,6 +160,21 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(Measure("test/env/all/correct", "up"),),
     ),
     RecipeRun(
+        "recipes.debate_tournament",
+        folder_key="save_dir",
+        small=("items=2", "players=honest,liar,verbose"),
+        files=("tournament.json", "tournament.md"),
+    ),
+    RecipeRun(
+        "recipes.compare",
+        folder_key="save_dir",
+        small=(
+            "recipes.few=recipes.single_turn max_steps=1 eval_every=1 max_eval_items=2 num_rollouts=16 num_groups=2",
+            "recipes.debate=recipes.debate_rs_grpo max_steps=1 eval_every=1 max_eval_items=2 num_rollouts=16 num_groups=2",
+        ),
+        files=("compare.json", "compare.md", "compare.svg"),
+    ),
+    RecipeRun(
         "recipes.debate_judge.create_data",
         folder_key=None,
         arguments=("output_path={folder}/debates.jsonl",),
@@ -276,6 +291,10 @@ RECIPES: tuple[RecipeRun, ...] = (
 )
 
 NOT_SMOKED = {
+    "recipes.rubric": "needs a model that grades; tests/tasks/test_lm_rubric.py runs it with a scripted one",
+    "recipes.replay": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
+    "recipes.debate_rejudge": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
+    "recipes.debate_pairs": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.prompt_distillation.multilingual": "writes a shipped data file",
     "recipes.check_artifacts": "takes the folder of a run; tests/recipes/test_check_artifacts.py runs it",
 }

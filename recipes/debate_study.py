@@ -21,7 +21,6 @@ from statistics import fmean
 
 import chz
 from rich.console import Console
-from rich.table import Table
 
 from recipes.common import RL_LEARNING_RATE, RL_SHARE, by_model, open_log_path, settle
 from recipes.rl_common import TaskConfig, check_groups
@@ -33,6 +32,7 @@ from tinker_cookbook.debate.oversight import PROTOCOLS, OversightGroupBuilder
 from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, OversightDatasetBuilder
 from tinker_cookbook.debate.step_judges import StepJudgeConfig
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -290,9 +290,7 @@ def sentence(runs: Sequence[Run]) -> str:
 
 def markdown(runs: Sequence[Run]) -> str:
     """The table and the sentence."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(row) + " |" for row in table_rows(runs)]
-    return "\n".join([*lines, "", sentence(runs)])
+    return "\n".join([markdown_table(COLUMNS, table_rows(runs)), "", sentence(runs)])
 
 
 def fill_page(path: str, section: str) -> str:
@@ -338,15 +336,10 @@ def _run_process(arguments: tuple[CLIConfig, Path, str, int, Measured]) -> Run:
 
 def show(runs: Sequence[Run]) -> None:
     """The columns of the table that a terminal has room for, and the sentence."""
-    table = Table(title="Held-out items, mean [95 % interval]", title_justify="left")
     shown = [COLUMNS.index(column) for column in SHOWN]
-    for column in SHOWN:
-        table.add_column(column, overflow="fold", no_wrap=column == SHOWN[0])
-    for row in table_rows(runs):
-        table.add_row(*(row[i] for i in shown))
-    console = Console(soft_wrap=True)
-    console.print(table)
-    console.print(sentence(runs))
+    rows = [[row[i] for i in shown] for row in table_rows(runs)]
+    print_table("Held-out items, mean [95 % interval]", SHOWN, rows)
+    Console(soft_wrap=True).print(sentence(runs))
 
 
 async def main(cli: CLIConfig) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, memory_child, rates, rl_step, rollout_rate, sampling, training
+from benchmarks import memory, memory_child, precision, rates, rl_step, rollout_rate, sampling, training
 from benchmarks.config import environment
 from benchmarks.errors import BenchmarkError
 from benchmarks.memory_child import Job, Peak
@@ -33,6 +33,16 @@ def test_sampling(quick_comparison: dict) -> None:
     kl, largest = map(float, report.tables[1].rows[0])
     assert abs(kl) < 1e-4 and largest < 1e-3
     assert report.tables[2].rows == [[rows, *[NOT_MEASURED] * 4] for rows in ("64", "256")]
+
+
+def test_precision(quick_comparison: dict) -> None:
+    keys = {key: value for key, value in quick_comparison.items() if key != "peers"}
+    speeds, errors = precision.run(precision.Config(**keys)).tables
+    assert [row[0] for row in speeds.rows] == [
+        f"{dtype}, {kind}" for dtype in ("float32", "bfloat16") for kind in ("base", "LoRA")
+    ]
+    for _, mean, _, largest, kl in errors.rows:
+        assert 1e-5 < float(mean) < float(largest) < 0.3 and abs(float(kl)) <= float(mean)
 
 
 def test_rollout_rate(quick_comparison: dict) -> None:

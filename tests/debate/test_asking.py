@@ -191,7 +191,7 @@ class TestLive:
 
             def fork(self, *key):
                 if key and key[0] == "judge":
-                    return ScriptedCompleter({key[-1]: [speech(RENDERER, says)]}, key[-1])
+                    return ScriptedCompleter({0: [speech(RENDERER, says)]})
                 return super().fork(*key)
 
         policy = Policy({i: three_turns(RENDERER, text) for i, text in enumerate((RIGHT, WRONG))})

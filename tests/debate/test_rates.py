@@ -1,21 +1,24 @@
 """What the metrics of debates show when something is planted: a position, a length, a hole in the judge."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from recipes import debate_rs_grpo
-from tests.debate.arena import RIGHT, WRONG, hold, make_renderer, speech
+from tests.debate.arena import ITEM, RIGHT, WRONG, hold, make_protocol, make_renderer, speech
+from tests.fakes import ScriptedCompleter
 from tinker_cookbook import config_tree
-from tinker_cookbook.debate.judges import Judge
+from tinker_cookbook.debate.env import DebateGroupBuilder
+from tinker_cookbook.debate.judges import Judge, JudgeConfig, make_judge
 from tinker_cookbook.debate.metrics import member_metrics
 from tinker_cookbook.debate.modes import get_mode
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.transcript import Transcript, Turn
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
+from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Score, TaskItem
 from tinker_cookbook.utils.files import read_jsonl
@@ -73,6 +76,24 @@ def test_a_fair_coin_has_no_bias_and_gives_both_seats_the_same() -> None:
     for name in ("position_bias", "verbosity_bias", "agent_score_difference"):
         assert found[f"{name}_low"] < 0 < found[f"{name}_high"], name
     assert abs(found["win_if_correct"] - found["win_if_wrong"]) < 0.3
+
+
+@pytest.mark.parametrize("judge", ["scripted:longer", "scripted:truth", "confidence"])
+def test_a_symmetric_judge_gives_both_seats_the_same(judge: str) -> None:
+    """The same two players in either seat: what A has in one debate B has in the other."""
+    players = [
+        [f"{RIGHT}<CONFIDENCE>0.9</CONFIDENCE>", "so", "so"],
+        [f"{WRONG}<CONFIDENCE>0.4</CONFIDENCE>", "so so so", "so"],
+    ]
+    spoken = [[speech(RENDERER, text) for text in player] for player in players]
+    made = asyncio.run(make_judge(JudgeConfig(name=judge)))
+    protocol = replace(make_protocol(RENDERER, "qa", made), mode=get_mode("judge"))
+    builder = DebateGroupBuilder(protocol, ITEM, 1, (4, 2))
+    held = [
+        asyncio.run(do_group_rollout(builder, ScriptedCompleter(dict(enumerate(pair))))).get_total_rewards()
+        for pair in (spoken, spoken[::-1])
+    ]
+    assert held[0] == held[1][::-1] and sorted(held[0]) == [-1.0, 1.0]
 
 
 class Made:

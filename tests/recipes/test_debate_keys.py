@@ -109,9 +109,13 @@ def test_help_explains_them(capsys: pytest.CaptureFixture[str]) -> None:
         ("task=summary", "protocol.quotes=true", "judge=scripted:longer"),
     ],
 )
-def test_a_run(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run(arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To its end; the tiny judge may find nobody, and then the run says that it trained nothing."""
     small = ("num_rollouts=16", "num_groups=2", "max_steps=1", "eval_every=0", "max_tokens=24", "lora_rank=4")
     argv = [*arguments, *small, "on_zero_advantages=skip", f"log_path={tmp_path / 'run'}"]
-    run_recipe(debate_rs_grpo.CLIConfig, debate_rs_grpo.main, argv=argv)
+    try:
+        run_recipe(debate_rs_grpo.CLIConfig, debate_rs_grpo.main, argv=argv)
+    except SystemExit:
+        assert "trained nothing" in capsys.readouterr().err
     (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert 0 <= row["env/all/debate/won"] <= 1 and "env/all/debate/invalid" in row

@@ -41,7 +41,7 @@ def sl_basic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SLOW = {"recipes.validate_gpu", "recipes.preference.rlhf_pipeline"}
+SLOW = {"recipes.validate_gpu", "recipes.compare", "recipes.preference.rlhf_pipeline"}
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ class TestAdvantages:
             ("mean", [-0.75, 0.25, 0.25, 0.25]),
             ("zscore", [-(3**0.5), 3**-0.5, 3**-0.5, 3**-0.5]),
             ("constant", [1.0, 1.0, 1.0, 1.0]),
+            ("none", [0.0, 1.0, 1.0, 1.0]),
         ],
     )
     def test_golden_numbers(self, baseline: str, expected: list[float]) -> None:

@@ -53,6 +53,18 @@ class TestScale:
             [1 / 5] * 5
         )
 
+    def test_turn_divides_by_the_tokens_of_each_turn(self) -> None:
+        """The first turn is compared with the others' first one, later ones are worth their reward."""
+        talkers = [
+            trajectory(turn([1], said([2] * 4), first), turn([1, 2, 2, 2, 2, 9], said([5] * 2), second))
+            for first, second in ((1.0, 1.0), (0.0, -1.0))
+        ]
+        members = TrajectoryGroup(talkers, [0.0, 0.0], [{}, {}])
+        found = total_advantages(prepare([members], credit="turn", scale="turn", later_baseline="none"))
+        assert found == [pytest.approx([0.5 / 4] * 4 + [0.5] * 2), pytest.approx([-0.5 / 4] * 4 + [-0.5] * 2)]
+        found = total_advantages(prepare([members], credit="turn", scale="turn", baseline="zscore"))
+        assert found[0] == pytest.approx([1 / 4] * 4 + [1 / 2] * 2)
+
     def test_metadata_keeps_the_places_of_filtered_groups(self) -> None:
         batch = prepare([group([1.0, 1.0]), self.members], True)
         assert [(m["group_idx"], m["traj_idx"]) for m in batch.metadata_D] == [(1, 0), (1, 1)]

@@ -8,8 +8,9 @@ import json
 import os
 import sys
 
-SILENT, DEADLY, REFUSED, NOT_A_NUMBER, SHORT = 7, 8, 9, 10, 11
-"""First tokens of a prompt: never answered; ends the process; refused; a logprob that is NaN; ends before its time."""
+SILENT, DEADLY, REFUSED, NOT_A_NUMBER, SHORT, CHATTY = 7, 8, 9, 10, 11, 12
+"""First tokens of a prompt: never answered; ends the process; refused; a logprob that is NaN; ends before its time; is
+answered with something else than JSON."""
 
 LOGPROB = -1.25
 
@@ -64,6 +65,8 @@ def main() -> None:
                     os._exit(3)
                 if kind == REFUSED:
                     answer(failed=command["id"], error="ValueError: no such adapter layout")
+                elif kind == CHATTY:
+                    print("vLLM says hello", flush=True)
                 elif kind != SILENT:
                     complete(command)
 

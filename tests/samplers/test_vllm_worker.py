@@ -17,7 +17,7 @@ import tinker
 
 from tests.engine.helpers import STEP, cross_entropy_datum, prompt
 from tests.samplers.conftest import StandIn, vllm_sampler
-from tests.samplers.stand_in import DEADLY, LOGPROB, NOT_A_NUMBER, REFUSED, SHORT, SILENT
+from tests.samplers.stand_in import CHATTY, DEADLY, LOGPROB, NOT_A_NUMBER, REFUSED, SHORT, SILENT
 from tinker_local_backend import ModelLoadError, RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.noise import mix_seed
 from tinker_local_backend.errors import EngineClosedError, SamplingError
@@ -126,6 +126,11 @@ class TestErrors:
     def test_nan_is_a_diverged_adapter(self, ask: Ask) -> None:
         with pytest.raises(RequestError, match="diverged"):
             ask([NOT_A_NUMBER, 40], samples=2).result()
+
+    def test_an_answer_that_is_not_understood_ends_it(self, ask: Ask, stand_in: StandIn) -> None:
+        with pytest.raises(SamplingError, match=r"its answer b'vLLM says hello.*' is not understood \(JSONDecodeError"):
+            ask([CHATTY]).result()
+        assert ask([1, 40]).result().sequences[0].tokens == [41, 42, 43]
 
     def test_an_end_before_its_time_is_no_completion(self, ask: Ask) -> None:
         with pytest.raises(SamplingError, match=r"ended a completion after 1 tokens \(length\)"):
@@ -280,6 +285,12 @@ class TestStart:
         settings = VllmSettings.from_environment(sampler._model.device)
         assert engine_arguments(sampler._model, settings, 600)["max_lora_rank"] == 600
         assert [largest_rank(rank) for rank in (1, 8, 9, 512)] == [8, 8, 16, 512]
+
+    def test_a_rank_that_vllm_has_no_room_for_is_refused(self, service: ServiceClient, model: str) -> None:
+        training = service.create_lora_training_client(model, rank=513, seed=0).result()
+        client = training.save_weights_and_get_sampling_client().result()
+        with pytest.raises(RequestError, match="an adapter of rank 513: vLLM takes at most 512"):
+            client.sample(prompt([1]), 1, tinker.SamplingParams(max_tokens=1))
 
     def test_one_that_does_not_start(self, service: ServiceClient, stand_in: StandIn, model: str) -> None:
         stand_in.write(fatal="ValueError: head_dim 16 is not supported")

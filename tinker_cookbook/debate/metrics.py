@@ -113,7 +113,7 @@ def _right_options(transcript: Transcript) -> list[bool] | None:
     return right if len(right) > 1 else [right[0], not right[0]]
 
 
-def _accuracy(verdict: Verdict, right: Sequence[bool]) -> float:
+def accuracy(verdict: Verdict, right: Sequence[bool]) -> float:
     """Whether the verdict falls on something right; of a tie the share that is, and 0 without a verdict."""
     if verdict.winner is Winner.INVALID:
         return 0.0
@@ -129,7 +129,7 @@ def _truth_metrics(transcript: Transcript, verdict: Verdict, right: Sequence[boo
     - debate/no_debate_accuracy, with_key_accuracy, held_out_accuracy: judge_accuracy_overall of the verdicts that `measure` and
       `held_out_judge` asked for; gain_over_no_debate: what the speeches add, debate by debate
     """
-    overall = _accuracy(verdict, right)
+    overall = accuracy(verdict, right)
     metrics: Metrics = {"debate/judge_accuracy_overall": overall}
     if sum(right) == 1:
         metrics["debate/judge_accuracy_disagree"] = overall
@@ -142,7 +142,7 @@ def _truth_metrics(transcript: Transcript, verdict: Verdict, right: Sequence[boo
         of_wrong = fmean(share for share, is_right in zip(told, right, strict=True) if not is_right)
         metrics["debate/agent_score_difference"] = of_right - of_wrong
     for name, said in transcript.measured.items():
-        metrics[f"debate/{name}_accuracy"] = _accuracy(said, right)
+        metrics[f"debate/{name}_accuracy"] = accuracy(said, right)
     if "no_debate" in transcript.measured:
         metrics["debate/gain_over_no_debate"] = overall - metrics["debate/no_debate_accuracy"]
     return metrics

@@ -50,7 +50,7 @@ class JoinedLinear:
     def __init__(self, parts: Sequence[LoraLinear]):
         self._parts = parts
         self.sizes = [part.out_features for part in parts]
-        weights: list[torch.Tensor] = [part.weight.detach() for part in parts]
+        weights: tuple[torch.Tensor, ...] = tuple(part.weight for part in parts)
         self.weight = torch.cat(weights) if len(parts) > 1 else weights[0]
         for part, rows in zip(parts, self.weight.split(self.sizes), strict=True):
             part.weight = nn.Parameter(rows, requires_grad=False)

@@ -38,7 +38,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if torch.is_grad_enabled() and x.requires_grad:
         result: Any = _Linear.apply(x, weight, bias)
         return result
-    return by_onednn(x, weight, bias)
+    return _by_either(x, weight, bias)
 
 
 def for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -52,6 +52,16 @@ def for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The same, by oneDNN, whatever the sizes; not recorded by autograd."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _by_either(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """By oneDNN; by MKL where there is no memory for the code that oneDNN makes for each shape."""
+    try:
+        return by_onednn(x, weight, bias)
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        return F.linear(x, weight, bias)
 
 
 def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -68,11 +78,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.weight = weight  # frozen: nothing changes it before the backward pass
-        return by_onednn(x, weight, bias)
+        return _by_either(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return by_onednn(gradients[0].contiguous(), ctx.weight.t()), None, None
+        return _by_either(gradients[0].contiguous(), ctx.weight.t()), None, None
 
 
 @cache

@@ -113,7 +113,7 @@ def _invert(probs_RV: torch.Tensor, draws_R: torch.Tensor) -> tuple[torch.Tensor
     """The first token whose cumulative mass exceeds a uniform share of the whole, and the whole (rows,) in float64.
 
     Masses are added up in float64 (in float32 the rare half of a large vocabulary could never be drawn); for a large one in
-    two stages, a block of it by the blocks' masses, then a token within that.
+    two stages, a block of it by the blocks' masses (each summed up in float32), then a token within that.
     """
     # right=True: the first index whose cumulative mass exceeds the target, so what has no mass is never chosen. Only a row
     # of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
@@ -126,7 +126,7 @@ def _invert(probs_RV: torch.Tensor, draws_R: torch.Tensor) -> tuple[torch.Tensor
         return tokens_R1[:, 0].clamp(max=vocabulary - 1), mass_R1[:, 0]
     padding = -vocabulary % BLOCK
     blocks_RNB = (F.pad(probs_RV, (0, padding)) if padding else probs_RV).view(rows, -1, BLOCK)
-    mass_RN = blocks_RNB.sum(dim=-1, dtype=torch.float64)
+    mass_RN = blocks_RNB.sum(dim=-1).double()  # of few numbers, so float32 is enough, and the row is not copied
     upto_RN = mass_RN.cumsum(dim=-1)
     target_R1 = draws_R1 * upto_RN[:, -1:]
     block_R1 = torch.searchsorted(upto_RN, target_R1, right=True).clamp(max=upto_RN.shape[1] - 1)

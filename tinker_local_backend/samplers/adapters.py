@@ -32,7 +32,7 @@ class AdapterShelf:
     On a CPU vLLM runs rows without an adapter through the one in its last slot, so a process must have one more than `slots`.
 
     Args:
-        folder: where they are written; it is made, and removed by `close`.
+        folder: where they are written, and nothing else; `close` removes it.
         unload: tells vLLM to forget one.
         post: the engine's; a snapshot may be collected on any thread.
     """

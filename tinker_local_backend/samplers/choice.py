@@ -25,8 +25,11 @@ def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int
     settings = VllmSettings.from_environment(model.device)
     if settings.url is None:
         connect = partial(WorkerProcess.start_vllm, model, settings)
-        folder = Path(tempfile.mkdtemp(prefix="tinker-local-vllm-"))
+        parent = None
     else:
         connect = partial(VllmServer.connect, settings.url)
-        folder = local_home() / "vllm_adapters"  # which the server must see too
+        parent = local_home() / "vllm_adapters"  # which the server must see too
+        parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="tinker-local-vllm-", dir=parent))
+    folder.chmod(0o755)  # a server may be another user's
     return VllmSampler(model, own, random_seed, post, connect, settings, folder)

@@ -23,7 +23,7 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
 from tinker_local_backend.engine.noise import mix_seed
-from tinker_local_backend.engine.requests import SamplerLimits
+from tinker_local_backend.engine.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling import Post
 from tinker_local_backend.engine.stopping import append_token
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket, diverged
@@ -31,8 +31,9 @@ from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
 from tinker_local_backend.errors import LocalBackendError, ModelLoadError, SamplingError
 from tinker_local_backend.samplers.adapters import AdapterFiles, AdapterShelf
 from tinker_local_backend.samplers.transport import Connect, Died, Event, Failed, Order, Part, Ready, Tokens, Transport
-from tinker_local_backend.samplers.vllm_rules import first_answers
+from tinker_local_backend.samplers.vllm_rules import Rules, first_answers
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
+from tinker_local_backend.samplers.worker_process import RANKS
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +106,13 @@ class VllmSampler:
             ready, rules = first_answers(transport, self._events, model, blank, where)
         except BaseException:
             self._disconnect()
+            self._shelf.close()
             raise
         self._limits = SamplerLimits(
             ready.max_model_len,
             "context of vLLM",
             "raise the server's --max-model-len" if settings.url else "raise TINKER_LOCAL_VLLM_MAX_MODEL_LEN",
-            rules.refusal,
+            partial(self._refusal, rules),
         )
         logger.info("sampling %s with %s (version %s)", model.name, where, ready.version)
 
@@ -165,6 +167,12 @@ class VllmSampler:
         self._held.clear()
         self._disconnect()
         self._shelf.close()
+
+    def _refusal(self, rules: Rules, request: SamplingRequest) -> str | None:
+        rank = 0 if request.adapter is None else request.adapter.spec.rank
+        if rank > RANKS[-1] and self._settings.url is None:
+            return f"an adapter of rank {rank}: vLLM takes at most {RANKS[-1]}; train one of at most that rank"
+        return rules.refusal(request)
 
     # Prompts
 
@@ -248,7 +256,8 @@ class VllmSampler:
                 self._fail(ticket, diverged(f"after {len(request.prompt) + len(sequence.tokens)} tokens"))
                 return
             if request.topk_logprobs:
-                assert part.topk is not None
+                if part.topk is None:
+                    raise ValueError("no likeliest tokens")
                 ids, logprobs = zip(*part.topk[i][: request.topk_logprobs], strict=True)
                 sequence.topk.append((np.array(ids, dtype=np.int64), np.array(logprobs, dtype=np.float32)))
             if append_token(sequence, token, logprob, request, self._model.tokenizer):
@@ -309,7 +318,11 @@ class VllmSampler:
     def _take(self, event: Event) -> None:
         if isinstance(event, Tokens):
             for part in event.parts:
-                self._take_part(part)
+                try:
+                    self._take_part(part)
+                except (LookupError, TypeError, ValueError) as error:
+                    why = f"{self._where} gave an answer that is not understood ({type(error).__name__}: {error})"
+                    self._fail(self._samples[part.number].ticket, SamplingError(why))
         elif isinstance(event, Failed) and event.number in self._samples:
             ticket = self._samples[event.number].ticket
             self._fail(ticket, SamplingError(f"{self._where} refused the request: {event.error}"))

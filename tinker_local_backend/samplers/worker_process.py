@@ -155,11 +155,17 @@ class WorkerProcess:
         assert stdout is not None
         fatal = None
         for line in stdout:
-            message = json.loads(line)
-            if "fatal" in message:
+            try:
+                message = json.loads(line)
+                event = None if "fatal" in message else _event(message)
+            except (LookupError, TypeError, ValueError) as error:
+                fatal = f"its answer {line[:200]!r} is not understood ({type(error).__name__}: {error})"
+                self._process.kill()
+                break
+            if event is None:
                 fatal = message["fatal"]
             elif not self._closed:
-                self._on_event(_event(message))
+                self._on_event(event)
         code = self._process.wait()
         stdout.close()
         if not self._closed:

@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, NoReturn
 
 from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import (
     CheckpointError,
     EngineClosedError,
@@ -50,6 +51,7 @@ class EngineProcess:
         if first is None:
             return
         try:
+            check_environment()
             ready = Frame({"models": [self._load(name) for name in first.fields["models"]]})
         except LocalBackendError as error:
             ready = Frame({"error": str(error)})

@@ -1,0 +1,46 @@
+"""DPO from debates: writes the winners' answers against the losers' as preferences, which recipes.preference.train takes.
+
+python -m recipes.debate_pairs debates=RUN output_path=pairs.jsonl
+python -m recipes.preference.train dataset=pairs.jsonl
+"""
+
+from pathlib import Path
+
+import chz
+
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.debate.pairs import comparisons
+from tinker_cookbook.debate.saved import load_debates
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.tasks.datasets import load_items
+from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.utils.files import write_jsonl
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.debate_pairs`."""
+
+    debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
+    output_path: str = chz.field(doc="the file to write, a comparison in each line")
+    task: str = chz.field(default="qa", doc="the run's")
+    dataset: str | None = chz.field(default=None, doc="the run's; None: the task's own")
+
+
+def main(cli: CLIConfig) -> None:
+    task = get_task(cli.task)
+    train, test = load_items(task, cli.dataset or task.default_dataset)
+    debates = load_debates(cli.debates)
+    rows = comparisons(debates, task, [*train, *test])
+    if not rows:
+        raise ConfigurationError(
+            f"debates={cli.debates!r}: none of {len(debates)} debates has a winner whose answer differs from the loser's"
+        )
+    path = Path(cli.output_path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(path, rows)
+    print(f"{path}: {len(rows)} comparisons of {len(debates)} debates")
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

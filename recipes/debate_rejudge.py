@@ -1,0 +1,129 @@
+"""Other judges on debates that were saved: who would have won? Nothing is sampled by the policy.
+
+Each judge sees what the run's own judge saw (debate_*.json, or a file of them). The table says how often each is right, and how
+often it agrees with the verdict that the run trained on; with both orders, how often a verdict depends on who is shown first.
+
+    python -m recipes.debate_rejudge debates=RUN judges=key,confidence,scripted:longer
+    python -m recipes.debate_rejudge debates=RUN judges=lm judge.weights.base_model=tiny_debate judge.both_orders=True
+    python -m recipes.debate_rejudge debates=RUN judges=my_judges.py:judge without_speeches=True
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import chz
+from rich.console import Console
+
+from recipes.common import default_model
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge, make_judge
+from tinker_cookbook.debate.metrics import accuracy
+from tinker_cookbook.debate.saved import SavedDebate, load_debates
+from tinker_cookbook.debate.views import Verdict, Winner
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.report.tables import markdown_table, print_table
+from tinker_cookbook.utils.files import write_jsonl, write_text
+from tinker_cookbook.utils.intervals import clustered_mean
+from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.weights_config import WeightsConfig
+
+RECIPE = "debate_rejudge"
+COLUMNS = ("judge", "right", "right where one side is", "agrees with the run", "first seat wins", "tie", "invalid")
+AS_SAVED = "the run's own"
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.debate_rejudge`."""
+
+    debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
+    judges: tuple[str, ...] = chz.field(default=("key",), doc=f"which judges: {JUDGE_NAMES}, or your own")
+    judge: JudgeConfig = chz.field(
+        default_factory=JudgeConfig,
+        doc="settings that all of them share: weights, temperature, both_orders, votes, ...",
+    )
+    without_speeches: bool = chz.field(default=False, doc="show the answers alone")
+    max_debates: int | None = chz.field(default=None, doc="the first so many; None: all")
+    save_dir: str | None = chz.field(default=None, doc="where verdicts.jsonl and the table go; default: a new folder")
+
+
+def judge_configs(cli: CLIConfig) -> dict[str, JudgeConfig]:
+    """By name, checked. Raises ConfigurationError for one that is unknown or cannot be opened."""
+    if not cli.judges or len(set(cli.judges)) < len(cli.judges):
+        raise ConfigurationError(f"judges={','.join(cli.judges)}: name at least one, and none twice")
+    weights = cli.judge.weights if cli.judge.weights != WeightsConfig() else WeightsConfig(base_model=default_model())
+    seed = 0 if cli.judge.seed is None else cli.judge.seed
+    configs = {name: chz.replace(cli.judge, name=name, weights=weights, seed=seed) for name in cli.judges}
+    for config in configs.values():
+        check_judge(config)
+    return configs
+
+
+async def rejudge(cli: CLIConfig, debates: Sequence[SavedDebate]) -> dict[str, list[Verdict]]:
+    """The verdicts of each judge, in the order of the debates, and first those that were saved."""
+    found = {AS_SAVED: [Verdict(debate.verdict) for debate in debates]}
+    for name, config in judge_configs(cli).items():
+        judge = await make_judge(config)
+        views = [debate.view.without_speeches() if cli.without_speeches else debate.view for debate in debates]
+        found[name] = await gather_all(judge(view) for view in views)
+    return found
+
+
+def table_rows(debates: Sequence[SavedDebate], verdicts: dict[str, list[Verdict]]) -> list[list[str]]:
+    """A row per judge; rates have intervals over questions."""
+
+    def rate(values: Sequence[float | None]) -> str:
+        by_item: dict[str, list[float]] = {}
+        for debate, value in zip(debates, values, strict=True):
+            if value is not None:
+                by_item.setdefault(debate.instance_id, []).append(value)
+        return str(clustered_mean(list(by_item.values()))) if by_item else ""
+
+    rows = []
+    for name, said in verdicts.items():
+        pairs = list(zip(debates, said, strict=True))
+        right = [_right(debate, verdict) for debate, verdict in pairs]
+        rows.append(
+            [
+                name,
+                rate(right),
+                rate([None if debate.label is None else float(v.winner is debate.label) for debate, v in pairs]),
+                rate([float(verdict.winner is debate.verdict) for debate, verdict in pairs]),
+                rate([None if v.winner.seat is None else float(v.winner is Winner.A) for _, v in pairs]),
+                rate([float(verdict.winner is Winner.TIE) for _, verdict in pairs]),
+                rate([float(verdict.winner is Winner.INVALID) for _, verdict in pairs]),
+            ]
+        )
+    return rows
+
+
+def _right(debate: SavedDebate, verdict: Verdict) -> float | None:
+    right = [seat.correct for seat in debate.view.both()]
+    return None if None in right else accuracy(verdict, [bool(one) for one in right])
+
+
+async def main(cli: CLIConfig) -> None:
+    judge_configs(cli)
+    debates = load_debates(cli.debates)[: cli.max_debates]
+    verdicts = await rejudge(cli, debates)
+    rows = table_rows(debates, verdicts)
+    folder = Path(cli.save_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        {
+            "instance_id": debate.instance_id,
+            "label": None if debate.label is None else debate.label.value,
+            "verdicts": {name: said[i].winner.value for name, said in verdicts.items()},
+            "shares": {name: said[i].shares for name, said in verdicts.items() if said[i].shares is not None},
+        }
+        for i, debate in enumerate(debates)
+    ]
+    write_jsonl(folder / "verdicts.jsonl", lines)
+    write_text(folder / "rejudge.md", markdown_table(COLUMNS, rows) + "\n")
+    print_table(f"{len(debates)} debates, share [95 % interval]", COLUMNS, rows)
+    Console(soft_wrap=True).print(f"Files: {folder}", highlight=False)
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

@@ -1,0 +1,181 @@
+"""Elo of debaters by cross-play: checkpoints of a run, other models, and debaters whose words are written down.
+
+Two players debate every held-out question twice, once in each seat, and a judge decides. Ratings have intervals over questions.
+
+    python -m recipes.debate_tournament                                          # written debaters, a judge who knows the truth
+    python -m recipes.debate_tournament players=tiny_debate,honest,liar task=collatz judge=lm judge.weights.base_model=tiny_debate
+    python -m recipes.debate_tournament players=RUN/000010,RUN/final,tiny_chat judge=lm    # checkpoints: folder of a run/name
+    python -m recipes.debate_tournament players=honest,liar,verbose,copycat,conceding schedule=swiss rounds=3
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+from rich.console import Console
+
+from recipes.common import TINY_MAX_TOKENS, default_model
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
+from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.debate.debaters import DEBATERS, ScriptedDebater
+from tinker_cookbook.debate.env import DebateProtocol, make_dialogue, wrong_answers
+from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge, make_judge
+from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.tournament import Game, MakePlayer, elo, play, round_robin, swiss_round
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.report.tables import markdown_table, print_table
+from tinker_cookbook.runs.checkpoints import load_checkpoints_file
+from tinker_cookbook.tasks.datasets import load_items
+from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.types import Task, TaskItem
+from tinker_cookbook.utils.files import write_json, write_text
+from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.weights_config import Policy, WeightsConfig
+
+RECIPE = "debate_tournament"
+COLUMNS = ("player", "Elo", "debates", "won", "tied", "invalid")
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.debate_tournament`."""
+
+    players: tuple[str, ...] = chz.field(
+        default=tuple(DEBATERS),
+        doc=f"{', '.join(DEBATERS)} (written debaters), a model, tinker://... or <folder of a run>/<name of a checkpoint>",
+    )
+    schedule: Literal["round_robin", "swiss"] = chz.field(default="round_robin", doc="who meets whom")
+    rounds: int = chz.field(default=3, doc="of schedule=swiss", validator=chz.validators.gt(0))
+    judge: JudgeConfig = chz.field(
+        default_factory=lambda: JudgeConfig(name="scripted:truth"),
+        doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
+    )
+    protocol: ProtocolConfig = chz.field(default_factory=ProtocolConfig, doc="who answers, who argues, in which order")
+    task: str = chz.field(default="qa", doc="a known task, module:object or file.py:object")
+    dataset: str | None = chz.field(default=None, doc="as in debate_rs_grpo; its held-out items are debated")
+    items: int = chz.field(default=16, doc="questions of each match", validator=chz.validators.gt(0))
+    renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; None: the model's own")
+    max_tokens: int = chz.field(default=TINY_MAX_TOKENS, doc="longest turn of a model", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=1.0, doc="sampling temperature of models", validator=chz.validators.ge(0))
+    seed: int = chz.field(default=0, doc="of sampling, of the judge and of the first round of schedule=swiss")
+    save_dir: str | None = chz.field(default=None, doc="where the files go; default: a new folder")
+
+    @chz.validate
+    def _check(self) -> None:
+        if len(self.players) < 2 or len(set(self.players)) < len(self.players):
+            raise ConfigurationError(f"players={','.join(self.players)}: name at least two, and nobody twice")
+        if self.protocol.num_speakers != 2 or self.protocol.name != "debate":
+            raise ConfigurationError(f"protocol={self.protocol.name}: a match takes a debate of two seats")
+
+    @classmethod
+    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
+        return {} if (name := given.get("judge")) is None else {"judge": JudgeConfig, "judge.name": name}
+
+
+def _judge(cli: CLIConfig) -> JudgeConfig:
+    """An lm judge is the base model of the recipes unless another is named."""
+    weights, seed = cli.judge.weights, cli.judge.seed
+    if weights == WeightsConfig():
+        weights = WeightsConfig(base_model=default_model())
+    return chz.replace(cli.judge, weights=weights, seed=cli.seed if seed is None else seed)
+
+
+def _weights(player: str) -> WeightsConfig:
+    if player.startswith("tinker://"):
+        return WeightsConfig(load_checkpoint_path=player)
+    folder, _, name = player.rpartition("/")
+    records = load_checkpoints_file(Path(folder).expanduser()) if folder and Path(folder).is_dir() else []
+    for record in records:
+        if record.name == name and record.sampler_path is not None:
+            return WeightsConfig(load_checkpoint_path=record.sampler_path)
+    return WeightsConfig(base_model=player)
+
+
+async def _open_players(cli: CLIConfig) -> dict[str, Policy]:
+    """The models among the players. Raises ConfigurationError when their renderers differ: seats hear each other in tokens."""
+    weights = {name: _weights(name) for name in cli.players if name not in DEBATERS}
+    weights = weights or {"": WeightsConfig(base_model=shipped_model(default_model()))}  # whose tokens they speak in
+    opened = {
+        name: await chz.replace(own, renderer_name=cli.renderer_name).open_policy(f"players: {name}")
+        for name, own in weights.items()
+    }
+    if len({(policy.base_model, policy.renderer_name) for policy in opened.values()}) > 1:
+        raise ConfigurationError(
+            f"players={','.join(cli.players)}: they are of several base models or renderers, and seats hear each other's tokens; "
+            "let those of one base model meet"
+        )
+    return opened
+
+
+def _make_players(
+    cli: CLIConfig, task: Task, opened: Mapping[str, Policy], others: Sequence[str]
+) -> dict[str, MakePlayer]:
+    renderer = next(iter(opened.values())).renderer
+
+    def written(name: str, item: TaskItem) -> TokenCompleter:
+        right = task.reference_answer(item)
+        (wrong,) = wrong_answers(item, right, others, 1)
+        return ScriptedDebater(name, renderer, right, wrong, cli.protocol.answers == "proposed")
+
+    def sampled(name: str, item: TaskItem) -> TokenCompleter:
+        seed = derive_seed(cli.seed, "player", name, item.id)
+        return TinkerTokenCompleter(opened[name].sampling_client, cli.max_tokens, cli.temperature, seed=seed)
+
+    return {name: partial(written if name in DEBATERS else sampled, name) for name in cli.players}
+
+
+async def tournament(cli: CLIConfig) -> list[Game]:
+    """All debates. Raises ConfigurationError before a model loads, where that can be."""
+    task = get_task(cli.task)
+    train, test = load_items(task, cli.dataset or task.default_dataset)
+    items = (test or train)[: cli.items]
+    others = list(dict.fromkeys(task.reference_answer(item) for item in train))
+    check_judge(_judge(cli))
+    opened = await _open_players(cli)
+    policy = next(iter(opened.values()))
+    dialogue = make_dialogue(task, policy.renderer, cli.protocol)
+    judge = await make_judge(_judge(cli))
+    protocol = DebateProtocol(dialogue, judge, wrong_answers=others, seed=cli.seed)
+    players, games = _make_players(cli, task, opened, others), list[Game]()
+    matches = 0
+    for number in range(cli.rounds if cli.schedule == "swiss" else 1):
+        pairs = round_robin(cli.players) if cli.schedule != "swiss" else swiss_round(cli.players, games, cli.seed)
+        for a, b in pairs:
+            games += await play(protocol, items, players, a, b, matches)
+            matches += 1
+        print(f"round {number + 1}: {len(pairs)} matches, {len(games)} debates so far", flush=True)
+    return games
+
+
+def table_rows(games: Sequence[Game], players: Sequence[str]) -> list[list[str]]:
+    """Best first."""
+    ratings = elo(games, players)
+    rows = []
+    for name in sorted(players, key=lambda name: -ratings[name].mean):
+        own = [
+            (g.score if g.a == name else None if g.score is None else 1 - g.score) for g in games if name in (g.a, g.b)
+        ]
+        rating = ratings[name]
+        told = f"{rating.mean:.0f} [{rating.low:.0f}, {rating.high:.0f}]"
+        rows.append([name, told, str(len(own)), *(str(own.count(score)) for score in (1.0, 0.5, None))])
+    return rows
+
+
+async def main(cli: CLIConfig) -> None:
+    folder = Path(cli.save_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))).expanduser()
+    games = await tournament(cli)
+    rows = table_rows(games, cli.players)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "tournament.json", {"players": list(cli.players), "games": [asdict(game) for game in games]})
+    write_text(folder / "tournament.md", markdown_table(COLUMNS, rows) + "\n")
+    print_table(f"Elo with 95 % intervals, judge {cli.judge.name}", COLUMNS, rows)
+    Console(soft_wrap=True).print(f"Files: {folder}", highlight=False)
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

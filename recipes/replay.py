@@ -1,0 +1,192 @@
+"""Train again from the rollouts that a run has logged: no sampling, the same tokens with the same advantages.
+
+Tries another learning rate, rank or loss on data that is there. With the run's own settings it repeats the run; with others the
+data is off-policy from the second step on, and each step reports how far the policy is from the one that sampled.
+
+    python -m recipes.replay run=RUN                                  # RUN holds iteration_*/rollouts.parquet
+    python -m recipes.replay run=RUN learning_rate=3e-4 num_epochs=2 loss_fn=ppo
+    python -m recipes.replay run=RUN max_steps=5 load_checkpoint_path=tinker://.../weights/final
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import chz
+import numpy as np
+import tinker
+import torch
+
+from tinker_cookbook import backends
+from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
+from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
+from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
+from tinker_cookbook.rl.types import Trajectory, Transition
+from tinker_cookbook.rl.update import Update
+from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.runs.progress import Progress, count_trained_tokens
+from tinker_cookbook.utils.files import read_json_object
+from tinker_cookbook.utils.ml_log import Logger
+
+RECIPE = "replay"
+
+
+@chz.chz(typecheck=True)
+class CLIConfig:
+    """Keys of `python -m recipes.replay`. Model, rank, learning rate and loss are the run's own unless they are given."""
+
+    run: str = chz.field(doc="folder of the run whose rollouts are trained on")
+    model_name: str | None = chz.field(default=None, doc="base model; None: the run's")
+    lora_rank: int | None = chz.field(default=None, doc="rank of the adapter; None: the run's")
+    learning_rate: float | None = chz.field(default=None, doc="Adam's learning rate; None: the run's")
+    loss_fn: str | None = chz.field(default=None, doc=f"{', '.join(LOSS_FNS)}; None: the run's")
+    loss_fn_config: dict[str, float] | None = chz.field(
+        default=None, doc="settings of the loss; None: the run's where the loss is"
+    )
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="weights to begin with (tinker://...); None: a new adapter"
+    )
+    max_steps: int | None = chz.field(default=None, doc="the first steps of the run; None: all")
+    num_epochs: int = chz.field(default=1, doc="passes over the steps", validator=chz.validators.gt(0))
+    backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); None: TINKER_BACKEND, else local")
+    seed: int | None = chz.field(default=None, doc="of a new adapter; None: the run's")
+    log_path: str = chz.field(
+        default_factory=lambda: default_log_path(RECIPE, "run"), doc="folder of the replay's own metrics"
+    )
+    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
+
+
+def datums_of_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[tinker.Datum]:
+    """The datums that were trained on, from the turns of a step (`rollout_files.read_rollouts`), token for token."""
+    for _, turns in groupby(rows, key=lambda row: (row["group"], row["member"])):
+        members = list(turns)
+        if not any(_is_trained(turn) for turn in members):
+            continue
+        trajectory = Trajectory([_transition(turn) for turn in members], tinker.ModelInput.empty())
+        # A turn without advantages of its own stays in its place, with advantages of 0 and a mask.
+        recorded = [_advantages(turn) for turn in members if len(turn["completion"])]
+        left = np.concatenate([values for turn, values in zip(members, recorded, strict=False) if not turn["masked"]])
+        for datum in trajectory_to_data(trajectory, 1.0):
+            mask = datum.loss_fn_inputs["mask"].to_numpy() > 0
+            advantages = np.zeros(len(mask), dtype=np.float32)
+            advantages[mask], left = left[: mask.sum()], left[mask.sum() :]
+            if advantages.any():
+                yield replace_inputs(datum, advantages=advantages)
+
+
+def _is_trained(turn: Mapping[str, Any]) -> bool:
+    return turn["advantages"] is not None and bool(np.any(turn["advantages"]))
+
+
+def _advantages(turn: Mapping[str, Any]) -> np.ndarray:
+    found = turn["advantages"]
+    return np.zeros(len(turn["completion"]), dtype=np.float32) if found is None else found
+
+
+def _transition(turn: Mapping[str, Any]) -> Transition:
+    logprobs = turn["sampled_logprobs"].tolist()
+    spoken = TokensWithLogprobs(turn["completion"].tolist(), logprobs, turn["stop_reason"])
+    prompt = tinker.ModelInput.from_ints(turn["prompt"].tolist())
+    return Transition(prompt, spoken, turn["reward"], False, metrics=turn["metrics"])
+
+
+def compare_logprobs(data_D: Sequence[tinker.Datum], trainer_D: Sequence[torch.Tensor | None]) -> dict[str, float]:
+    """How the policy that is trained now differs from the one that sampled, over sampled tokens:
+
+    - replay/old_logprob, new_logprob: means
+    - replay/ratio_mean: mean of exp(new - old)
+    - replay/stop_logprob_shift: mean of new - old over the last token of each turn, which is its stop unless it was cut off
+    """
+    old, new, last = [], [], []
+    for datum, trainer in zip(data_D, trainer_D, strict=True):
+        if trainer is None:
+            continue
+        mask = datum.loss_fn_inputs["mask"].to_numpy() > 0
+        before, after = datum.loss_fn_inputs["logprobs"].to_numpy(), trainer.numpy()
+        old.append(before[mask])
+        new.append(after[mask])
+        ends = mask & ~np.append(mask[1:], False)
+        last.append((after - before)[ends])
+    if not old:
+        return {}
+    before, after = np.concatenate(old).astype(np.float64), np.concatenate(new).astype(np.float64)
+    return {
+        "replay/old_logprob": float(before.mean()),
+        "replay/new_logprob": float(after.mean()),
+        "replay/ratio_mean": float(np.exp(np.clip(after - before, -80, 80)).mean()),
+        "replay/stop_logprob_shift": float(np.concatenate(last).astype(np.float64).mean()),
+    }
+
+
+def settings_of_run(cli: CLIConfig) -> CLIConfig:
+    """The keys with the run's own values where none are given. Raises ConfigurationError for a folder that is no run's."""
+    folder = Path(cli.run).expanduser()
+    if not steps_of_run(folder):
+        raise ConfigurationError(
+            f"run={cli.run!r}: no {FILE_NAME} below it; give the folder of a run with write_records=True"
+        )
+    place = folder / CONFIG_BASE_NAME
+    config = read_json_object(place, "give model_name and the other keys") if place.is_file() else {}
+    keys = ("model_name", "lora_rank", "learning_rate", "loss_fn", "seed")
+    filled = {key: getattr(cli, key) if getattr(cli, key) is not None else config.get(key) for key in keys}
+    if cli.loss_fn_config is None and filled["loss_fn"] == config.get("loss_fn"):
+        filled["loss_fn_config"] = config.get("loss_fn_config")
+    if missing := [key for key in keys if filled[key] is None]:
+        raise ConfigurationError(f"{folder}/config.json does not say {', '.join(missing)}; give them")
+    return chz.replace(cli, **filled)
+
+
+def steps_of_run(folder: Path) -> list[Path]:
+    """The files of a run's rollouts, in the order of its steps."""
+    return sorted(folder.glob(f"*/{FILE_NAME}"), key=lambda path: path.parent.name)
+
+
+async def main(cli: CLIConfig) -> None:
+    cli = settings_of_run(cli)
+    assert cli.model_name is not None and cli.loss_fn is not None and cli.learning_rate is not None
+    backends.check_backend(cli.backend, cli.model_name)
+    check_loss(cli.loss_fn, cli.loss_fn_config, backends.resolve_backend(cli.backend))
+    check_log_dir(cli.log_path, cli.behavior_if_log_dir_exists)
+    files = steps_of_run(Path(cli.run).expanduser())[: cli.max_steps]
+    with open_run(cli.log_path, config=cli, recipe_name=RECIPE) as run:
+        run.rewind_metrics(0)
+        await replay(cli, files, run.logger)
+
+
+async def replay(cli: CLIConfig, files: Sequence[Path], ml_logger: Logger) -> None:
+    """One update for each step of the run, as often as there are epochs."""
+    assert cli.model_name is not None and cli.lora_rank is not None and cli.loss_fn is not None
+    assert cli.learning_rate is not None
+    service = backends.create_service_client(cli.backend)
+    if cli.load_checkpoint_path is not None:
+        client = await service.create_training_client_from_state(cli.load_checkpoint_path)
+    else:
+        client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
+    progress, found = Progress({}), dict[str, float]()
+    for step, path in enumerate([*files] * cli.num_epochs):
+        data_D = list(datums_of_rows(read_rollouts(path)[1]))
+        update = Update(client, cli.learning_rate, cli.loss_fn, cli.loss_fn_config)
+        update.submit(data_D, 1)
+        logprobs_D, metrics = await update.finish()
+        found = compare_logprobs(data_D, logprobs_D)
+        counted = progress.row(0, count_trained_tokens(data_D))
+        ml_logger.log_metrics(
+            {**metrics, **found, **counted, "num_datums": len(data_D), "source": path.parent.name}, step=step
+        )
+        told = "  ".join(f"{key.removeprefix('replay/')} {value:.4g}" for key, value in found.items())
+        print(f"{path.parent.name}  datums {len(data_D)}  {told}", flush=True)
+    if progress.trained_tokens == 0:
+        raise TrainingError(f"nothing was trained: no step of {cli.run} has a token with an advantage")
+    saved = await client.save_state("final")
+    print(f"Weights: {saved.path}\nFiles: {cli.log_path}")
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)
