@@ -35,7 +35,7 @@ ROWS = [{"question": "What is 2 + 2?", "answer": "4"}]
 STEP = tinker.AdamParams(learning_rate=1e-3)
 
 
-def exact(answer: str, reply: str) -> float:
+def exact(question: str, reply: str, answer: str) -> float:
     return float(reply == answer)
 
 
@@ -208,12 +208,12 @@ def test_the_shadow_is_created_once_and_follows_the_policy(run: Run, monkeypatch
     run.snapshot = run.main.save_weights_and_get_sampling_client().result()
     moved = changes(run, shadow)
     assert moved != first and moved == pytest.approx([by_hand(run, step) for step in STEPS], abs=1e-5)
-    assert len(made) == 1
+    assert len([path for path in made if "shadow" in path]) == 1
 
 
 def group(run: Run | None, *replies: str, inner: Any = None, **args: Any) -> TrajectoryGroup:
     env = get_env("gradient_intuition", {"inner": inner or single_turn_env(ROWS, exact), **args})
-    training, _ = asyncio.run(env.dataset_builder(TINY, group_size=len(replies))())
+    training, _ = asyncio.run(env.dataset_builder(TINY, groups_per_batch=1, group_size=len(replies))())
     builder = training.get_batch(0)[0]
     assert isinstance(builder, IntuitionGroupBuilder)
     if run is not None:
@@ -260,7 +260,7 @@ def test_saying_that_nothing_changes_is_rewarded_and_the_control_shows_it(run: R
 
 def test_members_train_on_the_answer_as_the_inner_environment_would_have_met_it(run: Run) -> None:
     env = get_env("gradient_intuition", {"inner": single_turn_env(ROWS, exact)})
-    training, _ = asyncio.run(env.dataset_builder(TINY, group_size=1)())
+    training, _ = asyncio.run(env.dataset_builder(TINY, groups_per_batch=1, group_size=1)())
     builder = training.get_batch(0)[0].with_clients(run.clients)
 
     async def step() -> IntuitionEnv:
