@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -169,12 +171,10 @@ def label_logprobs(tokens: Sequence[LikelyToken], labels: Sequence[Winner]) -> l
     found = list(_VERDICT_BEGINS.finditer(text))
     if len(found) != 1 or found[0].end() == len(text):
         return None
-    start = 0
-    for token in tokens:
-        if start + len(token.text) > found[0].end():
-            break
-        start += len(token.text)
-    before = token.text[: found[0].end() - start].strip()
+    ends = list(accumulate(len(token.text) for token in tokens))
+    place = bisect_right(ends, found[0].end())
+    token = tokens[place]
+    before = token.text[: found[0].end() - (ends[place] - len(token.text))].strip()
     logprobs = [-math.inf] * len(labels)
     for other, logprob in token.logprobs.items():
         said = other.strip()

@@ -120,8 +120,8 @@ class Mode(TrainingMode):
             raise ConfigurationError(f"{said} needs speeches, and protocol.rounds=0 has none; use debate_train=mixed")
         if len(protocol.places) == 1 and judge.name in SAME_OF_ONE and self._goes_by_verdict_alone(judge):
             raise ConfigurationError(
-                f"{said} with judge={judge.name} cannot learn under protocol={protocol.name}: of a single answer this judge always "
-                "says the same, so that no reward differs; use judge=lm, key, confidence or scripted:truth"
+                f"{said} with judge={judge.name} cannot learn under protocol={protocol.name}: of a single answer this judge "
+                "always says the same, so that no reward differs; use judge=lm, key, confidence or scripted:truth"
             )
         if self._only_right_ones_of_equal_worth(judge, task):
             raise ConfigurationError(
