@@ -167,7 +167,7 @@ def test_two_runs_of_a_sweep_are_compared(watched: Watched, real_run: RealRun, t
         [True, True, False, False],
         [False, False, True, True],
     )
-    page.get_by_label("at 3, which all have reached").check()
+    page.locator("label", has_text="which all have reached").locator("input").check()
     open_panel(page, "Curves")
     assert page.get_by_text("(2 seeds)").first.is_visible()
     watched.check(url)
