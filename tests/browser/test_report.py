@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.browser
 
 RealRun = Callable[[str], Path]
 
+HOLDS = r"Verdict: (A: the answer holds|B: the answer does not hold)"
 SPEECHES = {
     "script": "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>",
     "right to left": "שלום עולם מרחבא",
@@ -64,12 +66,50 @@ def test_a_debate_is_laid_out_as_a_debate(watched: Watched, real_run: RealRun, t
     everything = page.locator(".count").text_content()
     rows.first.click()
     page.wait_for_selector(".debate")
-    assert page.get_by_text("Round 3").is_visible() and page.get_by_text("Verdict:").count() == 1
+    assert page.get_by_text("Speeches, round 2").is_visible() and page.get_by_text("Verdict:").count() == 1
     assert page.locator(".debate .turn").count() == 6
     page.get_by_label("steps (3 or 2-5)").fill("1-2")
     assert page.locator(".list .row span").first.text_content() == "1"
     page.get_by_label("verdict").select_option("A")
     assert page.locator(".count").text_content() != everything
+    watched.check(url)
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "columns", "heads", "turns", "verdict"),
+    [
+        ("proposer_critic", r"proposer critic of members 0 and 1", 2, ["A, proposer", "B, critic"], 5, HOLDS),
+        ("consultancy", r"consultancy of member 0", 1, ["A, consultant"], 3, HOLDS),
+        ("assigned", r"consultancy of member 0", 1, ["A, consultant"], 2, r"Verdict: [AB]"),
+        ("three_seats", r"debate of members 0 and 1 and 2", 3, ["A", "B", "C"], 9, r"Verdict: [ABC]"),
+        ("oversight", r"debate of members 0 and 1", 2, ["A", "B"], 4, r"Verdict on A's answer: (accepted|rejected)"),
+    ],
+)  # fmt: skip
+def test_each_protocol_is_laid_out_as_what_it_is(
+    watched: Watched, real_run: RealRun, tmp_path: Path,
+    name: str, title: str, columns: int, heads: list[str], turns: int, verdict: str,
+) -> None:  # fmt: skip
+    page = watched.page
+    folder = real_run(name)
+    url = report(tmp_path, folder / "debate_seed0" if name == "oversight" else folder)
+    page.goto(url)
+    open_panel(page, "Rollouts")
+    page.wait_for_selector(".list .row")
+    page.locator(".list .row").first.click()
+    page.wait_for_selector(".debate")
+    assert page.get_by_role("heading", name=re.compile(f"{title}$")).is_visible()
+    shown = page.locator(".debate h2").all_text_contents()
+    assert [text.removesuffix(", winner").partition(", answer")[0] for text in shown] == heads
+    style = page.locator(".debate").evaluate("e => getComputedStyle(e).gridTemplateColumns")
+    assert len(style.split()) == columns
+    assert page.locator(".debate .turn").count() == turns
+    assert page.get_by_text(re.compile(f"^{verdict}$")).is_visible()
+    assert page.get_by_text("Assigned answers").count() == (name == "assigned")
+    assert page.get_by_text("Only measured").count() == (name == "proposer_critic")
+    if name == "assigned":  # the next one speaks for the other answer, and is a debate of its own
+        page.locator(".list .row").nth(1).click()
+        page.get_by_role("heading", name=re.compile("consultancy of member 1$")).wait_for()
+        assert page.locator(".debate h2").first.text_content() in ("B, consultant", "B, consultant, winner")
     watched.check(url)
 
 

@@ -28,9 +28,13 @@ class Listener:
     score: Callable[[str], float]
     heard: list[str] = field(default_factory=list)
 
+    def read(self, prompt: tinker.ModelInput) -> str:
+        """The text of a prompt."""
+        self.heard.append(str(get_tokenizer(TINY).decode(prompt.to_ints())))
+        return self.heard[-1]
+
     async def compute_logprobs(self, prompt: tinker.ModelInput) -> list[float | None]:
-        text = str(get_tokenizer(TINY).decode(prompt.to_ints()))
-        self.heard.append(text)
+        text = self.read(prompt)
         return [None] + [self.score(text)] * (prompt.length - 1)
 
 

@@ -54,9 +54,18 @@ def test_any_other_text_beside_the_numbers_is_malformed(numbers: list[int], text
         "1, 2, 3, 4, 1000",
         "1, 2, 3, 4, -5",
         "1.5, 2, 3, 4, 5",
-    ]
-    + ["01, 2, 3, 4, 5", "1,, 2, 3, 4, 5", "[1, 2, 3, 4, 5]", "١, ٢, ٣, ٤, ٥", "１, ２, ３, ４, ５", "1\xa02 3 4 5"]
-    + ["9" * HUGE, "1, " * HUGE, "1, 2, 3, 4, 5" + " x" * HUGE, "\n" * HUGE, "Apple " * (HUGE // 6)],
+        "01, 2, 3, 4, 5",
+        "1,, 2, 3, 4, 5",
+        "[1, 2, 3, 4, 5]",
+        "١, ٢, ٣, ٤, ٥",
+        "１, ２, ３, ４, ５",
+        "1\xa02 3 4 5",
+        "9" * HUGE,
+        "1, " * HUGE,
+        "1, 2, 3, 4, 5" + " x" * HUGE,
+        "\n" * HUGE,
+        "Apple " * (HUGE // 6),
+    ],
     ids=lambda reply: repr(reply[:20]),
 )
 def test_a_malformed_reply_costs_the_same_whatever_it_says_and_is_not_heard(reply: str) -> None:

@@ -46,11 +46,34 @@ def test_a_confidence_outside_of_0_to_1_is_malformed(confidence: float) -> None:
 
 @pytest.mark.parametrize(
     "reply",
-    ["", "5", "FINAL ANSWER: 5", "CONFIDENCE: 0.5", "FINAL ANSWER: CONFIDENCE: 0.5", "FINAL ANSWER: 5 CONFIDENCE:"]
-    + [say(5, "-0.5"), say(5, "1.5"), say(5, "50%"), say(5, "nan"), say(5, "1e-3"), say("--5", 0.5), say("05", 0.5)]
-    + [say(5, 0.5) + " " + say(6, 0.5), say(5, 0.5) + ", or 6", "It is 5. " + say(5, 0.5), say("5 or 6", 0.5)]
-    + [say("५", 0.5), say("５", 0.5), say(5, "٠.٥"), "<think>never ends " + say(5, 0.5)]
-    + [say("9" * HUGE, 0.5), say(5, "0." + "3" * HUGE), "<think>" * (HUGE // 7), " " * HUGE, say(5, 0.5) + "\n" * HUGE],
+    [
+        "",
+        "5",
+        "FINAL ANSWER: 5",
+        "CONFIDENCE: 0.5",
+        "FINAL ANSWER: CONFIDENCE: 0.5",
+        "FINAL ANSWER: 5 CONFIDENCE:",
+        say(5, "-0.5"),
+        say(5, "1.5"),
+        say(5, "50%"),
+        say(5, "nan"),
+        say(5, "1e-3"),
+        say("--5", 0.5),
+        say("05", 0.5),
+        say(5, 0.5) + " " + say(6, 0.5),
+        say(5, 0.5) + ", or 6",
+        "It is 5. " + say(5, 0.5),
+        say("5 or 6", 0.5),
+        say("५", 0.5),
+        say("５", 0.5),
+        say(5, "٠.٥"),
+        "<think>never ends " + say(5, 0.5),
+        say("9" * HUGE, 0.5),
+        say(5, "0." + "3" * HUGE),
+        "<think>" * (HUGE // 7),
+        " " * HUGE,
+        say(5, 0.5) + "\n" * HUGE,
+    ],
     ids=lambda reply: repr(reply[:40]),
 )
 def test_whatever_lacks_the_form_is_worth_nothing(reply: str) -> None:

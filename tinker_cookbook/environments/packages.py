@@ -22,7 +22,14 @@ LOADER = "load_environment"
 
 SHIPPED: dict[str, str] = {
     name: f"tinker_cookbook.environments.{name}"
-    for name in ("kuhn_poker", "shared_sum", "ghost_trace", "self_prediction")
+    for name in (
+        "kuhn_poker",
+        "shared_sum",
+        "ghost_trace",
+        "self_prediction",
+        "entropy_intuition",
+        "gradient_prophet",
+    )
 }
 """The library's own, by name: modules with a load_environment."""
 
