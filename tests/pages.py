@@ -4,7 +4,7 @@ The language of a fenced block says what becomes of it:
 
     bash     is pasted into a shell
     python   is pasted into one session for the whole page; after a paragraph that ends in "into `FILE`:" it is that file
-    json     is the file that such a paragraph names
+    json     is the file that such a paragraph names; toml too
     text     is what the block before it printed: numbers may be others, and `...` stands for anything. A line that begins
              with "error:" means that the command fails
     sh       holds commands for weights, data or a service that are not at hand: only their keys are looked at
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 300
-LANGUAGES = ("bash", "python", "json", "text", "sh")
+LANGUAGES = ("bash", "python", "json", "toml", "text", "sh")
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE = re.compile(r"\binto `([\w./]+)`[^`]*:$")
@@ -97,6 +97,7 @@ class Reader:
     def paste(self, block: Block, fails: bool = False) -> str:
         """What a block prints. `fails`: the reader is told that it does."""
         if block.file is not None:
+            (self.folder / block.file).parent.mkdir(exist_ok=True)
             (self.folder / block.file).write_text(block.text)
         elif block.language == "python":
             return self.run_python(block)

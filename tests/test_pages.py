@@ -14,7 +14,7 @@ from tinker_cookbook.sweeps.points import gather_keys
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = (
     "rendering", "completers", "supervised", "reinforcement_learning", "environments", "preferences", "distillation",
-    "evaluation", "hyperparameters", "weights", "sweeps", "own_parts", "multi_agent",
+    "evaluation", "hyperparameters", "weights", "sweeps", "own_parts", "multi_agent", "environment_packages", "experiments",
 )  # fmt: skip
 QUICK = {"rendering", "hyperparameters", "engine", "runs"}
 """Pages that take seconds: they are read with the other tests, all others with `make test-slow`."""
@@ -50,12 +50,13 @@ def test_the_guides_are_short_and_run() -> None:
     assert set(GUIDES) <= pages.keys()
     assert [name for name in GUIDES if len(pages[name].read_text().splitlines()) >= 80] == []
     languages = {block.language for name in GUIDES for block in blocks(pages[name])}
-    assert languages == {"bash", "python", "text", "sh"}
+    assert languages == {"bash", "python", "toml", "text", "sh"}
 
 
 def test_a_key_that_a_page_names_is_one(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(reader.folder)
-    (reader.folder / "docs").symlink_to(ROOT / "docs")
+    for name in ("docs", "configs", "example_data"):
+        (reader.folder / name).symlink_to(ROOT / name)
     for block in all_blocks():
         if block.file is not None:
             reader.paste(block)
@@ -76,7 +77,7 @@ def test_a_key_that_a_page_names_is_one(reader: Reader, monkeypatch: pytest.Monk
 
 
 def test_a_name_that_a_page_imports_is_there() -> None:
-    own = {block.file.removesuffix(".py") for block in all_blocks() if block.file is not None}
+    own = {Path(block.file).stem for block in all_blocks() if block.file is not None}
     for block in all_blocks():
         for node in ast.walk(ast.parse(block.text) if block.language == "python" else ast.Module([], [])):
             if isinstance(node, ast.ImportFrom) and node.module not in own:

@@ -124,6 +124,11 @@ VARIABLES = {
         "memory for the activations of one training pass; default 1,024 on a CPU, half of what is free on CUDA",
         _integer(1),
     ),
+    "TINKER_LOCAL_CUDA": Variable(
+        "on a GPU: `strict`: a part of the CUDA path that fails its check at start is an error, and is not only turned off; "
+        "`eager`: plain torch everywhere ([gpu.md](gpu.md))",
+        _one_of("strict", "eager", otherwise="; unset it for the CUDA path with its checks"),
+    ),
     "TINKER_LOCAL_KV_CACHE_TOKENS": Variable(
         "bound on the KV cache of the sampler; default 2 GiB on a CPU, half of what is free on CUDA", _integer(1)
     ),

@@ -139,6 +139,13 @@ class TrainingRun:
         self.record(has_saved=True)
 
 
+class EngineInfo(GetInfoResponse):
+    """What the SDK's clients get, and what this engine has to say of itself."""
+
+    execution: dict[str, str]
+    """each part of the CUDA path: "on", or "off: " and why; empty where plain torch computes everything (docs/gpu.md)"""
+
+
 class TrainingClient:
     """Made by ServiceClient.create_lora_training_client and create_training_client_from_state."""
 
@@ -300,16 +307,17 @@ class TrainingClient:
     def _path(self, kind: CheckpointKind, name: str) -> CheckpointPath:
         return CheckpointPath(self._run.entry.run_id, kind, check_name(name, "checkpoint name"))
 
-    def get_info(self) -> GetInfoResponse:
-        """Base model, LoRA rank and tokenizer of this run."""
+    def get_info(self) -> EngineInfo:
+        """Base model, LoRA rank and tokenizer of this run, and what runs in place of plain torch."""
         model = self._run.model
-        return GetInfoResponse(
+        return EngineInfo(
             type="get_info",
             model_id=self._run.entry.run_id,
             model_data=ModelData(arch=model.config.model_type, model_name=model.name, tokenizer_id=model.name),
             is_lora=True,
             lora_rank=self._run.state.adapter.spec.rank,
             model_name=model.name,
+            execution=dict(model.execution.parts()),
         )
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -56,6 +56,8 @@ class OnGpu(torch.Tensor):
         strangers = [t for t in _tensors((args, kwargs)) if not isinstance(t, OnGpu) and t.dim() > 0]
         if strangers and name not in ("copy_", "__getitem__", "__get__", "__set__"):  # an index may be on the CPU
             raise DeviceMistake(f"{name} of tensors on the GPU and one of shape {tuple(strangers[0].shape)} on the CPU")
+        if name == "mm" and "out_dtype" in kwargs:  # a CPU has no such product
+            return _wide_product(*args, **kwargs)
         if "device" in kwargs:
             return _made(func, *args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
@@ -122,9 +124,18 @@ def _module_moved(self: nn.Module, device: Any) -> nn.Module:
     return self
 
 
+def _wide_product(
+    left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    product = left.to(out_dtype) @ right.to(out_dtype)
+    return product if out is None else out.copy_(product)
+
+
 @contextmanager
 def pretend() -> Iterator[None]:
-    """Within: torch makes tensors on a pretended `cuda`, in every thread, and the engine runs there."""
+    """Within: torch makes tensors on a pretended `cuda`, in every thread, and the engine runs there: its reference, as graphs
+    and kernels need a real one.
+    """
     _device._device_constructors()  # remembers the functions that are replaced below
     original_module_to = nn.Module.to
 
@@ -134,6 +145,7 @@ def pretend() -> Iterator[None]:
         return original_module_to(self, *args, **kwargs)
 
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, TINKER_LOCAL_CUDA="eager"))
         for name in FACTORIES:
             stack.enter_context(
                 mock.patch.object(torch, name, wraps(getattr(torch, name))(partial(_made, getattr(torch, name))))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -231,6 +232,6 @@ class TestWording:
         ({"name": "proposer_critic", "rounds": 0}, "somebody would have nothing to say"),
     ],
 )
-def test_protocols_that_make_no_sense_are_refused(settings: dict[str, object], wrong: str) -> None:
+def test_protocols_that_make_no_sense_are_refused(settings: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigurationError, match=wrong):
         ProtocolConfig(**settings)

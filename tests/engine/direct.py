@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.engine.helpers import assert_samples_agree
+from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.decode_attention import DecodePlan
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
 from tinker_local_backend.engine.requests import SamplingRequest, StopRule
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
@@ -100,7 +100,7 @@ def prefilled_tokens() -> Iterator[list[int]]:
     hidden_states = BaseModel.hidden_states
 
     def counted(self: BaseModel, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: Any, adapters: Any):
-        if not isinstance(plan, DecodePlan):
+        if isinstance(plan, PackedPlan):
             passes.append(len(tokens_T))
         return hidden_states(self, tokens_T, positions_T, plan, adapters)
 

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import read_json_object
+from tinker_cookbook.utils.intervals import Z_95, Estimate, wilson
 from tinker_cookbook.utils.ml_log import read_metrics
 
 WINDOW = 5
 """Steps averaged at each end of a run."""
 
+OWN = "env/all/"
+RATES = frozenset({"correct", "format", "parsed"})
+"""Of what an environment measures, those that are 0 or 1 in each episode."""
 
-def first_and_last(rows: Sequence[Mapping[str, Any]], key: str, window: int = WINDOW) -> tuple[float, float] | None:
-    """Mean of `key` over the first and the last `window` steps that report it; None when none does."""
-    values = [row[key] for row in rows if key in row]
-    return (fmean(values[:window]), fmean(values[-window:])) if values else None
-
-
-def before_and_after(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[float, float] | None:
-    """`key` of the first and the last evaluation; None unless there were two."""
-    values = [row[key] for row in rows if key in row]
-    return (values[0], values[-1]) if len(values) > 1 else None
+Rows = Sequence[Mapping[str, Any]]
 
 
 def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: Mapping[str, str]) -> None:
@@ -48,21 +45,76 @@ def _is_quiet(log_path: str | Path) -> bool:
     return path.exists() and read_json_object(path, "it is no run's config").get("quiet", False)
 
 
-def _changes(rows: Sequence[Mapping[str, Any]], evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
-    table = Table(title="What changed", title_justify="left")
-    for header in ("metric", "where", "before", "after", "change"):
-        table.add_column(header, justify="left" if header in ("metric", "where") else "right")
+def first_and_last(rows: Rows, key: str, window: int = WINDOW) -> tuple[float, float] | None:
+    """Mean of `key` over the first and the last `window` steps that report it; None when none does."""
+    having = [row for row in rows if key in row]
+    return (estimate(having[:window], key).mean, estimate(having[-window:], key).mean) if having else None
+
+
+def before_and_after(rows: Rows, key: str) -> tuple[float, float] | None:
+    """`key` of the first and the last evaluation; None unless there were two."""
+    having = [row for row in rows if key in row]
+    return (having[0][key], having[-1][key]) if len(having) > 1 else None
+
+
+def _changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
     steps = max((sum(key in row for row in rows) for key in training), default=0)
     window = max(1, min(WINDOW, steps // 2))
     ends = f"first and last {window} steps" if window > 1 else "first and last step"
-    measured = [(key, f"{where}, {ends}", first_and_last(rows, key, window)) for key, where in training.items()]
-    measured += [(key, where, before_and_after(rows, key)) for key, where in evaluated.items()]
-    for key, where, values in measured:
-        if values is not None:
-            before, after = values
-            name = key.partition("env/all/")[2] or key
-            table.add_row(name, where, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+    said = f"What changed ({ends}; brackets: 95 %)" if training else "What changed (brackets: 95 %)"
+    table = Table(
+        title=said, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+    )
+    for header in ("metric", "where", "before", "after", "change"):
+        table.add_column(header, justify="left" if header in ("metric", "where") else "right")
+    for key, where in training.items():
+        having = [row for row in rows if key in row]
+        if having:
+            _add(table, key, where, estimate(having[:window], key), estimate(having[-window:], key))
+    for key, where in evaluated.items():
+        having = [row for row in rows if key in row]
+        if len(having) > 1:
+            _add(table, key, where, estimate(having[:1], key), estimate(having[-1:], key))
     return table
+
+
+def estimate(rows: Rows, key: str) -> Estimate:
+    """The mean of a metric over some rows, at least one, with its 95 % interval.
+
+    Of a rate it is Wilson's, over all episodes of the rows; of another metric that of a normal mean of the rows. NaN as its
+    ends: the rows do not tell.
+    """
+    values = [float(row[key]) for row in rows]
+    mean = fmean(values)
+    before, _, name = key.rpartition(OWN)
+    episodes = [row.get(f"{before}{OWN}total_episodes") for row in rows]
+    if name in RATES and all(isinstance(count, int) for count in episodes):
+        counts = [int(count or 0) for count in episodes]
+        total = sum(counts)
+        right = sum(value * count for value, count in zip(values, counts, strict=True))
+        found = wilson(right, total)
+        return Estimate(mean, found.low, found.high)
+    if len(values) < 3:
+        return Estimate(mean, math.nan, math.nan)
+    half = Z_95 * stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _add(table: Table, key: str, where: str, before: Estimate, after: Estimate) -> None:
+    name = key.partition(OWN)[2] or key
+    table.add_row(name, where, _show(before), _show(after), f"{after.mean - before.mean:+.3f}")
+
+
+def _show(found: Estimate) -> str:
+    if math.isnan(found.low):
+        return f"{found.mean:.3f}"
+    return f"{found.mean:.3f} [{_short(found.low)} {_short(found.high)}]"
+
+
+def _short(value: float) -> str:
+    """Two digits after the point, without a zero before it."""
+    text = f"{value:.2f}"
+    return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
 
 
 def print_rl_changes(log_path: str | Path, keys: Sequence[str]) -> None:

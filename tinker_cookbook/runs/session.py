@@ -29,6 +29,8 @@ from tinker_cookbook.weights_config import WeightsConfig, find_origin
 logger = logging.getLogger(__name__)
 
 CHART_BASE_NAME = "timing_gantt.html"
+TRACE_BASE_NAME = "trace.json"
+"""The trace as viewers open it; trace_events.jsonl has the same while the run goes on."""
 
 
 @dataclass
@@ -174,6 +176,7 @@ async def _training(config: RunConfig, run: Run, service: ServiceClient) -> Asyn
         if config.enable_trace:
             backends.trace_engine(config.backend, None)
             trace.trace_shutdown()
+            trace.convert(run.log_path / trace.EVENTS_BASE_NAME, run.log_path / TRACE_BASE_NAME)
 
 
 async def _open_training_client(

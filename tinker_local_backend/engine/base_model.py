@@ -351,6 +351,11 @@ class BaseModel:
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
         return kv_heads, getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
 
+    @property
+    def attention_shape(self) -> tuple[int, int, int]:
+        """Query heads, key heads, and their dimension."""
+        return self.config.num_attention_heads, *self._kv_shape()
+
     def kv_bytes_per_token(self) -> int:
         kv_heads, head_dim = self._kv_shape()
         return 2 * self.config.num_hidden_layers * kv_heads * head_dim * torch.finfo(self.dtype).bits // 8

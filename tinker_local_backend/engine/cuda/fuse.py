@@ -35,13 +35,13 @@ def fuse_norms(model: nn.Module) -> list[nn.Module]:
             type(module).__name__.endswith("RMSNorm") and isinstance(weight, torch.Tensor) and isinstance(eps, float)
         ):
             continue
-        if _replace(module, _norm(weight, eps), weight.shape[0]):
+        if _replace(module, _norm(module, eps), weight.shape[0]):
             fused.append(module)
     return fused
 
 
-def _norm(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda hidden_states: F.rms_norm(hidden_states, (weight.shape[0],), weight, eps)
+def _norm(module: Any, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda hidden_states: F.rms_norm(hidden_states, module.weight.shape, module.weight, eps)
 
 
 def fuse_swiglu(model: nn.Module) -> list[nn.Module]:

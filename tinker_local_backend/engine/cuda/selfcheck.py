@@ -1,12 +1,107 @@
-"""What a model on a GPU is asked before it serves: does each part give what the reference gives, at the model's real shapes?"""
+"""What a model on a GPU is asked before it serves: does each part give what the reference gives, at the model's real shapes?
+
+A part that does not is turned off, with a warning that names the check and its numbers; the reference computes it then.
+TINKER_LOCAL_CUDA=strict raises instead, and =eager keeps everything with the reference.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.cuda.execution import CudaExecution
+from tinker_local_backend.engine.cuda import checks
+from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, CudaExecution
+from tinker_local_backend.engine.cuda.graphs import Graphs, graphs_for
 from tinker_local_backend.engine.execution import Execution
+from tinker_local_backend.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["strict", "eager"]
 
 
-def checked_execution(model: BaseModel) -> Execution | None:
-    """The CUDA path without the parts that failed their check; None: the reference."""
-    return CudaExecution(model)
+@dataclass(frozen=True)
+class Check:
+    """`measure` gives the relative error of a part against the reference."""
+
+    part: str
+    name: str
+    measure: Callable[[BaseModel, Graphs], float]
+
+
+CHECKS = (
+    Check(DECODING, "paged attention", checks.paged_attention),
+    Check(DECODING, "stored keys", checks.stored_keys),
+    Check(DECODING, "LoRA by slot", checks.lora_by_slot),
+    Check(DECODING, "replayed against eager steps", checks.replay_against_eager),
+    Check(DECODING, "all slots and base rows in one batch", checks.all_slots_in_one_batch),
+    Check(DECODING, "sampled against trained logprobs", checks.sampled_against_trained),
+    Check(ATTENTION, "one call for all sequences, and its gradients", checks.varlen_attention),
+    Check("rotary", "rotary positions and their gradient", checks.rotary),
+    Check("swiglu", "SwiGLU and its gradients", checks.swiglu),
+)
+"""In order. What is left of a part is not checked once one of its checks has failed. Norms were compared when they were fused."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check found. `failure` says what is wrong."""
+
+    check: Check
+    error: float | None
+    bound: float
+    failure: str | None
+
+
+def run_checks(model: BaseModel, execution: CudaExecution, graphs: Graphs) -> Iterator[Checked]:
+    """Ask about every part that is on, and turn off those that fail."""
+    bound = checks.bound_of(model.dtype)
+    for check in CHECKS:
+        if not execution.runs(check.part):
+            continue
+        error, failure = None, None
+        try:
+            error = check.measure(model, graphs)
+            if not error <= bound:
+                failure = f"{check.name} is off by {error:.1e}, more than {bound:.0e}"
+        except Exception as problem:
+            lines = str(problem).strip().splitlines() or [""]
+            failure = f"{check.name} failed with {type(problem).__name__}: {lines[0][:300]}"
+        if failure is not None:
+            execution.turn_off(check.part, failure)
+        yield Checked(check, error, bound, failure)
+
+
+def checked_execution(model: BaseModel, graphs: Graphs | None = None) -> Execution | None:
+    """The CUDA path of this model without the parts that failed; None: the reference, as TINKER_LOCAL_CUDA=eager asks.
+
+    Raises ModelLoadError for a part that fails under TINKER_LOCAL_CUDA=strict.
+    """
+    mode: Mode | None = environment.read("TINKER_LOCAL_CUDA")
+    if mode == "eager":
+        return None
+    graphs = graphs or graphs_for(model.device)
+    began = time.monotonic()
+    execution = CudaExecution(model, graphs)
+    for checked in run_checks(model, execution, graphs):
+        if checked.failure is None:
+            continue
+        if mode == "strict":
+            raise ModelLoadError(
+                f"model {model.name!r}: {checked.check.part} on {model.device} is wrong: {checked.failure}. "
+                "TINKER_LOCAL_CUDA=strict makes this an error; unset it to go on without this part, and report it (docs/gpu.md)"
+            )
+        logger.warning(
+            "%s on %s is turned off, the reference computes it: %s. Please report this (docs/gpu.md)",
+            checked.check.part,
+            model.device,
+            checked.failure,
+        )
+    parts = ", ".join(f"{part} {state}" for part, state in execution.parts().items())
+    logger.info("checked the CUDA path in %.1f s: %s", time.monotonic() - began, parts)
+    return execution

@@ -1,0 +1,133 @@
+"""Rewards from a rubric: a language model grades replies by several weighted criteria, or compares those of a group.
+
+    python -m recipes.rubric grader.endpoint.base_url=https://api.openai.com/v1 grader.endpoint.model=gpt-4.1-mini
+    python -m recipes.rubric mode=compare criteria=my_criteria.toml grader.weights.base_model=Qwen/Qwen3-8B
+    python -m recipes.rubric task=summary grader.endpoint.base_url=http://127.0.0.1:8000/v1 grader.endpoint.model=judge
+
+The criteria are a TOML file of tables [[criteria]] with name, wanted and weight. mode=score gives each reply the mean of its
+grades, from 0 to 1; mode=compare its mean share against the other replies to the question, each pair asked in both orders.
+What is asked twice is answered once, and grader.endpoint.cache_dir keeps answers on disk.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import chz
+
+from recipes.common import prompt_room, settle
+from recipes.rl_common import TaskConfig, check_groups, run_folder, train_and_show, train_config
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.environments import DatasetSettings, Rubric
+from tinker_cookbook.environments.contract_dataset import loaded_environment
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import get_text_content
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.tasks.datasets import load_items
+from tinker_cookbook.tasks.lm_rubric import Criterion, RubricGrader, RubricGraderConfig, check_criteria
+from tinker_cookbook.tasks.registry import get_task
+
+RECIPE = "rubric"
+
+CRITERIA = (
+    Criterion(name="right", wanted="the reply says what the reference says", weight=3.0),
+    Criterion(name="brief", wanted="the reply says nothing besides", weight=1.0),
+)
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(TaskConfig):
+    """Keys of `python -m recipes.rubric`."""
+
+    mode: Literal["score", "compare"] = chz.field(
+        default="score", doc="score: grades of each reply alone; compare: shares against the others of its group"
+    )
+    criteria: str | None = chz.field(
+        default=None, doc="TOML file of [[criteria]]; default: right (3) and brief (1), against the reference"
+    )
+    grader: RubricGraderConfig = chz.field(default_factory=RubricGraderConfig, doc="who grades")
+
+
+def read_criteria(path: str | None) -> Sequence[Criterion]:
+    """The criteria of a file. Raises ConfigurationError, which names it."""
+    if path is None:
+        return CRITERIA
+    try:
+        rows = tomllib.loads(Path(path).expanduser().read_text()).get("criteria", [])
+        criteria = [Criterion(**row) for row in rows]
+        check_criteria(criteria)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"criteria={path!r}: {error}; write [[criteria]] with name, wanted and weight"
+        ) from error
+    return criteria
+
+
+class Graded:
+    """The functions of a rubric whose grader is opened once in a run."""
+
+    def __init__(self, grader: RubricGraderConfig, criteria: Sequence[Criterion]):
+        self._config, self._criteria = grader, criteria
+
+    async def _grader(self, info: dict[str, Any]) -> RubricGrader:
+        return await info["run"].once("rubric grader", lambda: self._config.open("grader", self._criteria))
+
+    async def grade(self, completion: str, answer: str, info: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        """One reply's mean grade."""
+        grader = await self._grader(info)
+        reward, metrics = await grader.score(info["question"], completion, answer or "")
+        return reward, metrics
+
+    async def share(
+        self, completions: list[str], answers: list[str], infos: list[dict[str, Any]]
+    ) -> list[tuple[float, dict[str, float]]]:
+        """Each reply's mean share against the others of the group."""
+        grader = await self._grader(infos[0])
+        return await grader.rank(infos[0]["question"], completions, answers[0] or "")
+
+
+def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
+    """The graded questions of settled keys. Raises ConfigurationError; nobody is asked yet."""
+    cli.grader.check("grader")
+    graded = Graded(cli.grader, read_criteria(cli.criteria))
+    task = get_task(cli.task, cli.reward_fn)
+    train, test = load_items(task, cli.dataset or task.default_dataset, cli.test_dataset)
+
+    def rows(items: Sequence[Any]) -> list[dict[str, Any]]:
+        return [
+            {
+                "prompt": [{"role": m["role"], "content": get_text_content(m)} for m in task.messages(item)],
+                "answer": item.reference,
+                "id": item.id,
+                "info": {"question": item.question},
+            }
+            for item in items
+        ]
+
+    found = SimpleNamespace(
+        dataset=rows(train),
+        eval_dataset=rows(test[: cli.max_eval_items]) or None,
+        rubric=Rubric([graded.grade if cli.mode == "score" else graded.share]),
+    )
+    settings = cli.fill(
+        DatasetSettings,
+        groups_per_batch=cli.num_groups,
+        group_size=check_groups(cli.num_rollouts, cli.num_groups, multiple=1),
+        num_batches=cli.max_steps,
+        num_test=cli.max_eval_items,
+        max_prompt_tokens=prompt_room(cli),
+    )
+    return loaded_environment(task.name, found).build(settings)
+
+
+async def main(cli: CLIConfig) -> None:
+    cli = settle(cli)
+    builder = make_dataset_builder(cli)
+    own = "reward/grade" if cli.mode == "score" else "reward/share"
+    await train_and_show(train_config(cli, RECIPE, builder, run_folder(cli, cli.mode)), ["reward/total", own])
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

@@ -1,0 +1,164 @@
+"""The check at start: every part passes with its stand-in, and a wrong kernel is found, named and turned off."""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.engine.devices import here
+from tests.engine.direct import request
+from tests.engine.helpers import random_tokens
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda import ops, step, varlen
+from tinker_local_backend.engine.cuda.execution import ON, PARTS, CudaExecution
+from tinker_local_backend.engine.cuda.generation import BurstGenerator
+from tinker_local_backend.engine.cuda.graphs import graphs_for
+from tinker_local_backend.engine.cuda.selfcheck import CHECKS, checked_execution, run_checks
+from tinker_local_backend.engine.execution import Execution
+from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.errors import ModelLoadError
+
+
+@pytest.fixture
+def model(tied_model: str) -> BaseModel:
+    return BaseModel(tied_model, here().device, here().dtype)
+
+
+def checked(model: BaseModel) -> CudaExecution:
+    execution = checked_execution(model)
+    assert isinstance(execution, CudaExecution)
+    return execution
+
+
+def test_every_part_passes(model: BaseModel, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    graphs = graphs_for(model.device)
+    execution = CudaExecution(model, graphs)
+    found = list(run_checks(model, execution, graphs))
+    print()
+    for one in found:  # the table of equality: `pytest -s` shows it
+        print(f"{one.check.part:10} {one.check.name:50} {one.error:.1e} of at most {one.bound:.0e}")
+    assert [one.check for one in found] == list(CHECKS)
+    assert [one.failure for one in found] == [None] * len(CHECKS)
+    assert execution.parts() == dict.fromkeys(PARTS, ON)
+
+
+def wrong(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *arguments, **keywords: function(*arguments, **keywords) * 1.2
+
+
+def stores_one_too_far(key: Any, value: Any, keys: Any, values: Any, tables: Any, positions: Any) -> None:
+    store(key, value, keys, values, tables, positions + (positions >= 0))
+
+
+def adds_for_the_next_slot(y: Any, x: Any, a: Any, b: Any, order: Any, blocks: Any, scales: Any) -> None:
+    add(y, x, a.roll(1, 0), b.roll(1, 0), order, blocks, scales)
+
+
+def logprobs_of_something_else(*arguments: Any) -> Any:
+    tokens, logprobs, tempered = choose(*arguments)
+    return tokens, logprobs * 0.5, tempered
+
+
+def unseeded(seeds: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    return torch.rand(len(seeds), dtype=torch.float64, device=seeds.device)
+
+
+store, add, choose = ops.store_keys, ops.lora_add, step.choose
+NONE = "no module of this model computes so"
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fault", "part", "check"),
+    [
+        pytest.param(ops, "paged_attention", wrong(ops.paged_attention), "decoding", "paged attention", id="attention"),
+        pytest.param(ops, "store_keys", stores_one_too_far, "decoding", "stored keys", id="keys", marks=slow),
+        pytest.param(ops, "lora_add", adds_for_the_next_slot, "decoding", "LoRA by slot", id="lora"),
+        pytest.param(step, "uniforms", unseeded, "decoding", "replayed", id="noise", marks=slow),
+        pytest.param(step, "choose", logprobs_of_something_else, "decoding", "all slots", id="logprobs", marks=slow),
+        pytest.param(
+            varlen, "plain_varlen", wrong(varlen.plain_varlen), "attention", "one call", id="varlen", marks=slow
+        ),
+        pytest.param(ops, "rotate", wrong(ops.rotate), "rotary", NONE, id="rotary", marks=slow),
+        pytest.param(ops, "swiglu", wrong(ops.swiglu), "swiglu", NONE, id="swiglu", marks=slow),
+        pytest.param(F, "rms_norm", wrong(F.rms_norm), "norms", NONE, id="norms", marks=slow),
+    ],
+)
+def test_a_wrong_part_is_named_and_turned_off(
+    model: BaseModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    module: Any,
+    name: str,
+    fault: Any,
+    part: str,
+    check: str,
+) -> None:
+    if here().device.type == "cuda" and module is varlen:
+        name = "_on_cuda"
+    monkeypatch.setattr(module, name, fault)
+    monkeypatch.delenv("TINKER_LOCAL_CUDA", raising=False)
+    with torch.random.fork_rng():
+        parts = checked(model).parts()
+    assert parts[part].startswith("off: ") and check in parts[part]
+    assert {other: state for other, state in parts.items() if other != part} == dict.fromkeys(set(PARTS) - {part}, ON)
+    if not check.startswith("no module"):
+        (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert part in warning.getMessage() and check in warning.getMessage()
+
+
+def test_without_decoding_the_reference_samples(model: BaseModel) -> None:
+    off: Mapping[str, str] = {"decoding": "it is wrong"}
+    generators = [CudaExecution(model, off=o).generator(model, 512, itertools.count().__next__) for o in (off, {})]
+    assert type(generators[0]) is Generator and type(generators[1]) is BurstGenerator
+
+
+def test_strict_raises_and_names_the_part(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_CUDA", "strict")
+    monkeypatch.setattr(ops, "paged_attention", wrong(ops.paged_attention))
+    with pytest.raises(ModelLoadError, match=r"decoding on .* is wrong: paged attention is off by .*strict"):
+        checked_execution(model)
+
+
+def test_eager_is_the_reference(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_CUDA", "eager")
+    assert checked_execution(model) is None
+
+
+def test_what_was_fused_can_be_undone(model: BaseModel) -> None:
+    tokens = torch.tensor(random_tokens(9, seed=0), device=model.device)
+    logits = [_logits(model, tokens)]
+    execution: Execution = CudaExecution(model)
+    assert isinstance(execution, CudaExecution)
+    logits.append(_logits(model, tokens))
+    for part in ("norms", "rotary", "swiglu"):
+        execution.turn_off(part, "a test")
+    logits.append(_logits(model, tokens))
+    assert torch.equal(logits[0], logits[2])
+    assert float((logits[0] - logits[1]).abs().max()) < (1e-4 if here().dtype == torch.float32 else 0.3)
+
+
+def _logits(model: BaseModel, tokens: torch.Tensor) -> torch.Tensor:
+    from tinker_local_backend.engine.attention import PackedPlan
+
+    with torch.inference_mode():
+        plan = PackedPlan.whole([len(tokens)])
+        hidden = model.hidden_states(tokens, torch.arange(len(tokens), device=tokens.device), plan, None)
+        return model.logits(hidden, None)
+
+
+@slow
+def test_requests_are_served_after_a_failed_check(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fall-back is not only a word: what is sampled is right although the kernel is wrong."""
+    from tests.engine.direct import Direct, assert_same_samples
+
+    asked = request(random_tokens(9, seed=3), max_tokens=12)
+    expected = Direct(model).run(asked)[0]
+    monkeypatch.setattr(ops, "paged_attention", wrong(ops.paged_attention))
+    model.execution = checked(model)
+    assert_same_samples(Direct(model).run(asked)[0], expected)

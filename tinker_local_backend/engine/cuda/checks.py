@@ -1,0 +1,241 @@
+"""How far each part of the CUDA path is off from the reference, at the real shapes of a model, on a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from tinker_local_backend.engine.attention import PackedPlan, Segment
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda import ops, plain
+from tinker_local_backend.engine.cuda.decoder import Decoder
+from tinker_local_backend.engine.cuda.generation import BurstGenerator
+from tinker_local_backend.engine.cuda.graphs import Graphs
+from tinker_local_backend.engine.cuda.slots import SLOTS, lay_out_rows
+from tinker_local_backend.engine.cuda.step import DecodeRow
+from tinker_local_backend.engine.cuda.varlen import VarlenPlan
+from tinker_local_backend.engine.decode_attention import LayerAttention
+from tinker_local_backend.engine.lora import Adapter, LoraSpec, group_rows
+from tinker_local_backend.engine.pages import PAGE_TOKENS
+from tinker_local_backend.engine.requests import SamplingRequest, StopRule
+from tinker_local_backend.engine.tickets import SamplingResult, Ticket
+
+SAMPLED_TOKENS = 64
+STEPS = 3
+RANK = 8
+
+BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""On errors relative to the norm of the right result, and on mean differences of logprobs. A wrong kernel is off by about 1."""
+
+
+def bound_of(dtype: torch.dtype) -> float:
+    return BOUNDS.get(dtype, 1e-3)
+
+
+def _error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """The largest relative error, of norms; NaN counts as infinite."""
+    errors = [
+        float((f.double() - w.double()).norm() / w.double().norm().clamp(min=1e-12))
+        for f, w in zip(found, wanted, strict=True)
+    ]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+class _Random:
+    """Numbers of the model's dtype on its device, the same in every run."""
+
+    def __init__(self, model: BaseModel):
+        self._generator = torch.Generator().manual_seed(0)
+        self._model = model
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        numbers = torch.randn(shape, generator=self._generator)
+        return numbers.to(self._model.device, self._model.dtype)
+
+
+def _pages(model: BaseModel, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, keys, values, and the table of each row; its pages lie backwards."""
+    heads, kv_heads, dim = model.attention_shape
+    width = -(-max(lengths) // PAGE_TOKENS)
+    random = _Random(model)
+    pages = len(lengths) * width
+    keys, values = random(2, pages, kv_heads, PAGE_TOKENS, dim)
+    tables = torch.arange(pages, dtype=torch.int32, device=model.device).flip(0).view(len(lengths), width)
+    return random(len(lengths), heads, dim), keys, values, tables
+
+
+def paged_attention(model: BaseModel, graphs: Graphs) -> float:
+    lengths = [1, PAGE_TOKENS + 1, 0, 600]
+    query, keys, values, tables = _pages(model, lengths)
+    seen = torch.tensor(lengths, dtype=torch.int32, device=model.device)
+    scale = query.shape[-1] ** -0.5
+    errors = []
+    for window in {0, min(model.sliding_window or 0, 500)}:
+        arguments = (query, keys, values, tables, seen, scale, window, 0.0)
+        errors.append(_error([ops.paged_attention(*arguments)], [plain.paged_attention(*arguments)]))
+    return max(errors)
+
+
+def stored_keys(model: BaseModel, graphs: Graphs) -> float:
+    _, keys, values, tables = _pages(model, [40, 40, 40])
+    positions = torch.tensor([5, -1, 39], dtype=torch.int32, device=model.device)
+    _, kv_heads, dim = model.attention_shape
+    key, value = _Random(model)(2, 3, kv_heads, dim)
+    results = []
+    for store in (ops.store_keys, plain.store_keys):
+        pools = keys.clone(), values.clone()
+        store(key, value, *pools, tables, positions)
+        results.append(pools)
+    return _error(*results)
+
+
+def lora_by_slot(model: BaseModel, graphs: Graphs) -> float:
+    slots = [0, -1, 1, 1, 0, *[2] * 17]
+    order, blocks = (torch.from_numpy(array).to(model.device) for array in lay_out_rows(slots, len(slots)))
+    scales = torch.tensor([0.5, 1.0, 2.0], device=model.device)
+    random = _Random(model)
+    errors = []
+    for features, outputs in {(linear.in_features, linear.out_features) for linear in model.linears.values()}:
+        x, y = random(len(slots), features), random(len(slots), outputs)
+        a, b = random(3, 16, features) / features**0.5, random(3, outputs, 16)
+        results = []
+        for add in (ops.lora_add, plain.lora_add):
+            into = y.clone()
+            add(into, x, a, b, order, blocks, scales)
+            results.append([into])
+        errors.append(_error(*results))
+    return max(errors)
+
+
+def _rows(adapters: Sequence[Adapter | None]) -> list[DecodeRow]:
+    """The first tokens of sequences, one for each adapter, a page each; their first key is stored at position 0."""
+    return [
+        DecodeRow(
+            token=11 + i,
+            position=0,
+            end=PAGE_TOKENS,
+            pages=[i],
+            first_page=0,
+            adapter=adapter,
+            seed=i,
+            drawn=0,
+            temperature=1.0,
+            top_k=-1,
+            top_p=1.0,
+        )
+        for i, adapter in enumerate(adapters)
+    ]
+
+
+def _adapters(model: BaseModel, number: int) -> list[Adapter]:
+    """Snapshots that change every logit."""
+    frozen = []
+    for seed in range(number):
+        adapter = model.new_adapter(LoraSpec(RANK), seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, matrix in sorted(adapter.b.items()):
+                matrix.copy_(torch.randn(matrix.shape, generator=generator) * 0.01)
+        frozen.append(adapter.snapshot(model.dtype))
+    return frozen
+
+
+class _Eager:
+    """Captures nothing: every replay runs the step."""
+
+    def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        tempered = step()
+        return lambda: tempered.copy_(step()), tempered
+
+
+@torch.inference_mode()
+def replay_against_eager(model: BaseModel, graphs: Graphs) -> float:
+    rows = _rows([*_adapters(model, 2), None])
+    bursts = [
+        Decoder(model, model.new_cache(len(rows)), way, PAGE_TOKENS).run(rows, STEPS) for way in (graphs, _Eager())
+    ]
+    replayed, eager = bursts
+    if (replayed.tokens != eager.tokens).any():
+        return float("inf")
+    return float(abs(replayed.logprobs - eager.logprobs).max())
+
+
+@torch.inference_mode()
+def all_slots_in_one_batch(model: BaseModel, graphs: Graphs) -> float:
+    adapters: list[Adapter | None] = [*_adapters(model, SLOTS), None]
+    rows = _rows(adapters)
+    burst = Decoder(model, model.new_cache(len(rows)), graphs, PAGE_TOKENS).run(rows, 1)
+    tokens = torch.tensor([row.token for row in rows], device=model.device)
+    spans = group_rows(adapters, model.device)
+    hidden = model.hidden_states(tokens, torch.zeros_like(tokens), PackedPlan.whole([1] * len(rows)), spans)
+    wanted = model.logits(hidden, spans).log_softmax(-1)
+    found = torch.from_numpy(burst.logprobs[0]).to(model.device)
+    drawn = torch.from_numpy(burst.tokens[0]).to(model.device)
+    return float((wanted.gather(1, drawn[:, None])[:, 0] - found).abs().mean())
+
+
+@torch.inference_mode()
+def sampled_against_trained(model: BaseModel, graphs: Graphs) -> float:
+    """Mean difference of the logprobs of sampled tokens from those of a pass over the whole sequence, which is what trains."""
+    (adapter,) = _adapters(model, 1)
+    prompt = tuple(range(7, 7 + PAGE_TOKENS))
+    tokens = min(SAMPLED_TOKENS, model.context_length - len(prompt))
+    generator = BurstGenerator(model, 4 * (tokens + len(prompt)), count().__next__, graphs)
+    outcomes: list[SamplingResult | BaseException] = []
+    request = SamplingRequest(prompt, adapter, 1, tokens, stop=StopRule(), seed=0)
+    generator.add(Ticket(request, outcomes.append, lambda: False))
+    while generator.busy:
+        generator.step()
+    (outcome,) = outcomes
+    if isinstance(outcome, BaseException):
+        raise outcome
+    (sequence,) = outcome.sequences
+    whole = torch.tensor([*prompt, *sequence.tokens], device=model.device)
+    plan = PackedPlan.whole([len(whole)])
+    hidden = model.hidden_states(whole, torch.arange(len(whole), device=model.device), plan, adapter)
+    logprobs = model.logits(hidden[len(prompt) - 1 : -1], adapter).log_softmax(-1)
+    trained = logprobs.gather(1, whole[len(prompt) :, None])[:, 0]
+    return float((trained - torch.tensor(sequence.logprobs, device=model.device)).abs().mean())
+
+
+def _with_gradients(compute: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        out = compute(*leaves)
+        gradient = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
+        return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+
+def varlen_attention(model: BaseModel, graphs: Graphs) -> float:
+    """Two sequences that share a prefix, and one of its own."""
+    segments = [Segment(0, 40), Segment(40, 50, 40, (0, 40)), Segment(50, 57, 40, (0, 40)), Segment(57, 120)]
+    plan = PackedPlan(segments)
+    heads, kv_heads, dim = model.attention_shape
+    random = _Random(model)
+    inputs = [random(1, heads, 120, dim), random(1, kv_heads, 120, dim), random(1, kv_heads, 120, dim)]
+    errors = []
+    for window in {None, model.sliding_window and 20}:
+        layer = LayerAttention(0, dim**-0.5, None, window)
+        varlen = VarlenPlan.of(plan, model.device)
+        found, wanted = (
+            _with_gradients(lambda q, k, v, way=way, layer=layer: way.attend(layer, q, k, v), inputs)
+            for way in (varlen, plan)
+        )
+        errors.append(_error(found, wanted))
+    return max(errors)
+
+
+def rotary(model: BaseModel, graphs: Graphs) -> float:
+    heads, _, dim = model.attention_shape
+    random = _Random(model)
+    x, cos, sin = random(9, heads, dim), random(9, dim), random(9, dim)
+    found = _with_gradients(lambda x: ops.rotate(x, cos, sin, False), [x])
+    return _error(found, _with_gradients(lambda x: plain.rotate(x, cos, sin, False), [x]))
+
+
+def swiglu(model: BaseModel, graphs: Graphs) -> float:
+    gate, up = _Random(model)(2, 9, model.config.intermediate_size)
+    return _error(_with_gradients(ops.swiglu, [gate, up]), _with_gradients(plain.swiglu, [gate, up]))
