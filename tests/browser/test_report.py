@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import Watched
-from tests.report.made import write_run, write_step
+from tests.report.made import said, write_run, write_step
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import open_runs
 from tinker_cookbook.report.serve import Reports, Server
@@ -169,13 +169,16 @@ def test_two_runs_of_a_sweep_are_compared(watched: Watched, real_run: RealRun, t
     )
     page.locator("label", has_text="which all have reached").locator("input").check()
     open_panel(page, "Curves")
-    assert page.get_by_text("(2 seeds)").first.is_visible()
+    page.wait_for_selector("text=(2 seeds)")
     watched.check(url)
 
 
 def test_what_a_model_wrote_is_shown_as_text(watched: Watched, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"num_groups_to_log": 9, "evil": SPEECHES["script"]}, [{"step": 0, "a": 1.0}])
-    write_step(folder, 0, [[(text, text, 1.0), (text, "", 0.0)] for text in SPEECHES.values()])
+    half = [*said("a").tokens, said("🙂").tokens[0], *said("b").tokens]  # the first token of several of a character
+    assert len(said("🙂").tokens) > 1
+    groups = [[(text, text, 1.0), (text, "", 0.0)] for text in SPEECHES.values()]
+    write_step(folder, 0, [*groups, [("half", half, 1.0), ("half", "whole", 0.0)]])
     page = watched.page
     url = report(tmp_path, folder)
     page.goto(url)
@@ -190,6 +193,9 @@ def test_what_a_model_wrote_is_shown_as_text(watched: Watched, tmp_path: Path) -
     page.locator(".list .row[data-id='0-0-1']").click()
     page.wait_for_selector("h2:has-text('member 1')")
     assert page.get_by_text("(nothing)").is_visible()
+    page.locator(".list .row[data-id='0-5-0']").click()
+    page.wait_for_selector("h2:has-text('group 5, member 0')")
+    assert page.locator(".said.reply").first.text_content() == "a\ufffdb"
     open_panel(page, "Config")
     assert page.get_by_text(SPEECHES["script"]).first.is_visible()
     assert page.evaluate("window.hacked") is None
