@@ -24,7 +24,7 @@ from tinker_cookbook.report.runs import open_runs
 class CLIConfig:
     """Keys of `python -m recipes.plot`."""
 
-    log_path: list[str] = chz.field(doc="folders of runs, or folders with runs in them; several are divided by commas")
+    log_path: str = chz.field(doc="folder of a run, or of several runs; more than one, divided by commas")
     y: str = chz.field(doc="the metric")
     x: str = chz.field(
         default="step", doc="over what: step, progress/sampled_tokens, progress/seconds or another metric"
@@ -42,9 +42,10 @@ class CLIConfig:
 
 
 def main(cli: CLIConfig) -> None:
-    if not cli.log_path:
+    paths = [path for path in cli.log_path.split(",") if path]
+    if not paths:
         raise ConfigurationError("log_path: give at least one folder")
-    runs = open_runs(cli.log_path)
+    runs = open_runs(paths)
     x, y = metric_named(cli.x, runs), metric_named(cli.y, runs)
     found = curves(runs, x, y, cli.smoothing, cli.band)
     if not found:

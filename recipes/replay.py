@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import chz
-import numpy as np
-import tinker
-import torch
 
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
@@ -33,7 +30,8 @@ from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.utils.files import read_json_object
-from tinker_cookbook.utils.ml_log import Logger
+from tinker_cookbook.utils.lazy import np, tinker, torch
+from tinker_cookbook.utils.loggers import Logger
 
 RECIPE = "replay"
 

@@ -29,7 +29,7 @@ BASE_NAME = "report.html"
 class CLIConfig:
     """Keys of `python -m recipes.report`."""
 
-    log_path: list[str] = chz.field(doc="folders of runs, or folders with runs in them; several are divided by commas")
+    log_path: str = chz.field(doc="folder of a run, or of several runs; more than one, divided by commas")
     out: str | None = chz.field(default=None, doc="the file to write; None: report.html in the first folder")
     title: str | None = chz.field(default=None, doc="of the page; None: the name of the first folder")
     serve: bool = chz.field(default=False, doc="serve the page on this machine instead, until Ctrl-C")
@@ -41,17 +41,18 @@ class CLIConfig:
 
 
 def main(cli: CLIConfig) -> None:
-    if not cli.log_path:
+    paths = [path for path in cli.log_path.split(",") if path]
+    if not paths:
         raise ConfigurationError("log_path: give at least one folder")
     if cli.serve and cli.out is not None:
         raise ConfigurationError("out and serve=true are given: give one of them")
     console = Console(stderr=True)
-    first = Path(cli.log_path[0]).expanduser()
+    first = Path(paths[0]).expanduser()
     title = cli.title or first.resolve().name
     if cli.serve:
-        serve(cli.log_path, title, cli.port, lambda url: print(f"{url}  (Ctrl-C ends it)", flush=True))
+        serve(paths, title, cli.port, lambda url: print(f"{url}  (Ctrl-C ends it)", flush=True))
         return
-    runs = open_runs(cli.log_path)
+    runs = open_runs(paths)
     with console.status("reading") as status:
         content = write_page(runs, title, status.update)
     path = Path(cli.out).expanduser() if cli.out is not None else first / BASE_NAME

@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import json
+import math
 import pickle
 import re
 import threading
@@ -104,6 +105,41 @@ def ask(completer: EndpointCompleter, messages: list[Message] = QUESTION) -> Mes
         return await completer(messages)
 
     return asyncio.run(once())
+
+
+def soft_reply(**likely: float) -> dict[str, Any]:
+    text = f"<VERDICT>{next(iter(likely))}</VERDICT>"
+    content = [
+        {"token": letter, "logprob": -0.1, "top_logprobs": [{"token": letter, "logprob": -0.1}]} for letter in text
+    ]
+    content[len("<VERDICT>")]["top_logprobs"] = [
+        {"token": token, "logprob": logprob} for token, logprob in likely.items()
+    ]
+    said = saying(text)
+    said["choices"][0]["logprobs"] = {"content": content}
+    return said
+
+
+def test_a_soft_judge_reads_the_probabilities_off_the_reply(serve: Callable[..., Endpoint], tmp_path: Path) -> None:
+    endpoint = serve(lambda *_: (200, soft_reply(B=-0.5, A=-1.5, T=-2.5)))
+    config = endpoint.config(api_key_variable=None, cache_dir=str(tmp_path))
+    judge = asyncio.run(make_judge(JudgeConfig(name="endpoint", endpoint=config, soft=True)))
+    verdict, again = asyncio.run(judge(VIEW)), asyncio.run(judge(VIEW))
+    weights = [math.exp(value) for value in (-1.5, -0.5, -2.5)]
+    a, b, tie = (weight / sum(weights) for weight in weights)
+    assert verdict.winner is Winner.B and verdict.shares == pytest.approx((a + tie / 2, b + tie / 2))
+    (asked,) = endpoint.asked
+    assert (asked["logprobs"], asked["top_logprobs"], asked["temperature"]) == (True, 20, 0.0)
+    assert again.shares == verdict.shares and again.usage["cached"] == 1
+
+
+def test_an_endpoint_without_logprobs_has_no_soft_verdict(serve: Callable[..., Endpoint]) -> None:
+    config = serve(lambda *_: (200, saying("<VERDICT>A</VERDICT>"))).config(api_key_variable=None)
+    judge = asyncio.run(make_judge(JudgeConfig(name="endpoint", endpoint=config, soft=True)))
+    with pytest.raises(
+        EndpointError, match=r"answers without choices\[0\]\.logprobs; use an endpoint that has top_logprobs"
+    ):
+        asyncio.run(judge(VIEW))
 
 
 def test_a_call_says_what_was_configured_and_counts_what_it_took(

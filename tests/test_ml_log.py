@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.utils import misc_utils, ml_log, run_logs
+from tinker_cookbook.utils import misc_utils, ml_log, run_logs, trackers
 
 
 def printed(**options: Any) -> tuple[ml_log.PrettyPrintLogger, io.StringIO]:
@@ -104,7 +104,7 @@ class TestWandbLogger:
     def test_a_missing_package_says_how_to_install_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "wandb", None)
         with pytest.raises(ConfigurationError, match=r"wandb_project='p'.*pip install tinker-cookbook-local\[wandb\]"):
-            ml_log.WandbLogger("p")
+            trackers.WandbLogger("p")
 
     def test_a_resumed_run_goes_on_under_the_same_id(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[dict[str, Any]] = []
@@ -135,9 +135,10 @@ class TestTrackioLogger:
     def test_a_missing_package_says_how_to_install_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "trackio", None)
         with pytest.raises(
-            ConfigurationError, match=r"trackio_project='p'.*pip install tinker-cookbook-local\[trackio\]"
+            ConfigurationError,
+            match=r"trackers=trackio, wandb_project='p'.*pip install tinker-cookbook-local\[trackio\]",
         ):
-            ml_log.TrackioLogger("p")
+            trackers.TrackioLogger("p")
 
     def test_a_resumed_run_goes_on_under_the_same_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[dict[str, Any]] = []
@@ -149,7 +150,7 @@ class TestTrackioLogger:
 
         monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
         for _ in range(2):
-            logger = ml_log.setup_logging(tmp_path, trackio_project="p", config={"lr": 1})
+            logger = ml_log.setup_logging(tmp_path, trackers="trackio", wandb_project="p", config={"lr": 1})
             logger.log_metrics({"a": 1}, step=2)
             logger.close()
         assert calls[0] == calls[1]
@@ -168,15 +169,15 @@ class TestTrackioLogger:
         monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
         for folder in ("a", "b"):
             (tmp_path / folder).mkdir()
-            ml_log.TrackioLogger("p", "same", tmp_path / folder)
+            trackers.TrackioLogger("p", "same", tmp_path / folder)
         assert len(set(names)) == 2 and all(name.startswith("same-") for name in names)
 
 
 class TestTensorBoardLogger:
     def test_a_missing_package_says_how_to_install_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "tensorboard", None)
-        with pytest.raises(ConfigurationError, match=r"tensorboard=True.*tinker-cookbook-local\[tensorboard\]"):
-            ml_log.setup_logging(tmp_path, tensorboard=True, do_configure_logging_module=False)
+        with pytest.raises(ConfigurationError, match=r"trackers=tensorboard.*tinker-cookbook-local\[tensorboard\]"):
+            ml_log.setup_logging(tmp_path, trackers="tensorboard", do_configure_logging_module=False)
 
     def test_what_it_tells_the_writer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[tuple[Any, ...]] = []
@@ -205,7 +206,7 @@ class TestTensorBoardLogger:
 
         monkeypatch.setitem(sys.modules, "tensorboard", SimpleNamespace())
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-        logger = ml_log.TensorBoardLogger(tmp_path)
+        logger = trackers.TensorBoardLogger(tmp_path)
         logger.log_hparams({"optim": {"lr": 1}})
         logger.log_metrics({"reward": 0.5, "path": "p"}, step=3)
         logger.log_long_text("sample", "a\nb")
@@ -229,7 +230,7 @@ class TestTensorBoardLogger:
     def test_a_resumed_run_replaces_the_steps_it_repeats(self, tmp_path: Path) -> None:
         reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         for steps, value in (((0, 1, 2, 3), 1.0), ((2, 3), 2.0)):
-            logger = ml_log.setup_logging(tmp_path, tensorboard=True, config={"lr": 1})
+            logger = ml_log.setup_logging(tmp_path, trackers="tensorboard", config={"lr": 1})
             for step in steps:
                 logger.log_metrics({"reward": value}, step=step)
             logger.close()
@@ -417,3 +418,22 @@ class TestHelpers:
         assert misc_utils.not_none(0) == 0
         with pytest.raises(ValueError):
             misc_utils.not_none(None)
+
+
+class TestTrackers:
+    def test_a_project_alone_means_wandb(self) -> None:
+        assert trackers.tracker_names(None, "p") == ["wandb"]
+        assert trackers.tracker_names(None, None) == []
+        assert trackers.tracker_names("tensorboard", "p") == ["tensorboard"]
+        assert trackers.tracker_names("trackio, wandb,trackio", "p") == ["trackio", "wandb"]
+
+    @pytest.mark.parametrize(
+        ("names", "project", "message"),
+        [
+            ("wandd", "p", r"^trackers='wandd': 'wandd' is unknown.*Did you mean 'wandb'\?$"),
+            ("tensorboard,trackio", None, r"trackio needs a project; set wandb_project=\.\.\.$"),
+        ],
+    )
+    def test_what_cannot_be_had_is_said(self, tmp_path: Path, names: str, project: str | None, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            ml_log.setup_logging(tmp_path, project, trackers=names, do_configure_logging_module=False)

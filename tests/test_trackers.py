@@ -58,8 +58,8 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
     assert trackio.Table is not None
     folder = tmp_path / "run"
-    log(folder, range(2), trackio_project="p")
-    log(folder, range(2, 3), trackio_project="p")
+    log(folder, range(2), trackers="trackio", wandb_project="p")
+    log(folder, range(2, 3), trackers="trackio", wandb_project="p")
     (name,) = SQLiteStorage.get_runs("p")
     assert name == (folder / "trackio_name").read_text()
     logs = SQLiteStorage.get_logs("p", name)
@@ -71,7 +71,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log(tmp_path, range(2), tensorboard=True)
+    log(tmp_path, range(2), trackers="tensorboard")
     found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
     found.Reload()
     assert [event.value for event in found.Scalars("a")] == [0.5, 1.5]

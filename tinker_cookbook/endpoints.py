@@ -132,6 +132,14 @@ class Usage:
             setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
 
+@dataclass(frozen=True)
+class LikelyToken:
+    """A token of a reply, as text, and the logprobs of the likeliest tokens in its place."""
+
+    text: str
+    logprobs: dict[str, float]
+
+
 class _Connections:
     """A client and a limit per event loop, made when they are first needed; neither travels to another process."""
 
@@ -198,11 +206,34 @@ class EndpointCompleter(MessageCompleter):
         return metrics
 
     async def __call__(self, messages: list[Message]) -> Message:
+        return _message(await self._reply(messages, {}), self.name)
+
+    async def with_logprobs(self, messages: list[Message], top: int) -> tuple[Message, list[LikelyToken]]:
+        """A reply, and for each of its tokens the `top` likeliest ones in its place.
+
+        Raises EndpointError as a call does, and for an endpoint that tells no logprobs.
+        """
+        reply = await self._reply(messages, {"logprobs": True, "top_logprobs": top})
+        try:
+            found = [
+                LikelyToken(one["token"], {other["token"]: float(other["logprob"]) for other in one["top_logprobs"]})
+                for one in reply["choices"][0]["logprobs"]["content"]
+            ]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EndpointError(
+                f"{self.name}: {self.config.base_url} (model {self.config.model!r}) answers without choices[0].logprobs; use an "
+                "endpoint that has top_logprobs, or do without the probabilities"
+            ) from error
+        return _message(reply, self.name), found
+
+    async def _reply(self, messages: list[Message], fields: dict[str, Any]) -> dict[str, Any]:
+        """The endpoint's whole reply, or the one that was kept. `fields` are added to the request."""
         body: dict[str, Any] = {
             "model": self.config.model,
             "messages": [as_openai(message, f"{self.name}: messages[{i}]") for i, message in enumerate(messages)],
             self.config.max_tokens_field: self.max_tokens,
             "temperature": self.temperature,
+            **fields,
         }
         if self.tools is not None:
             body["tools"] = self.tools
@@ -214,13 +245,13 @@ class EndpointCompleter(MessageCompleter):
         if kept is not None and kept.exists():
             self.spent.add(Usage(calls=1, cached=1))
             stored = read_json_object(kept, "delete it, and the request is sent again")
-            return _message(stored["reply"], self.name)
+            return stored["reply"]
         reply = await self._ask(body)
-        message = _message(reply, self.name)
+        _message(reply, self.name)  # what is no reply is not kept
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_json(kept, {"request": body, "reply": reply})
-        return message
+        return reply
 
     def _kept(self, body: dict[str, Any], seed: int | None) -> Path | None:
         """Where the reply of this request is kept. Who asks with another seed asks something else, sent or not."""

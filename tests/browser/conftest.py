@@ -18,8 +18,17 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 
+DEBATE = ["recipes.debate_rs_grpo", "max_steps=1", "eval_every=0"]
 RUNS = {
     "debate": ["recipes.debate_rs_grpo", "max_steps=3", "enable_trace=true"],
+    "proposer_critic": [*DEBATE, "protocol=proposer_critic", "judge=mock", "measure=no_debate"],
+    "consultancy": [*DEBATE, "protocol=consultancy", "judge=mock"],
+    "assigned": [*DEBATE, "protocol=consultancy", "protocol.answers=assigned", "debate_train=judge", "judge=mock"],
+    "three_seats": [*DEBATE, "protocol.seats=3", "num_rollouts=48", "judge=mock"],
+    "oversight": [
+        "recipes.debate_study", "seeds=0", "protocols=debate", "tokens=2000", "samples=2", "max_eval_items=6",
+        "write_records=true",
+    ],
     "sft": ["recipes.sl_basic", "max_steps=8"],
     "tools": ["recipes.tool_use", "max_steps=2", "warm_up_steps=20"],
     "sweep": [

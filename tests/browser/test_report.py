@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import Watched
-from tests.report.made import write_run, write_step
+from tests.report.made import said, write_run, write_step
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import open_runs
 from tinker_cookbook.report.serve import Reports, Server
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.browser
 
 RealRun = Callable[[str], Path]
 
+HOLDS = r"Verdict: (A: the answer holds|B: the answer does not hold)"
 SPEECHES = {
     "script": "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>",
     "right to left": "שלום עולם מרחבא",
@@ -64,12 +66,50 @@ def test_a_debate_is_laid_out_as_a_debate(watched: Watched, real_run: RealRun, t
     everything = page.locator(".count").text_content()
     rows.first.click()
     page.wait_for_selector(".debate")
-    assert page.get_by_text("Round 3").is_visible() and page.get_by_text("Verdict:").count() == 1
+    assert page.get_by_text("Speeches, round 2").is_visible() and page.get_by_text("Verdict:").count() == 1
     assert page.locator(".debate .turn").count() == 6
     page.get_by_label("steps (3 or 2-5)").fill("1-2")
     assert page.locator(".list .row span").first.text_content() == "1"
     page.get_by_label("verdict").select_option("A")
     assert page.locator(".count").text_content() != everything
+    watched.check(url)
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "columns", "heads", "turns", "verdict"),
+    [
+        ("proposer_critic", r"proposer critic of members 0 and 1", 2, ["A, proposer", "B, critic"], 5, HOLDS),
+        ("consultancy", r"consultancy of member 0", 1, ["A, consultant"], 3, HOLDS),
+        ("assigned", r"consultancy of member 0", 1, ["A, consultant"], 2, r"Verdict: [AB]"),
+        ("three_seats", r"debate of members 0 and 1 and 2", 3, ["A", "B", "C"], 9, r"Verdict: [ABC]"),
+        ("oversight", r"debate of members 0 and 1", 2, ["A", "B"], 4, r"Verdict on A's answer: (accepted|rejected)"),
+    ],
+)  # fmt: skip
+def test_each_protocol_is_laid_out_as_what_it_is(
+    watched: Watched, real_run: RealRun, tmp_path: Path,
+    name: str, title: str, columns: int, heads: list[str], turns: int, verdict: str,
+) -> None:  # fmt: skip
+    page = watched.page
+    folder = real_run(name)
+    url = report(tmp_path, folder / "debate_seed0" if name == "oversight" else folder)
+    page.goto(url)
+    open_panel(page, "Rollouts")
+    page.wait_for_selector(".list .row")
+    page.locator(".list .row").first.click()
+    page.wait_for_selector(".debate")
+    assert page.get_by_role("heading", name=re.compile(f"{title}$")).is_visible()
+    shown = page.locator(".debate h2").all_text_contents()
+    assert [text.removesuffix(", winner").partition(", answer")[0] for text in shown] == heads
+    style = page.locator(".debate").evaluate("e => getComputedStyle(e).gridTemplateColumns")
+    assert len(style.split()) == columns
+    assert page.locator(".debate .turn").count() == turns
+    assert page.get_by_text(re.compile(f"^{verdict}$")).is_visible()
+    assert page.get_by_text("Assigned answers").count() == (name == "assigned")
+    assert page.get_by_text("Only measured").count() == (name == "proposer_critic")
+    if name == "assigned":  # the next one speaks for the other answer, and is a debate of its own
+        page.locator(".list .row").nth(1).click()
+        page.get_by_role("heading", name=re.compile("consultancy of member 1$")).wait_for()
+        assert page.locator(".debate h2").first.text_content() in ("B, consultant", "B, consultant, winner")
     watched.check(url)
 
 
@@ -127,15 +167,18 @@ def test_two_runs_of_a_sweep_are_compared(watched: Watched, real_run: RealRun, t
         [True, True, False, False],
         [False, False, True, True],
     )
-    page.get_by_label("at 3, which all have reached").check()
+    page.locator("label", has_text="which all have reached").locator("input").check()
     open_panel(page, "Curves")
-    assert page.get_by_text("(2 seeds)").first.is_visible()
+    page.wait_for_selector("text=(2 seeds)")
     watched.check(url)
 
 
 def test_what_a_model_wrote_is_shown_as_text(watched: Watched, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"num_groups_to_log": 9, "evil": SPEECHES["script"]}, [{"step": 0, "a": 1.0}])
-    write_step(folder, 0, [[(text, text, 1.0), (text, "", 0.0)] for text in SPEECHES.values()])
+    half = [*said("a").tokens, said("🙂").tokens[0], *said("b").tokens]  # the first token of several of a character
+    assert len(said("🙂").tokens) > 1
+    groups = [[(text, text, 1.0), (text, "", 0.0)] for text in SPEECHES.values()]
+    write_step(folder, 0, [*groups, [("half", half, 1.0), ("half", "whole", 0.0)]])
     page = watched.page
     url = report(tmp_path, folder)
     page.goto(url)
@@ -150,6 +193,9 @@ def test_what_a_model_wrote_is_shown_as_text(watched: Watched, tmp_path: Path) -
     page.locator(".list .row[data-id='0-0-1']").click()
     page.wait_for_selector("h2:has-text('member 1')")
     assert page.get_by_text("(nothing)").is_visible()
+    page.locator(".list .row[data-id='0-5-0']").click()
+    page.wait_for_selector("h2:has-text('group 5, member 0')")
+    assert page.locator(".said.reply").first.text_content() == "a\ufffdb"
     open_panel(page, "Config")
     assert page.get_by_text(SPEECHES["script"]).first.is_visible()
     assert page.evaluate("window.hacked") is None

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import tinker
 
 from tests.debate.arena import ITEM, RIGHT, WRONG, decode, make_renderer, speech, three_turns
 from tests.fakes import ScriptedCompleter
+from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.asking import BothOrdersJudge, VotesJudge
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol, make_dialogue
 from tinker_cookbook.debate.judges import (
@@ -25,9 +26,10 @@ from tinker_cookbook.debate.judges import (
     ScriptedJudge,
     make_judge,
 )
-from tinker_cookbook.debate.lm_judge import LiveJudge, LMJudge, SoftJudge, soft_verdict
+from tinker_cookbook.debate.lm_judge import LiveJudge, LMJudge, SoftJudge, label_logprobs, soft_verdict
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.views import DebateView, Seat, SeatView, Verdict, Winner
+from tinker_cookbook.endpoints import LikelyToken
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.tasks.registry import get_task
@@ -152,11 +154,59 @@ class TestSoft:
             (1 / (1 + math.exp(-1)), 1 / (1 + math.e))
         )
 
-    def test_only_a_model_of_one_s_own_tells_probabilities(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"only judge\.name=lm tells its probabilities"):
-            JudgeConfig(name="endpoint", soft=True)
+    def test_only_a_language_model_tells_probabilities(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"use judge\.name=lm, live, endpoint"):
+            JudgeConfig(name="mock", soft=True)
         with pytest.raises(ConfigurationError, match="every vote would be the same"):
             JudgeConfig(name="lm", soft=True, votes=3)
+
+    def test_the_live_policy_scores_the_verdicts_as_it_is_now(self) -> None:
+        client: Any = Likes(A=0.1, B=0.3, TIE=0.2)
+        live = asyncio.run(make_judge(JudgeConfig(name="live", soft=True)))
+        judge = live.of_policy(TinkerTokenCompleter(client, max_tokens=8, context_window=4096), RENDERER)
+        verdict = ask(judge)
+        assert verdict.winner is Winner.B and verdict.shares == pytest.approx((2 / 6, 4 / 6))
+        with pytest.raises(ConfigurationError, match="ScriptedCompleter does not score given tokens"):
+            live.of_policy(ScriptedCompleter({}), RENDERER)
+
+
+def tokens(*said: str, **likely: float) -> list[LikelyToken]:
+    """Tokens of a reply; in the place of the one that is `?`, first, these are likely."""
+    return [
+        LikelyToken(next(iter(likely)), {text: math.log(p) for text, p in likely.items()})
+        if text == "?"
+        else LikelyToken(text, {text: 0.0})
+        for text in said
+    ]
+
+
+class TestSoftEndpoint:
+    LABELS: ClassVar = [Winner.A, Winner.B, Winner.TIE]
+
+    @pytest.mark.parametrize(
+        ("reply", "expected"),
+        [
+            (tokens("<VERDICT>", "?", "</VERDICT>", A=0.6, B=0.3, T=0.1), (0.6, 0.3, 0.1)),
+            (tokens("Well. <VER", "DICT>", "?", "</", A=0.5, **{" A": 0.1, "B</": 0.2, "TIE": 0.05}), (0.6, 0.2, 0.05)),
+            (tokens("<VERDICT", "?", "</VERDICT>", **{">B": 0.7, ">A": 0.2, ">": 0.1}), (0.2, 0.7, 0)),
+            (tokens("<VERDICT>", " ", "?", B=0.9, Answer=0.1), (0, 0.9, 0)),
+        ],
+    )
+    def test_the_labels_in_the_place_of_the_verdict(
+        self, reply: list[LikelyToken], expected: tuple[float, ...]
+    ) -> None:
+        found = label_logprobs(reply, self.LABELS)
+        assert found is not None and [math.exp(one) for one in found] == pytest.approx(expected)
+
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            tokens("who knows"), tokens("<VERDICT>"), tokens("<VERDICT>", "?", yes=0.9, no=0.1),
+            tokens("<VERDICT>", "A", "</VERDICT>", "<VERDICT>", "B"), [],
+        ],
+    )  # fmt: skip
+    def test_a_reply_without_a_verdict_has_none(self, reply: list[LikelyToken]) -> None:
+        assert label_logprobs(reply, self.LABELS) is None
 
 
 class TestKey:

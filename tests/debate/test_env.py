@@ -164,8 +164,11 @@ class TestSteps:
                 {
                     "question": "7" * 100,
                     "instance_id": "sum-1",
+                    "debate": 0,
                     "agent": seat,
                     "role": "debater",
+                    "rounds": [],
+                    "protocol": "debate",
                     "ground_truth": "12",
                     "verdict": verdict,
                     "judge": verdict and "because",

@@ -25,7 +25,7 @@ from tinker_cookbook.debate import modes
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import JUDGES, JudgeConfig
-from tinker_cookbook.endpoints import EndpointConfig
+from tinker_cookbook.endpoints import EndpointConfig, LikelyToken
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.advantages import RoleBaselines, compute_advantages
@@ -50,6 +50,7 @@ JUDGE_CONFIGS = {
     },
     "lm, soft": JudgeConfig(name="lm", weights=WEIGHTS, soft=True),
     "lm, soft, both orders": JudgeConfig(name="lm", weights=WEIGHTS, soft=True, both_orders=True),
+    "endpoint, soft": JudgeConfig(name="endpoint", endpoint=ENDPOINT, soft=True),
     "mock, votes, both orders": JudgeConfig(name="mock", votes=3, both_orders=True),
 }
 
@@ -83,6 +84,11 @@ class Replies(MessageCompleter):
 
     async def __call__(self, messages: list[Message]) -> Message:
         return {"role": "assistant", "content": next(self.said)}
+
+    async def with_logprobs(self, messages: list[Message], top: int) -> tuple[Message, list[LikelyToken]]:
+        reply = await self(messages)
+        text = str(reply["content"])
+        return reply, [LikelyToken(letter, {letter: -0.1, "B": -1.5, "C": -2.5}) for letter in text]
 
 
 def verdict_of(call: SampleCall) -> list[int]:

@@ -153,6 +153,17 @@ class TestCannotLearn:
         with pytest.raises(ConfigurationError, match=f"debate_train={mode} with judge=scripted:TIE cannot learn"):
             get_mode(mode).check(ProtocolConfig(), JudgeConfig(name="scripted:TIE"), get_task("qa"))
 
+    @pytest.mark.parametrize("judge", ["scripted:A", "scripted:B", "scripted:longer"])
+    def test_a_judge_who_says_the_same_of_every_single_answer(self, judge: str) -> None:
+        qa, config = get_task("qa"), JudgeConfig(name=judge)
+        for name in ("direct", "consultancy"):
+            with pytest.raises(
+                ConfigurationError, match=f"under protocol={name}: of a single answer this judge always"
+            ):
+                get_mode("judge").check(ProtocolConfig(name=name), config, qa)
+        for mode, protocol in (("judge", ProtocolConfig()), ("mixed", ProtocolConfig(name="direct"))):
+            get_mode(mode).check(protocol, config, qa)
+
     @pytest.mark.parametrize(
         ("mode", "protocol", "judge", "complaint"),
         [

@@ -71,7 +71,7 @@ def test_a_held_out_judge_with_its_own_weights_and_what_else_is_measured() -> No
         (("measure=truth",), "measure=truth is unknown; use no_debate, with_key"),
         (("judge=confidence", "protocol.answers=assigned", "debate_train=judge"), "nobody states a confidence"),
         (("prompts.closing=no",), "prompts.closing must hold {opponent} exactly once"),
-        (("judge=mock", "judge.soft=true"), "only judge.name=lm tells its probabilities"),
+        (("judge=mock", "judge.soft=true"), "use judge.name=lm, live, endpoint"),
     ],
 )
 def test_what_does_not_fit_is_said_before_a_model_loads(arguments: tuple[str, ...], wrong: str) -> None:
@@ -104,6 +104,7 @@ def test_help_explains_them(capsys: pytest.CaptureFixture[str]) -> None:
         ("protocol=proposer_critic", "judge=lm", "judge.both_orders=true", "measure=no_debate,with_key"),
         ("protocol=consultancy", "protocol.answers=assigned", "debate_train=judge", "judge=lm", "judge.soft=true"),
         ("protocol=consultancy", "protocol.rounds=1", "judge=live"),
+        ("debate_train=soft_judge", "judge=live", "judge.soft=true"),
         ("protocol=direct", "judge=confidence", "held_out_judge=lm"),
         ("protocol=key", "judge=lm", "debate_train=rejection"),
         ("task=summary", "protocol.quotes=true", "judge=scripted:longer"),

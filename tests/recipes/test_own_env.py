@@ -77,7 +77,7 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
         ("env=my_envs.py:reward", "env_args: reward(question, reply, answer): missing a required argument"),
         ("env=my_envs.py:ROWS", "is no class or function but list"),
         ("env=my_envs.py:Gess", "my_envs.py has no Gess"),
-        ("env=gess", "is unknown; use guess_number, twenty_questions, tool_use, package.module:object"),
+        ("env=gess", "guess_number, twenty_questions, tool_use, package.module:object"),
         ("env=my_envs.py:Guess env_args.hihest=3", "unexpected keyword argument 'hihest'; it takes env_args.highest"),
         ("env=my_envs.py:Guess env_args.highest=ten", "env_args.highest='ten': is str, but Guess takes highest: int"),
         ("env=my_envs.py:sums env_args.a=1", "env_args.a: my_envs.py:sums is ready as it is and takes no env_args"),

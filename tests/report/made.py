@@ -22,8 +22,9 @@ from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 MODEL = "tiny_chat"
 
 
-def said(text: str) -> TokensWithLogprobs:
-    ids = get_tokenizer(MODEL).encode(text, add_special_tokens=False)
+def said(text: str | Sequence[int]) -> TokensWithLogprobs:
+    """A reply of this text, or of these ids."""
+    ids = get_tokenizer(MODEL).encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
     return TokensWithLogprobs(tokens=ids, maybe_logprobs=[-0.25 * (i + 1) for i in range(len(ids))], stop_reason="stop")
 
 
@@ -37,7 +38,7 @@ def write_run(folder: Path, config: dict[str, Any], rows: Sequence[dict[str, Any
     return folder
 
 
-def write_step(folder: Path, step: int, groups: Sequence[Sequence[tuple[str, str, float]]]) -> None:
+def write_step(folder: Path, step: int, groups: Sequence[Sequence[tuple[str, str | Sequence[int], float]]]) -> None:
     """Rollouts of a step: of each group, members as (prompt, reply, reward), each trained on its reward less the mean."""
     made = [
         TrajectoryGroup(

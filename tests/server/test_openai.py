@@ -353,3 +353,18 @@ def test_an_endpoint_judge_asks_a_trained_checkpoint(
     tokenizer = AutoTokenizer.from_pretrained(TINY_CHAT)
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
     assert completer.usage()["prompt_tokens"] == len(prompt)
+
+
+def test_a_soft_endpoint_judge_has_the_probabilities_of_the_model(
+    two_models: Serving, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of the verdict each label has the logprob that the route tells for it."""
+    from tinker_cookbook.endpoints import EndpointConfig
+
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    config = EndpointConfig(base_url=f"{two_models.url}/v1", model=checkpoint, api_key_variable="JUDGE_KEY")
+    completer = config.open("judge.endpoint", max_tokens=8, temperature=0.0, seed=1)
+    said, tokens = asyncio.run(completer.with_logprobs(QUESTION, 20))  # pyright: ignore[reportArgumentType]
+    assert "".join(token.text for token in tokens).startswith(str(said["content"])) and said["content"]
+    for token in tokens:
+        assert len(token.logprobs) > 1 and max(token.logprobs, key=token.logprobs.__getitem__) == token.text

@@ -20,7 +20,7 @@ from tinker_cookbook.debate.modes import TrainingMode, get_mode
 from tinker_cookbook.debate.prompts import DebatePrompts, Wording
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.quotes import QUOTE_REQUEST
-from tinker_cookbook.debate.records import debate_record
+from tinker_cookbook.debate.records import debate_record, member_info
 from tinker_cookbook.debate.transcript import Transcript, assign_answers, invalid
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
@@ -240,20 +240,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
         return [self.protocol.mode.role(transcript, seat) for transcript, seat in _members(env_group)]
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        return [
-            {
-                "question": self.item.question[:100],
-                "instance_id": self.item.id,
-                "agent": seat.name,
-                "role": transcript.role(seat),
-                "ground_truth": self.item.reference,
-                "verdict": transcript.verdict.winner.value if transcript.verdict is not None else None,
-                "judge": transcript.verdict.raw_response or transcript.verdict.reasoning
-                if transcript.verdict
-                else None,
-            }
-            for transcript, seat in _members(env_group)
-        ]
+        return [member_info(transcript, seat) for transcript, seat in _members(env_group)]
 
     def rate_ranges(self) -> dict[str, tuple[float, float]]:
         return rate_ranges(max(2, len(self.protocol.config.places)))

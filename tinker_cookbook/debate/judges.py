@@ -12,7 +12,7 @@ import chz
 
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.asking import BothOrdersJudge, VotesJudge
-from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftJudge
+from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpointJudge, SoftJudge
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
@@ -112,6 +112,8 @@ SCRIPTS: dict[str, Callable[[DebateView], Winner]] = {
 }
 """Scripted judges by name: always one side, the higher task reward (an oracle), or whoever said more."""
 
+SOFT = ("lm", "live", "endpoint")
+"""Judges that can tell how likely each verdict is."""
 WEIGHTS, ENDPOINT = "judge.weights", "judge.endpoint"
 """What the user calls the weights of an lm judge, and the endpoint of an endpoint judge."""
 
@@ -134,7 +136,7 @@ class JudgeConfig:
     max_retries: int = chz.field(default=1, doc="how often an unreadable verdict is asked for again")
     soft: bool = chz.field(
         default=False,
-        doc="of an lm judge: the probabilities of the verdicts it could write, instead of one that it writes",
+        doc="of an lm, live or endpoint judge: the probabilities of the verdicts it could write; the endpoint needs top_logprobs",
     )
     both_orders: bool = chz.field(default=False, doc="show the seats in both orders; verdicts that disagree are a tie")
     votes: int = chz.field(default=1, doc="ask so many times; most votes win, equally many are a tie")
@@ -145,9 +147,10 @@ class JudgeConfig:
         for name, least in (("max_tokens", 1), ("temperature", 0), ("max_retries", 0), ("votes", 1)):
             if not getattr(self, name) >= least:
                 raise ConfigurationError(f"judge.{name}={getattr(self, name)}: must be at least {least}")
-        if self.soft and self.name != "lm":
+        if self.soft and self.name not in SOFT:
             raise ConfigurationError(
-                f"judge.soft=true with judge.name={describe(self.name)}: only judge.name=lm tells its probabilities"
+                f"judge.soft=true with judge.name={describe(self.name)}: only language models tell their probabilities; use "
+                f"judge.name={', '.join(SOFT)}"
             )
         if self.votes > 1 and self.soft:
             raise ConfigurationError(f"judge.votes={self.votes} with judge.soft=true: every vote would be the same")
@@ -167,6 +170,10 @@ async def _lm(config: JudgeConfig) -> Judge:
 
 def _endpoint(config: JudgeConfig) -> Judge:
     """Whatever answers there. Nothing is rendered here, so the debate's length is the endpoint's business."""
+    if config.soft:
+        return SoftEndpointJudge(
+            config.endpoint.open(ENDPOINT, config.max_tokens, 0.0, config.seed or 0), config.system_prompt
+        )
     completer = config.endpoint.open(ENDPOINT, config.max_tokens, config.temperature, config.seed or 0)
     return LMJudge(completer, None, config.system_prompt, config.max_retries)
 
@@ -185,7 +192,7 @@ JUDGES: dict[str, JudgeBuilder] = {
     "key": lambda _: KeyJudge(),
     "lm": _lm,
     "endpoint": _endpoint,
-    "live": lambda config: LiveJudge(config.system_prompt, config.max_retries),
+    "live": lambda config: LiveJudge(config.system_prompt, config.max_retries, config.soft),
     **{f"scripted:{name}": partial(_scripted, name) for name in SCRIPTS},
 }
 """Name -> what makes the judge of a config: the library's, and those of `register_judge`."""

@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
 
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.completers import MessageCompleter, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.prompts import judge_system_prompt, judge_user_prompt
 from tinker_cookbook.debate.views import DebateView, JudgeCall, Verdict, Winner
+from tinker_cookbook.endpoints import EndpointCompleter, LikelyToken
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
 from tinker_cookbook.utils.lazy import tinker
 
 _VERDICT = re.compile(r"<VERDICT>\s*([A-H]|TIE)\s*</VERDICT>")
+_VERDICT_BEGINS = re.compile(r"<VERDICT>\s*")
+TOP_LOGPROBS = 20
+"""Tokens that an endpoint is asked to tell the logprobs of; most endpoints allow no more."""
 _REASONING = re.compile(r"<REASONING>(.*?)</REASONING>", re.DOTALL)
 TOO_LONG = "the debate is too long for the judge's context"
 
@@ -89,12 +97,22 @@ class LiveJudge(Judge):
 
     system_prompt: str | None = None
     max_retries: int = 1
+    soft: bool = False
 
     async def __call__(self, view: DebateView) -> Verdict:
         raise ConfigurationError("judge=live is the policy that debates; a debate without a policy has no such judge")
 
     def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:
-        return self if policy is None else LMJudge(policy, renderer, self.system_prompt, self.max_retries)
+        if policy is None:
+            return self
+        if not self.soft:
+            return LMJudge(policy, renderer, self.system_prompt, self.max_retries)
+        if not isinstance(policy, TinkerTokenCompleter):
+            raise ConfigurationError(
+                f"judge.soft=true with judge=live: {type(policy).__name__} does not score given tokens; use judge.soft=false"
+            )
+        room = None if policy.context_window is None else policy.context_window - policy.max_tokens
+        return SoftJudge(policy.sampling_client, renderer, self.system_prompt, room)
 
 
 @dataclass(frozen=True)
@@ -123,6 +141,49 @@ class SoftJudge(Judge):
         said = self.renderer.encode_text(f"<VERDICT>{label}</VERDICT>")
         logprobs = await self.client.compute_logprobs(tinker.ModelInput.from_ints([*prompt, *said]))
         return math.fsum(logprob for logprob in logprobs[-len(said) :] if logprob is not None)
+
+
+@dataclass(frozen=True)
+class SoftEndpointJudge(Judge):
+    """Reads the probabilities of the verdicts off the reply of an endpoint: those of the labels in the place of the one that it
+    wrote, made to sum to 1. A label that is not among the likeliest tokens there has 0.
+
+    The endpoint is asked greedily, once: only then do all endpoints tell the model's own probabilities. A reply without a
+    verdict is INVALID.
+    """
+
+    completer: EndpointCompleter
+    system_prompt: str | None = None
+
+    async def __call__(self, view: DebateView) -> Verdict:
+        asked = self.completer.fork("judge", *view.key)
+        reply, tokens = await asked.with_logprobs(judge_messages(view, self.system_prompt), TOP_LOGPROBS)
+        text, usage = get_text_content(reply), asked.usage()
+        logprobs = label_logprobs(tokens, [*view.options, Winner.TIE])
+        if logprobs is None:
+            return Verdict(Winner.INVALID, raw_response=text, usage=usage)
+        return replace(soft_verdict(logprobs), raw_response=text, usage=usage)
+
+
+def label_logprobs(tokens: Sequence[LikelyToken], labels: Sequence[Winner]) -> list[float] | None:
+    """Of each label behind the reply's only <VERDICT>, -inf where it is not among the likeliest; None when none of them is."""
+    text = "".join(token.text for token in tokens)
+    found = list(_VERDICT_BEGINS.finditer(text))
+    if len(found) != 1 or found[0].end() == len(text):
+        return None
+    ends = list(accumulate(len(token.text) for token in tokens))
+    place = bisect_right(ends, found[0].end())
+    token = tokens[place]
+    before = token.text[: found[0].end() - (ends[place] - len(token.text))].strip()
+    logprobs = [-math.inf] * len(labels)
+    for other, logprob in token.logprobs.items():
+        said = other.strip()
+        rest = said.removeprefix(before).lstrip() if said.startswith(before) else ""
+        for i, label in enumerate(labels):
+            # A token may be part of a label, or end behind it; no label begins like another.
+            if rest and (label.value.startswith(rest) or re.match(rf"{label}(?![A-Za-z])", rest)):
+                logprobs[i] = float(np.logaddexp(logprobs[i], logprob))
+    return None if max(logprobs) == -math.inf else logprobs
 
 
 def soft_verdict(logprobs: Sequence[float]) -> Verdict:

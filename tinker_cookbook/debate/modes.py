@@ -32,6 +32,8 @@ LOSER_WEIGHT = 0.5
 """How much a loser counts in `negatives`. Below 1: what is pushed down has nowhere in particular to go."""
 TRUTHFUL = ("key", "scripted:truth")
 UNDECIDED = ("scripted:TIE", "scripted:INVALID")
+SAME_OF_ONE = ("scripted:A", "scripted:B", "scripted:longer")
+"""Judges that say the same of every single answer: its denial has no words."""
 GROUP_BASELINES = ("mean", "zscore", "leave_one_out")
 
 
@@ -116,12 +118,22 @@ class Mode(TrainingMode):
             )
         if self.by_turn and protocol.num_rounds == 0:
             raise ConfigurationError(f"{said} needs speeches, and protocol.rounds=0 has none; use debate_train=mixed")
+        if len(protocol.places) == 1 and judge.name in SAME_OF_ONE and self._goes_by_verdict_alone(judge):
+            raise ConfigurationError(
+                f"{said} with judge={judge.name} cannot learn under protocol={protocol.name}: of a single answer this judge "
+                "always says the same, so that no reward differs; use judge=lm, key, confidence or scripted:truth"
+            )
         if self._only_right_ones_of_equal_worth(judge, task):
             raise ConfigurationError(
                 f"{said} with judge={judge.name} cannot learn: this judge knows the truth, so every winner is right, and "
                 f"task={task.name} pays 1 for every right answer; within a question no winner's reward differs. Use "
                 "debate_train=judge or rejection, a judge that can be wrong, or a reward that varies among right answers"
             )
+
+    def _goes_by_verdict_alone(self, judge: JudgeConfig) -> bool:
+        if self.survivors == "winners" and judge.name == "scripted:B":
+            return True  # no answer holds, and so nobody survives
+        return self.reward.names <= {"judge", "soft", "win"} and self.advantage.baseline in GROUP_BASELINES
 
     def _only_right_ones_of_equal_worth(self, judge: JudgeConfig, task: Task) -> bool:
         compared = self.survivors == "winners" and self.advantage.baseline in GROUP_BASELINES

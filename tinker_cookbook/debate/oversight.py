@@ -22,9 +22,10 @@ from tinker_cookbook.debate.dialogue import Dialogue
 from tinker_cookbook.debate.env import DebateEnv
 from tinker_cookbook.debate.prompts import Wording
 from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.records import member_place
 from tinker_cookbook.debate.step_judges import StepJudge
 from tinker_cookbook.debate.transcript import Transcript
-from tinker_cookbook.debate.views import Seat
+from tinker_cookbook.debate.views import Seat, Winner
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, Record, Trajectory, TrajectoryGroup
@@ -250,8 +251,7 @@ class OversightGroupBuilder(EnvGroupBuilder):
         }
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        about = {"question": self.item.question[:100], "instance_id": self.item.id}
-        return [{**about, "accepted": member.accepted, "correct": member.correct} for member in _members(env_group)]
+        return [_info(self.protocol, member) for member in _members(env_group)]
 
     def logging_tags(self) -> list[str]:
         return [self.protocol.task.name]
@@ -260,6 +260,21 @@ class OversightGroupBuilder(EnvGroupBuilder):
 def _members(env_group: Sequence[Env]) -> list[Member]:
     """Those that are there: a retry may leave some out where they play alone."""
     return [env.member for env in env_group if isinstance(env, OversightEnv)]
+
+
+def _info(protocol: OversightProtocol, member: Member) -> dict[str, Any]:
+    """As `records.member_info`; the verdict is on this member's answer."""
+    checked = member.checked
+    verdict = None if member.accepted is None else "accepted" if member.accepted else "rejected"
+    return {
+        **member_place(member.transcript, member.seat),
+        "protocol": protocol.name,
+        "ground_truth": member.transcript.item.reference,
+        "accepted": member.accepted,
+        "correct": member.correct,
+        "verdict": verdict or Winner.INVALID.value,
+        "judge": None if checked is None else f"{checked.name}: {checked.claim}",
+    }
 
 
 def _most_common(members: Sequence[Member]) -> str | None:

@@ -44,6 +44,41 @@ def debate_record(transcript: Transcript, members: Mapping[Seat, tuple[Trajector
     return {key: value for key, value in record.items() if value not in ({}, None)}
 
 
+def member_info(transcript: Transcript, seat: Seat) -> dict[str, Any]:
+    """Of a rollout: its place in the debate, and what became of the debate. Goes into rollouts.parquet, for pages.
+
+    - debate: which debate of the group; protocol; agent: the seat; role
+    - rounds: of each turn, 0 for the answer
+    - assigned_answers: by seat, where answers are assigned
+    - verdict; judge: its words; measured_verdicts: of judges that are only measured, by name
+    """
+    verdict, protocol = transcript.verdict, transcript.protocol
+    info: dict[str, Any] = {
+        **member_place(transcript, seat),
+        "protocol": protocol.name,
+        "ground_truth": transcript.item.reference,
+        "verdict": None if verdict is None else verdict.winner.value,
+        "judge": None if verdict is None else verdict.raw_response or verdict.reasoning,
+    }
+    if protocol.answers == "assigned":
+        info["assigned_answers"] = {other.name: transcript.solution(other) for other in transcript.seats}
+    if transcript.measured:
+        info["measured_verdicts"] = {name: said.winner.value for name, said in transcript.measured.items()}
+    return info
+
+
+def member_place(transcript: Transcript, seat: Seat) -> dict[str, Any]:
+    """What a rollout is about, and its place in the debate."""
+    return {
+        "question": transcript.item.question[:100],
+        "instance_id": transcript.item.id,
+        "debate": transcript.key[-1],
+        "agent": seat.name,
+        "role": transcript.role(seat),
+        "rounds": [turn.round for turn in transcript.sampled_turns(seat)],
+    }
+
+
 def view_record(view: DebateView) -> dict[str, Any]:
     """What a judge was shown, and the truth about it: enough to judge the debate again."""
     return asdict(view)

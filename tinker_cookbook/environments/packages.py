@@ -21,8 +21,15 @@ ENTRY_POINTS = "tinker_cookbook.environments"
 LOADER = "load_environment"
 
 SHIPPED: dict[str, str] = {
-    "kuhn_poker": "tinker_cookbook.environments.kuhn_poker",
-    "shared_sum": "tinker_cookbook.environments.shared_sum",
+    name: f"tinker_cookbook.environments.{name}"
+    for name in (
+        "kuhn_poker",
+        "shared_sum",
+        "ghost_trace",
+        "self_prediction",
+        "entropy_intuition",
+        "gradient_prophet",
+    )
 }
 """The library's own, by name: modules with a load_environment."""
 

@@ -45,6 +45,18 @@ def _is_quiet(log_path: str | Path) -> bool:
     return path.exists() and read_json_object(path, "it is no run's config").get("quiet", False)
 
 
+def first_and_last(rows: Rows, key: str, window: int = WINDOW) -> tuple[float, float] | None:
+    """Mean of `key` over the first and the last `window` steps that report it; None when none does."""
+    having = [row for row in rows if key in row]
+    return (estimate(having[:window], key).mean, estimate(having[-window:], key).mean) if having else None
+
+
+def before_and_after(rows: Rows, key: str) -> tuple[float, float] | None:
+    """`key` of the first and the last evaluation; None unless there were two."""
+    having = [row for row in rows if key in row]
+    return (having[0][key], having[-1][key]) if len(having) > 1 else None
+
+
 def _changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
     steps = max((sum(key in row for row in rows) for key in training), default=0)
     window = max(1, min(WINDOW, steps // 2))

@@ -27,7 +27,6 @@ from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
-from tinker_cookbook.utils.ml_log import PROJECT_KEYS
 from tinker_cookbook.utils.secrets import redact
 
 STATUS_BASE_NAME = "sweep_run.json"
@@ -225,7 +224,7 @@ def _check_ways(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, conc
 
 def _tracker_name(run: PlannedRun) -> list[str]:
     """The run's own name for its tracker, unless the sweep gives one."""
-    tracked = any(run.config.get(key) is not None for key in PROJECT_KEYS)
+    tracked = run.config.get("wandb_project") is not None
     unnamed = "wandb_name" in run.config and run.config["wandb_name"] is None
     return [f"wandb_name={run.name}"] if tracked and unnamed else []
 

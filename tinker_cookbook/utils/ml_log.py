@@ -21,7 +21,7 @@ from tinker_cookbook.utils.reward_list import RewardListLogger
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.run_store import RunStore
 from tinker_cookbook.utils.step_line import KEY_METRICS, step_line
-from tinker_cookbook.utils.trackers import TensorBoardLogger, TrackioLogger, WandbLogger
+from tinker_cookbook.utils.trackers import make_tracker, tracker_names
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
@@ -31,18 +31,17 @@ LOGS_BASE_NAME = "logs.log"
 class TrackerConfig:
     """Where metrics go besides `metrics.jsonl` and the terminal. The configs of loops and recipes inherit these fields."""
 
-    wandb_project: str | None = chz.field(default=None, doc="log to this Weights & Biases project (extra: wandb)")
+    trackers: str | None = chz.field(
+        default=None,
+        doc="trackers that get metrics and rollouts, divided by commas: wandb, trackio, tensorboard (extras of these names); "
+        "None: wandb where wandb_project is given",
+    )
+    wandb_project: str | None = chz.field(default=None, doc="project of W&B or trackio")
     wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
-    trackio_project: str | None = chz.field(default=None, doc="log to this trackio project (extra: trackio)")
-    tensorboard: bool = chz.field(default=False, doc="write TensorBoard events too (extra: tensorboard)")
     metrics_json: bool = chz.field(
         default=False, doc="write metrics.json too, one JSON list of reward, loss and weights of each step"
     )
     quiet: bool = chz.field(default=False, doc="on the terminal only warnings, errors and where the files are")
-
-
-PROJECT_KEYS = tuple(key for key in chz.chz_fields(TrackerConfig) if key.endswith("_project"))
-"""The fields that ask for a tracker whose runs have names."""
 
 
 def tracker_settings(config: TrackerConfig) -> dict[str, Any]:
@@ -207,32 +206,28 @@ def setup_logging(
     config: Any = None,
     do_configure_logging_module: bool = True,
     *,
-    trackio_project: str | None = None,
-    tensorboard: bool = False,
+    trackers: str | None = None,
     metrics_json: bool = False,
     quiet: bool = False,
 ) -> MultiplexLogger:
     """The loggers of a run: `metrics.jsonl`, the terminal unless `quiet`, and those trackers that are asked for; the config
     goes to each.
 
-    The folder is made if it is missing. None stands for no project of that tracker, and no config; `wandb_name` names the
-    trackio run too. With `do_configure_logging_module` Python's logging goes to the terminal and to `logs.log`, until the
-    returned logger is closed.
+    The folder is made if it is missing. `trackers` are names divided by commas; None: W&B if there is a project. Project and name
+    are those of W&B and trackio. With `do_configure_logging_module` Python's logging goes to the terminal and to `logs.log`,
+    until the returned logger is closed.
 
     Raises:
-        ConfigurationError: a tracker is asked for whose package is not installed.
+        ConfigurationError: a tracker is asked for that is unknown, lacks a project, or whose package is not installed.
         DataValidationError: the config has a NaN or infinite number.
     """
     log_dir = Path(log_dir)
     log_dir.mkdir(parents=True, exist_ok=True)
     multiplex = MultiplexLogger([JsonLogger(log_dir), *([] if quiet else [PrettyPrintLogger()])])
     try:
-        if wandb_project is not None:
-            multiplex.loggers.append(WandbLogger(wandb_project, wandb_name, log_dir))
-        if trackio_project is not None:
-            multiplex.loggers.append(TrackioLogger(trackio_project, wandb_name, log_dir))
-        if tensorboard:
-            multiplex.loggers.append(TensorBoardLogger(log_dir))
+        multiplex.loggers += [
+            make_tracker(name, wandb_project, wandb_name, log_dir) for name in tracker_names(trackers, wandb_project)
+        ]
         if metrics_json:
             multiplex.loggers.append(RewardListLogger(log_dir))
         if do_configure_logging_module:

@@ -1,5 +1,6 @@
 """Trackers of other people: Weights & Biases, trackio, TensorBoard. Their packages are imported when one is asked for."""
 
+import difflib
 import importlib
 import json
 from abc import abstractmethod
@@ -17,6 +18,36 @@ WANDB_ID_BASE_NAME = "wandb_id"
 TRACKIO_NAME_BASE_NAME = "trackio_name"
 TENSORBOARD_FOLDER = "tensorboard"
 ROLLOUTS = "rollouts"
+NAMES = ("wandb", "trackio", "tensorboard")
+
+
+def tracker_names(trackers: str | None, project: str | None) -> list[str]:
+    """The trackers that are asked for, see `ml_log.TrackerConfig`.
+
+    Raises:
+        ConfigurationError: an unknown name, or a tracker that lacks a project.
+    """
+    if trackers is None:
+        return ["wandb"] if project is not None else []
+    names = [name.strip() for name in trackers.split(",") if name.strip()]
+    for name in names:
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1)
+            raise ConfigurationError(
+                f"trackers={trackers!r}: {name!r} is unknown; use {', '.join(NAMES)}"
+                + (f". Did you mean {near[0]!r}?" if near else "")
+            )
+        if name != "tensorboard" and project is None:
+            raise ConfigurationError(f"trackers={trackers!r}: {name} needs a project; set wandb_project=...")
+    return list(dict.fromkeys(names))
+
+
+def make_tracker(name: str, project: str | None, run_name: str | None, log_dir: Path) -> Logger:
+    """One of NAMES, with a project where it needs one. Raises ConfigurationError: its package is not installed."""
+    if name == "tensorboard":
+        return TensorBoardLogger(log_dir)
+    assert project is not None
+    return (WandbLogger if name == "wandb" else TrackioLogger)(project, run_name, log_dir)
 
 
 class _TrackerLogger(Logger):
@@ -65,7 +96,7 @@ class WandbLogger(_TrackerLogger):
     config_options: ClassVar[Mapping[str, Any]] = {"allow_val_change": True}
 
     def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
-        self._wandb = _require("wandb", f"wandb_project={project!r}", "wandb_project unset")
+        self._wandb = _require("wandb", f"wandb_project={project!r}", "trackers and wandb_project unset")
         self._run = self._wandb.init(
             project=project,
             name=name,
@@ -96,7 +127,7 @@ class TrackioLogger(_TrackerLogger):
     """
 
     def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
-        self._trackio = _require("trackio", f"trackio_project={project!r}", "trackio_project unset")
+        self._trackio = _require("trackio", f"trackers=trackio, wandb_project={project!r}", "trackers unset")
         stem = name or (Path(log_dir).resolve().name if log_dir is not None else "run")
         unique = f"{stem}-{uuid4().hex[:8]}"
         if log_dir is not None:
@@ -118,7 +149,7 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, log_dir: str | Path) -> None:
-        _require("tensorboard", "tensorboard=True", "tensorboard=False")
+        _require("tensorboard", "trackers=tensorboard", "trackers unset")
         self._writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._folder = str(Path(log_dir) / TENSORBOARD_FOLDER)
         self._writer: Any = None

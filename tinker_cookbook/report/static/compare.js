@@ -65,7 +65,8 @@ const compare = {
     requestAnimationFrame(() => drawChart(chart, app, this.metric, { x: this.axis, smoothing: charts.settings.smoothing, bands: true }));
     const dimensions = [...swept.map((key) => ({ title: key, of: (row) => row["key " + key] })), { title: this.metric, of: (row) => row.value }];
     if (swept.length && ranked.length > 1) parts.push(h("h2", {}, "Settings"), parallel(app, dimensions, ranked, best));
-    if (runs.length > 1) parts.push(h("h2", {}, "Where the configs differ"), configDiff(app, [...app.chosen]));
+    if (runs.length > 1) parts.push(h("h2", {}, "Where the configs differ"), diffOf(app, (run) => run.config),
+      h("h2", {}, "Where what made them differs"), diffOf(app, madeBy));
     return parts;
   },
 };
@@ -109,12 +110,25 @@ function parallel(app, dimensions, rows, best) {
   return drawing;
 }
 
-function configDiff(app, chosen) {
-  const runs = chosen.map((i) => app.content.runs[i]);
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
-  const rows = keys.filter((key) => new Set(runs.map((run) => JSON.stringify(run.config[key]))).size > 1)
-    .map((key) => ({ key, ...Object.fromEntries(runs.map((run, i) => [`run${i}`, run.config[key]])) }));
-  if (!rows.length) return h("p", { class: "none" }, runs.length > 1 ? "Nowhere." : "Choose two runs or more.");
+// Versions, machine, code: nested, as dotted keys; what belongs to a start alone is left out.
+function madeBy(run) {
+  const found = {};
+  const walk = (value, key) => {
+    if (value !== null && typeof value === "object" && !Array.isArray(value)) for (const [name, inner] of Object.entries(value)) walk(inner, key ? `${key}.${name}` : name);
+    else found[key] = value;
+  };
+  const { args, argv, resumed, timestamp, changed, ...rest } = run.metadata;
+  walk(rest, "");
+  return found;
+}
+
+function diffOf(app, of) {
+  const runs = [...app.chosen].map((i) => app.content.runs[i]);
+  const told = runs.map(of);
+  const keys = [...new Set(told.flatMap((one) => Object.keys(one)))];
+  const rows = keys.filter((key) => new Set(told.map((one) => JSON.stringify(one[key]))).size > 1)
+    .map((key) => ({ key, ...Object.fromEntries(told.map((one, i) => [`run${i}`, one[key]])) }));
+  if (!rows.length) return h("p", { class: "dim" }, runs.length > 1 ? "Nowhere." : "Choose two runs or more.");
   const columns = [{ key: "key", title: "key" }, ...runs.map((run, i) => ({ key: `run${i}`, title: run.label }))];
   return h("div", { class: "scroll" }, sortable(columns, rows, { cell: (column, row) => h("div", { class: "short", title: show(row[column.key]) }, show(row[column.key])) }));
 }

@@ -182,7 +182,7 @@ const browser = {
     const [step, group, member] = this.place;
     const one = this.members.find((m) => m.member === member) || this.members[0];
     const debate = debateOf(this.members, one);
-    const title = h("h2", {}, debate ? `Step ${step}, group ${group}, debate of members ${debate.map((m) => m.member).join(" and ")}` : `Step ${step}, group ${group}, member ${one.member}`);
+    const title = h("h2", {}, debate ? `Step ${step}, group ${group}, ${titleOf(debate)}` : `Step ${step}, group ${group}, member ${one.member}`);
     const others = h("div", { class: "bar" }, "group:", this.members.map((m) => h("button", { "aria-pressed": String(m.member === one.member), title: `reward ${show(m.reward)}`, onclick: () => this.open(step, group, m.member) }, `${m.member}: ${show(m.reward)}`)));
     const body = debate ? debateView(debate, this.colouring) : [factsOf(one), turnsOf(one, this.colouring)];
     this.detail.replaceChildren(title, others, legendOf(this.colouring, debate || [one]), ...[body].flat(3).filter(Boolean));
@@ -195,36 +195,59 @@ function rangeOf(text) {
   return [Number(found[1]), Number(found[2] ?? found[1])];
 }
 
-// The members of the same debate: neighbours with different seats whose info names their seat.
+// The members of the same debate; null for a rollout of something else.
 function debateOf(members, one) {
-  if (!one.info || !one.info.agent || !one.verdict) return null;
-  const at = members.indexOf(one);
-  const seats = [...new Set(members.map((m) => m.info && m.info.agent).filter(Boolean))].length;
-  if (seats < 2) return null;
-  const first = at - (at % seats);
-  const pair = members.slice(first, first + seats);
-  return new Set(pair.map((m) => m.info.agent)).size === seats ? pair : null;
+  const own = one.info && one.info.debate;
+  return own === undefined || own === null ? null : members.filter((m) => m.info && m.info.debate === own);
 }
 
-function debateView(pair, colouring) {
-  const question = pair[0].info.question;
-  const judge = pair.map((m) => m.info.judge).find(Boolean);
-  const rounds = Math.max(...pair.map((m) => m.turns.length));
+function titleOf(debate) {
+  const { protocol } = debate[0].info;
+  return `${protocol.replaceAll("_", " ")} of ${debate.length > 1 ? "members" : "member"} ${debate.map((m) => m.member).join(" and ")}`;
+}
+
+// Where one answer is judged, the verdict is about it and not about who speaks better.
+function verdictText({ verdict, info }) {
+  if (info.accepted !== undefined) return verdict;
+  const single = info.protocol !== "debate" && !info.assigned_answers;
+  if (single && verdict === "A") return "A: the answer holds";
+  if (single && verdict === "B") return "B: the answer does not hold";
+  return verdict || "none";
+}
+
+function debateView(debate, colouring) {
+  const { question, assigned_answers: assigned, measured_verdicts: measured, judge } = debate[0].info;
+  const said = (text) => h("pre", { class: "said prompt", dir: "auto" }, visible(String(text)));
+  const wide = (title, ...content) => h("div", { class: "wide" }, h("b", {}, title), ...content);
+  const eachJudged = debate[0].info.accepted !== undefined;
   const cells = [];
-  if (question) cells.push(h("div", { class: "wide" }, h("b", {}, "Question"), h("pre", { class: "said prompt", dir: "auto" }, visible(String(question)))));
-  for (const m of pair) {
-    cells.push(h("div", {}, h("h2", { class: m.verdict === m.info.agent ? "won" : "" }, `${m.info.agent}${m.verdict === m.info.agent ? ", winner" : ""}`), factsOf(m)));
+  if (question) cells.push(wide("Question", said(question)));
+  if (assigned) cells.push(wide("Assigned answers", said(Object.entries(assigned).map(([seat, answer]) => `${seat}: ${answer}`).join("\n"))));
+  for (const m of debate) {
+    const won = m.verdict === m.info.agent || m.info.accepted === true;
+    const outcome = eachJudged ? `answer ${m.verdict}` : won ? "winner" : null;
+    const title = [m.info.agent, m.info.role === "debater" ? null : m.info.role, outcome].filter(Boolean).join(", ");
+    cells.push(h("div", {}, h("h2", { class: won ? "won" : "" }, title), factsOf(m)));
   }
-  for (let round = 0; round < rounds; round++) {
-    cells.push(h("div", { class: "wide" }, h("b", {}, `Round ${round + 1}`)));
-    for (const m of pair) cells.push(m.turns[round] ? turnOf(m.turns[round], round, colouring, true, "what the other said, and the words of the round") : h("div", {}, "no turn"));
+  const rounds = [...new Set(debate.flatMap((m) => m.info.rounds))].sort((a, b) => a - b);
+  for (const round of rounds) {
+    cells.push(wide(round === 0 ? (debate.length > 1 ? "Answers" : "Answer") : `Speeches, round ${round}`));
+    for (const m of debate) {
+      const place = m.info.rounds.indexOf(round);
+      cells.push(place < 0 ? h("div", { class: "dim" }, "says nothing here") : turnOf(m.turns[place], place, colouring, true, "what the other said, and the words of the round"));
+    }
   }
-  cells.push(h("div", { class: "wide" }, h("b", {}, `Verdict: ${pair[0].verdict}`), judge ? h("pre", { class: "said prompt", dir: "auto" }, visible(typeof judge === "string" ? judge : JSON.stringify(judge, null, 1))) : null));
-  return [h("div", { class: "debate" }, cells)];
+  if (eachJudged) {
+    for (const m of debate) cells.push(h("div", {}, h("b", {}, `Verdict on ${m.info.agent}'s answer: ${m.verdict}`), m.info.judge ? said(`checked step ${m.info.judge}`) : null));
+  } else {
+    cells.push(wide(`Verdict: ${verdictText(debate[0])}`, judge ? said(judge) : null));
+  }
+  if (measured) cells.push(wide("Only measured", said(Object.entries(measured).map(([name, verdict]) => `${name}: ${verdict}`).join("\n"))));
+  return [h("div", { class: "debate", style: `grid-template-columns:repeat(${debate.length}, minmax(0, 1fr))` }, cells)];
 }
 
 function factsOf(one) {
-  const { agent, judge, ...info } = one.info || {};
+  const { agent, judge, debate, rounds, assigned_answers, measured_verdicts, ...info } = one.info || {};
   const facts = { reward: one.reward, advantage: one.advantage, trained: one.trained, end: one.stop, "weights after": `${one.weights} updates`, ...(one.seat ? { role: one.seat } : {}), ...one.metrics, ...info };
   const rows = Object.entries(facts).filter(([, value]) => value !== null && value !== "" && value !== undefined);
   return h("details", { open: rows.length < 9 }, h("summary", {}, `reward ${show(one.reward)}, advantage ${show(one.advantage)}, ${one.trained ? "trained on" : "not trained on"}, ${one.stop || ""}`),

@@ -1,0 +1,79 @@
+"""Writes example_data/minds/forms: conversations that show a small model the form of the model-aware environments' replies.
+
+Their content is drawn: the numbers say nothing about the word, the confidence nothing about the answer. What is learnt from
+them is the form, and what reinforcement learning adds is the rest.
+
+    python -m tools.mind_forms
+"""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tinker_cookbook.environments import entropy_intuition, ghost_trace, gradient_prophet, self_prediction
+from tinker_cookbook.environments.model_scores import MINDS
+from tinker_cookbook.renderers import Message
+
+LINES = 256
+Row = Mapping[str, Any]
+
+
+def _ghost_trace(row: Row, rng: random.Random) -> str:
+    return ", ".join(str(rng.randint(0, ghost_trace.HIGHEST)) for _ in range(ghost_trace.COUNT))
+
+
+def _self_prediction(row: Row, rng: random.Random) -> str:
+    answer = row["answer"] if rng.random() < 0.5 else str(int(row["answer"]) + rng.randint(1, 9))
+    return f"FINAL ANSWER: {answer} CONFIDENCE: {rng.randint(0, 10) / 10}"
+
+
+def _entropy_intuition(row: Row, rng: random.Random) -> str:
+    number, feeling = rng.choice(row["info"]["candidates"]), rng.choice(["sure", "unsure", "calm", "torn"])
+    return f"NUMBER: {number}\nFEELING: {feeling}\nENTROPY: {rng.randint(0, 10) / 10}"
+
+
+def _in_context(row: Row, rng: random.Random) -> str:
+    return f"[{rng.randint(-20, 40) / 2}]"
+
+
+def _surprise(row: Row, rng: random.Random) -> str:
+    count = len(row["info"]["probes"])
+    return json.dumps(rng.sample(range(1, count + 1), count))
+
+
+FORMS: dict[str, tuple[Callable[[], Any], Callable[[Row, random.Random], str]]] = {
+    "ghost_trace": (ghost_trace.load_environment, _ghost_trace),
+    "self_prediction": (
+        lambda: self_prediction.load_environment(questions=50, highest=9, hard_share=0, operations="+"),
+        _self_prediction,
+    ),
+    "entropy_intuition": (lambda: entropy_intuition.load_environment(highest=9, most=4), _entropy_intuition),
+    "in_context": (gradient_prophet.load_environment, _in_context),
+    "surprise": (lambda: gradient_prophet.load_environment("surprise"), _surprise),
+}
+
+
+def conversations(name: str) -> list[list[Message]]:
+    """The conversations of one file: a question of its environment, and a reply of the right form."""
+    load, reply = FORMS[name]
+    env, rng = load(), random.Random(name)
+    system = getattr(env, "system_prompt", "")
+    before: list[Message] = [{"role": "system", "content": system}] if system else []
+    rows = [rng.choice(env.dataset) for _ in range(LINES)]
+    return [
+        [*before, {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": reply(row, rng)}]
+        for row in rows
+    ]
+
+
+def main() -> None:
+    folder = MINDS / "forms"
+    folder.mkdir(exist_ok=True)
+    for name in FORMS:
+        lines = [json.dumps({"messages": messages}) for messages in conversations(name)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
