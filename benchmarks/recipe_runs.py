@@ -267,12 +267,7 @@ RECIPES: tuple[RecipeRun, ...] = (
         small=("recipe=recipes.rl_basic", "grid.learning_rate=1e-4", "set.max_steps=1", "set.num_test=4"),
         files=("sweep.csv", "sweep.parquet", "summary.json", "summary.md"),
     ),
-    RecipeRun(
-        "recipes.eval_benchmarks",
-        folder_key="save_dir",
-        small=("max_items=4",),
-        files=("summary.json",),
-    ),
+    RecipeRun("recipes.eval_benchmarks", folder_key="save_dir", small=("max_items=4",), files=("summary.json",)),
     RecipeRun("recipes.eval_inspect", folder_key="log_dir", small=("limit=4",), needs=("inspect_ai",)),
     RecipeRun(
         "recipes.export",

@@ -46,7 +46,8 @@ class CLIConfig(RLConfig):
     )
     env: str = with_default(VerifiersDatasetBuilder, "env", "")
     verifiers_args: dict[str, Any] = chz.field(
-        default_factory=dict, doc="fields of the env's config, as verifiers.name=value; of a role: verifiers.solver.max_turns=3"
+        default_factory=dict,
+        doc="fields of the env's config, as verifiers.name=value; of a role: verifiers.solver.max_turns=3",
     )
     harness: str | None = with_default(VerifiersDatasetBuilder, "harness", "in-process")
     max_tasks: int = with_default(VerifiersDatasetBuilder, "max_tasks", 10_000)

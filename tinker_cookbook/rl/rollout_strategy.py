@@ -222,8 +222,8 @@ class _Rounds:
     async def _play_episode(self, env: EpisodeEnv, policy: TokenCompleter) -> list[tuple[Trajectory, Env]]:
         if self.config is not None:
             raise ConfigurationError(
-                f"rollout: {type(env).__name__} asks the policy itself, so limits, hooks and what concerns single turns cannot be "
-                "applied; leave these keys out and use the environment's own limits"
+                f"rollout: {type(env).__name__} asks the policy itself, so limits, hooks and what concerns single turns cannot "
+                "be applied; leave these keys out and use the environment's own limits"
             )
         return await env.play(policy)
 

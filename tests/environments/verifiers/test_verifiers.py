@@ -9,8 +9,8 @@ import pytest
 
 from tinker_cookbook import model_info
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
-from tinker_cookbook.environments.verifiers.dataset import VerifiersDatasetBuilder
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.environments.verifiers.dataset import VerifiersDatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, EpisodeFailedError, GroupFailedError
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
@@ -34,7 +34,13 @@ def policy() -> Any:
 
 def dataset(taskset: str, **fields: Any) -> VerifiersDatasetBuilder:
     renderer = model_info.get_recommended_renderer_name(TINY)
-    given = {"groups_per_batch": 2, "group_size": 2, "num_batches": 2, "num_test": 2, "seed": 0} | fields
+    given: dict[str, Any] = {
+        "groups_per_batch": 2,
+        "group_size": 2,
+        "num_batches": 2,
+        "num_test": 2,
+        "seed": 0,
+    } | fields
     return VerifiersDatasetBuilder(taskset=taskset, model_name=TINY, renderer_name=renderer, **given)
 
 
@@ -102,18 +108,18 @@ def test_an_episode_with_an_error_fills_no_group(policy: TokenCompleter) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("args", "message"),
     [
-        ("image", "holds image_url; only text can be trained on"),
-        ("tools", "tool 'look': calls of tools"),
-        ("temperature", "sampling.temperature=0.3: the policy samples as the run says"),
+        ({"kind": "image"}, "holds image_url; only text can be trained on"),
+        ({"kind": "tools"}, "tool 'look': calls of tools"),
+        ({"agent": {"sampling": {"temperature": 0.3}}}, "sampling.temperature=0.3: the policy samples as the run says"),
     ],
 )
 def test_what_the_policy_cannot_be_asked_is_refused_by_name(
-    policy: TokenCompleter, kind: str, message: str
+    policy: TokenCompleter, args: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        played(policy, FORKS, verifiers_args={"kind": kind})
+        played(policy, FORKS, verifiers_args=args)
 
 
 def test_a_prompt_beyond_the_limit_ends_the_episode_with_an_error(policy: TokenCompleter) -> None:
@@ -134,7 +140,7 @@ def test_wrong_settings_are_named(policy: TokenCompleter) -> None:
 
 def test_a_group_can_be_pickled() -> None:
     training, test = asyncio.run(dataset(SUMS, test_taskset_args={"split": "test"})())
-    builder = training.get_batch(0)[0]
+    builder: Any = training.get_batch(0)[0]
     assert pickle.loads(pickle.dumps(builder)).task.key == builder.task.key
     assert test is not None and len(test.get_batch(0)) == 2
 

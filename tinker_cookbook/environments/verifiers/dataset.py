@@ -82,7 +82,9 @@ def read_tasks(config: Any, most: int) -> list[Any]:
         raise ConfigurationError(f"taskset={config.taskset.id} has no tasks")
     key, count = Counter(task.key for task in tasks).most_common(1)[0]
     if count > 1:
-        raise DataValidationError(f"taskset={config.taskset.id}: {count} tasks have the key {key!r}; keys tell tasks apart")
+        raise DataValidationError(
+            f"taskset={config.taskset.id}: {count} tasks have the key {key!r}; keys tell tasks apart"
+        )
     return tasks
 
 

@@ -69,7 +69,9 @@ class VerifiersEpisode(EpisodeEnv):
         trained.sort(key=lambda trace: minted.index(trace.id))  # not as they happened to finish
         if not self.env.complete(episode) or not trained:
             errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
-            said = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no trace that trains came through"
+            said = (
+                "; ".join(f"{error.type}: {error.message}" for error in errors) or "no trace that trains came through"
+            )
             raise EpisodeFailedError(f"episode of task {self.task.data.idx} ({self.env.config.env_id}): {said}")
         return [self._member(trace) for trace in trained]
 

@@ -31,7 +31,7 @@ UNUSED = ("temperature", "top_p", "top_k", "min_p", "reasoning_effort")
 
 def policy_config() -> vf.TrainClientConfig:
     """What a role's client is that the policy plays."""
-    return vf.TrainClientConfig(base_url=POLICY_ENDPOINT, api_key_var="TINKER_POLICY_NEEDS_NO_KEY")
+    return vf.TrainClientConfig(base_url=POLICY_ENDPOINT, api_key_var="POLICY_NEEDS_NO_KEY")
 
 
 @dataclass
@@ -161,11 +161,15 @@ class PolicyClient(vf.Client):
 def read_request(dialect: Dialect, body: dict[str, Any], sampling: vf.SamplingConfig) -> list[Message]:
     """The messages of a chat request. Raises ConfigurationError for what the policy cannot be asked, by name."""
     if not isinstance(dialect, ChatDialect):
-        raise ConfigurationError(f"{type(dialect).__name__}: the policy is asked by chat completions; use such a harness")
+        raise ConfigurationError(
+            f"{type(dialect).__name__}: the policy is asked by chat completions; use such a harness"
+        )
     asked = {key: value for key in UNUSED if (value := getattr(sampling, key, None)) is not None}
     if asked:
         key, value = next(iter(asked.items()))
-        raise ConfigurationError(f"sampling.{key}={value}: the policy samples as the run says; leave it out of the role")
+        raise ConfigurationError(
+            f"sampling.{key}={value}: the policy samples as the run says; leave it out of the role"
+        )
     request = dialect.parse_request(body)
     if request.tools:
         raise ConfigurationError(f"tool {request.tools[0].name!r}: calls of tools are not passed to the policy here")
@@ -174,7 +178,9 @@ def read_request(dialect: Dialect, body: dict[str, Any], sampling: vf.SamplingCo
         content = message.content or ""
         if not isinstance(content, str):
             if kinds := [part.type for part in content if part.type != "text"]:
-                raise ConfigurationError(f"a message of role {message.role} holds {kinds[0]}; only text can be trained on")
+                raise ConfigurationError(
+                    f"a message of role {message.role} holds {kinds[0]}; only text can be trained on"
+                )
             content = "\n".join(part.text for part in content)
         if message.role == "tool":
             raise ConfigurationError("a message of role tool: calls of tools are not passed to the policy here")
