@@ -1,7 +1,8 @@
 """Any runs or recipes at equal sampled tokens: one table with intervals over seeds, and one picture.
 
 A way of training is a name with the folders of its runs (runs.NAME=), or a recipe that is run here (recipes.NAME=), once for
-each seed. The first way is what the others are compared with, seed by seed.
+each seed. The first way is what the others are compared with, seed by seed. Intervals are over seeds; with one seed they are
+over the held-out items.
 
     python -m recipes.compare                                  # single_turn and debate on the tiny model, one seed, a minute
     python -m recipes.compare runs.debate=logs/debate_0,logs/debate_1 runs.single_turn=logs/single_0,logs/single_1
@@ -120,7 +121,8 @@ async def main(cli: CLIConfig) -> None:
     write_json(folder / "compare.json", about)
     write_text(folder / "compare.md", markdown_table(COLUMNS, rows) + "\n")
     write_text(folder / "compare.svg", picture(ways, cli.metric, tokens))
-    print_table(f"{cli.metric} at {tokens:.0f} sampled tokens, mean over seeds [95 % interval]", COLUMNS, rows)
+    print_table(f"{cli.metric} at {tokens:.0f} sampled tokens, mean [95 % interval]", COLUMNS, rows)
+    print("Intervals are over seeds; of one seed over its held-out items, which tells nothing of other seeds.")
     Console(soft_wrap=True).print(f"Files: {folder}", highlight=False)
 
 

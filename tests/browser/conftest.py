@@ -27,7 +27,7 @@ RUNS = {
     "three_seats": [*DEBATE, "protocol.seats=3", "num_rollouts=48", "judge=mock"],
     "oversight": [
         "recipes.debate_study", "seeds=0", "protocols=debate", "tokens=2000", "samples=2", "max_eval_items=6",
-        "write_records=true",
+        "write_records=true", "num_groups_to_log=1",
     ],
     "sft": ["recipes.sl_basic", "max_steps=8"],
     "tools": ["recipes.tool_use", "max_steps=2", "warm_up_steps=20"],

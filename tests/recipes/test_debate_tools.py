@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,20 @@ class TestCompare:
         found = mean_interval([1.0, 2.0, 3.0])
         assert (found.mean, found.high) == pytest.approx((2.0, 2 + 4.303 / 3**0.5), abs=1e-3)
         assert str(mean_interval([1.0]).low) == "nan"
+
+    def test_one_seed_has_an_interval_over_its_items(self, tmp_path: Path) -> None:
+        rows = [
+            {"test/env/all/correct": 0.4, "test/env/all/total_episodes": 50, "progress/sampled_tokens": 100},
+            {"test/env/all/correct": 0.8, "test/env/all/total_episodes": 50, "progress/sampled_tokens": 200},
+        ]
+        write_jsonl(tmp_path / "metrics.jsonl", rows)
+        one = read_curve(tmp_path, "test/env/all/correct")
+        ways = (Way("first", {0: Curve([0.0, 100.0], [0.4, 0.5], [50.0, 50.0])}), Way("second", {0: one}))
+        first, second = table_rows(ways, 100)
+        assert second[3] == "0.400 [0.276, 0.538]" and second[4] == "0.800 [0.670, 0.888]"  # Wilson's
+        # Newcombe's: 0.3 - hypot(0.8 - 0.670, 0.634 - 0.5), 0.3 + hypot(0.888 - 0.8, 0.5 - 0.366)
+        assert first[4] == "0.500 [0.366, 0.634]" and second[5] == "0.300 [0.113, 0.460]"
+        assert math.isnan(Curve([0.0], [0.4]).interval_at(0).low)
 
     def test_tokens_that_nobody_reached(self) -> None:
         with pytest.raises(ConfigurationError, match="second has measured up to 150"):

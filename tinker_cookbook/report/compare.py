@@ -13,10 +13,11 @@ import numpy as np
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.files import read_jsonl
-from tinker_cookbook.utils.intervals import Estimate
+from tinker_cookbook.utils.intervals import Estimate, wilson
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 TOKENS = "progress/sampled_tokens"
+EPISODES = "total_episodes"
 COLUMNS = ("what", "seeds", "tokens", "before", "at equal tokens", "minus the first")
 
 # Two-sided 95 % points of Student's t, by degrees of freedom; beyond them the normal's is near enough.
@@ -30,11 +31,25 @@ class Curve:
 
     tokens: list[float]
     values: list[float]
+    items: list[float] | None = None
+    """where a value is the share of right answers, one to each held-out item: how many items"""
 
     def at(self, tokens: float) -> float:
         """The last value that was measured with no more tokens; the first one, if none was."""
-        before = [value for n, value in zip(self.tokens, self.values, strict=True) if n <= tokens]
-        return before[-1] if before else self.values[0]
+        return self.values[self._place(tokens)]
+
+    def interval_at(self, tokens: float) -> Estimate:
+        """`at` with its 95 % interval over items (Wilson's); nan where it is not known how many there were."""
+        place = self._place(tokens)
+        value = self.values[place]
+        return (
+            Estimate(value, math.nan, math.nan)
+            if self.items is None
+            else wilson(value * self.items[place], self.items[place])
+        )
+
+    def _place(self, tokens: float) -> int:
+        return max(0, sum(n <= tokens for n in self.tokens) - 1)
 
 
 @dataclass(frozen=True)
@@ -59,20 +74,23 @@ def read_curve(folder: str | Path, metric: str) -> Curve:
     if not path.is_file():
         raise ConfigurationError(f"{folder}: no {METRICS_BASE_NAME}; give the folder of a run")
     rows = read_jsonl(path, tolerate_torn_tail=True)
-    tokens, values, sampled = list[float](), list[float](), 0.0
+    tokens, values, items, sampled = list[float](), list[float](), list[float](), 0.0
+    prefix, _, what = metric.rpartition("/")
     for row in rows:
         after = float(row.get(TOKENS, sampled))
         if isinstance(row.get(metric), int | float):
             # Evaluations, and what a step samples, are of the weights before the step's update.
             tokens.append(sampled)
             values.append(float(row[metric]))
+            if what == "correct" and metric.startswith("test/") and f"{prefix}/{EPISODES}" in row:
+                items.append(float(row[f"{prefix}/{EPISODES}"]))
         sampled = after
     if not values:
         like = sorted({key for row in rows for key in row if metric.rpartition("/")[2] in key})
         raise ConfigurationError(
             f"metric={metric!r}: {folder} has not logged it; it has {', '.join(like) or 'nothing like it'}"
         )
-    return Curve(tokens, values)
+    return Curve(tokens, values, items if len(items) == len(values) else None)
 
 
 def mean_interval(values: Sequence[float]) -> Estimate:
@@ -83,6 +101,28 @@ def mean_interval(values: Sequence[float]) -> Estimate:
     t = _T_95[n - 2] if n - 2 < len(_T_95) else 1.96
     half = t * float(np.std(values, ddof=1)) / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half)
+
+
+def over_seeds(curves: Sequence[Curve], tokens: float) -> Estimate:
+    """The mean over seeds with its interval; of one seed with that over its items."""
+    return curves[0].interval_at(tokens) if len(curves) == 1 else mean_interval([curve.at(tokens) for curve in curves])
+
+
+def lead(way: Way, first: Way, tokens: float) -> Estimate | None:
+    """How much more a way has than the first, seed by seed; None without a seed that both have.
+
+    Of one seed with Newcombe's (1998) interval of two independent shares. Both answered the same items, and so it is too wide
+    rather than too narrow.
+    """
+    shared = [seed for seed in way.curves if seed in first.curves]
+    if not shared:
+        return None
+    if len(shared) > 1:
+        return mean_interval([way.curves[seed].at(tokens) - first.curves[seed].at(tokens) for seed in shared])
+    own, other = way.curves[shared[0]].interval_at(tokens), first.curves[shared[0]].interval_at(tokens)
+    mean = own.mean - other.mean
+    low = mean - math.hypot(own.mean - own.low, other.high - other.mean)
+    return Estimate(mean, low, mean + math.hypot(own.high - own.mean, other.mean - other.low))
 
 
 def at_equal_tokens(ways: Sequence[Way], tokens: float | None = None) -> float:
@@ -104,12 +144,12 @@ def table_rows(ways: Sequence[Way], tokens: float) -> list[list[str]]:
     """A row per way; differences are over the seeds that it shares with the first, seed by seed."""
     rows = []
     for way in ways:
-        own = [curve.at(tokens) for curve in way.curves.values()]
-        shared = [seed for seed in way.curves if seed in ways[0].curves]
-        differences = [way.curves[seed].at(tokens) - ways[0].curves[seed].at(tokens) for seed in shared]
-        before = mean_interval([curve.values[0] for curve in way.curves.values()])
-        lead = "" if way is ways[0] or not differences else told(mean_interval(differences))
-        rows.append([way.name, str(len(way.curves)), f"{tokens:.0f}", told(before), told(mean_interval(own)), lead])
+        curves = list(way.curves.values())
+        before, now = over_seeds(curves, 0.0), over_seeds(curves, tokens)
+        more = None if way is ways[0] else lead(way, ways[0], tokens)
+        rows.append(
+            [way.name, str(len(curves)), f"{tokens:.0f}", told(before), told(now), "" if more is None else told(more)]
+        )
     return rows
 
 
