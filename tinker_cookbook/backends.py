@@ -130,6 +130,14 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     return cast(ServiceClient, client)
 
 
+def serve_as_replica() -> None:
+    """On a rank other than 0 of torchrun's: follow rank 0 until it ends, then exit. Elsewhere: return at once."""
+    if int(os.environ.get("RANK", "0")) > 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+        import tinker_local_backend
+
+        tinker_local_backend.serve_as_replica()
+
+
 def _check_local_environment() -> None:
     """Raise ConfigurationError for a TINKER_LOCAL_* variable that is set and not understood, or not supported."""
     from tinker_local_backend import RequestError

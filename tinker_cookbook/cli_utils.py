@@ -22,7 +22,7 @@ import platformdirs
 from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
 
 from tinker_cookbook import config_tree, environment
-from tinker_cookbook.backends import is_engine_error
+from tinker_cookbook.backends import is_engine_error, serve_as_replica
 from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCookbookError
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -126,6 +126,7 @@ def run_recipe(
     arguments = list(sys.argv[1:] if argv is None else argv)
     prog = prog if prog is not None else f"python -m {_module_name(main)}"
     config = _parse(config_cls, prepare(arguments), prog, _module_doc(main))
+    serve_as_replica()
     note_log_path(None)
     with interruptible() as interrupts:
         try:

@@ -12,8 +12,10 @@ from tinker_local_backend.errors import (
     LocalBackendError,
     ModelLoadError,
     NonFiniteError,
+    ReplicaError,
     RequestError,
 )
+from tinker_local_backend.replicas.follower import serve_as_replica
 from tinker_local_backend.rest_client import RestClient
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.service_client import ServiceClient
@@ -25,10 +27,12 @@ __all__ = [
     "LocalBackendError",
     "ModelLoadError",
     "NonFiniteError",
+    "ReplicaError",
     "RequestError",
     "RestClient",
     "SamplingClient",
     "ServiceClient",
     "TrainingClient",
+    "serve_as_replica",
     "use_local",
 ]

@@ -132,6 +132,11 @@ VARIABLES = {
     "TINKER_LOCAL_KV_CACHE_TOKENS": Variable(
         "bound on the KV cache of the sampler; default 2 GiB on a CPU, half of what is free on CUDA", _integer(1)
     ),
+    "TINKER_LOCAL_REPLICA_TIMEOUT": Variable(
+        "seconds that a process under torchrun may take for its part of a training operation; default 1,800 "
+        "([distributed.md](distributed.md))",
+        _integer(1),
+    ),
     "TINKER_LOCAL_VLLM_PYTHON": Variable("python of the environment that has vLLM; default: this one", _program),
     "TINKER_LOCAL_VLLM_URL": Variable("a vLLM server to use instead of a process of one's own", _url),
     "TINKER_LOCAL_VLLM_MAX_LORAS": Variable("adapters that vLLM holds at a time; default 8", _integer(1)),
@@ -217,10 +222,21 @@ def _warn_of_an_idle_gpu() -> None:
 
 
 def default_device() -> torch.device:
-    """CUDA when torch sees one, else the CPU; TINKER_LOCAL_DEVICE overrides. Raises RequestError for one that is not there."""
+    """CUDA when torch sees one, else the CPU; TINKER_LOCAL_DEVICE overrides. Raises RequestError for one that is not there.
+
+    Under torchrun it is the GPU of this process's LOCAL_RANK, unless the variable names one.
+    """
     import torch
 
-    return read("TINKER_LOCAL_DEVICE") or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = read("TINKER_LOCAL_DEVICE") or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" or device.index is not None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return device
+    place, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if place >= count:
+        raise RequestError(
+            f"torchrun started more processes here than there are GPUs ({count}): lower --nproc-per-node"
+        )
+    return torch.device("cuda", place)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

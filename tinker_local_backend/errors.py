@@ -34,5 +34,9 @@ class EngineClosedError(LocalBackendError, RuntimeError):
     """The service client that owned this engine was closed before the request ran."""
 
 
+class ReplicaError(LocalBackendError, RuntimeError):
+    """Another process of a run under torchrun has failed, died or not answered in time; it is named."""
+
+
 class SamplingError(LocalBackendError, RuntimeError):
     """A sampling pass failed for a reason that is not the request's, such as memory."""

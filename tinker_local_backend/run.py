@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tinker_local_backend.binding import use_local
 from tinker_local_backend.errors import RequestError
+from tinker_local_backend.replicas.follower import serve_as_replica
 
 
 def find_program(arguments: Sequence[str]) -> Callable[[], object]:
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     except RequestError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    serve_as_replica()
     with use_local():
         program()
 

@@ -17,6 +17,7 @@ from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
 from tinker_local_backend.hosted_only import refuse_arguments, say_without_effect
+from tinker_local_backend.replicas.leader import leader
 from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
 from tinker_local_backend.samplers.choice import make_sampler
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
@@ -69,6 +70,7 @@ class ServiceClient:
         self._home = Path(home) if home is not None else local_home()
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)
+        self._replicas = leader()
         self._engine = Engine(deterministic, make_sampler)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -194,7 +196,7 @@ class ServiceClient:
 
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: dict[str, str]) -> TrainingRun:
         entry = Run(uuid.uuid4().hex, self._session.session_id, base_model, spec, user_metadata)
-        return TrainingRun.create(self._engine, self._registry, self._session, entry, seed)
+        return TrainingRun.create(self._engine, self._registry, self._session, entry, seed, self._replicas)
 
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None

@@ -7,7 +7,8 @@ forward_backward and optim_step back to back and wait for both.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -27,13 +28,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom
+from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom, two_passes
 from tinker_local_backend.engine.datums import LossConfig, freeze_data
 from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
+from tinker_local_backend.replicas.leader import Leader
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage import checkpoints
 from tinker_local_backend.storage.info import check_user_metadata, read_info
@@ -54,14 +57,62 @@ class TrainingRun:
     """as it was created; its metadata go with every checkpoint"""
     model: BaseModel
     state: trainer.TrainState
+    replicas: Leader | None = None
+    """the other processes that train with this one"""
 
     @classmethod
-    def create(cls, engine: Engine, registry: Registry, session: Session, entry: Run, seed: int) -> TrainingRun:
+    def create(
+        cls,
+        engine: Engine,
+        registry: Registry,
+        session: Session,
+        entry: Run,
+        seed: int,
+        replicas: Leader | None = None,
+    ) -> TrainingRun:
         """A run with a new adapter, on the worker. `seed` makes the initial A matrices."""
         model = engine.load(entry.base_model)
         adapter = model.new_adapter(entry.spec, seed)
         state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
-        return cls(engine, registry, session, entry, model, state)
+        run = cls(engine, registry, session, entry, model, state, replicas)
+        run.publish()
+        if replicas is not None:
+            weakref.finalize(run, replicas.forget_run, entry.run_id).atexit = False
+        return run
+
+    def publish(self) -> None:
+        """After its state was made or loaded: every process has the same."""
+        if self.replicas is not None:
+            self.replicas.put_run(self.entry.run_id, self.model, self.state)
+
+    def forward_backward(
+        self, data: Sequence[tinker.Datum], loss_fn: str, config: LossConfig, backward: bool
+    ) -> Parts[tinker.ForwardBackwardOutput]:
+        """As trainer.forward_backward, over all processes."""
+        if self.replicas is None:
+            return trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward)
+        run_id = self.entry.run_id
+        return self.replicas.forward_backward(run_id, self.model, self.state, data, loss_fn, config, backward)
+
+    def forward_backward_custom(
+        self, data: Sequence[tinker.Datum], loss_fn: CustomLossFn
+    ) -> Parts[tinker.ForwardBackwardOutput]:
+        if self.replicas is None:
+            return forward_backward_custom(self.model, self.state, data, loss_fn)
+        return two_passes(data, loss_fn, self.forward_backward)
+
+    def optim_step(self, params: tinker.AdamParams) -> OptimStepResponse:
+        """As trainer.optim_step, on all processes."""
+        if self.replicas is None:
+            return trainer.optim_step(self.state, params)
+        return self.replicas.optim_step(self.entry.run_id, self.state, params)
+
+    def snapshot(self) -> Adapter:
+        """The adapter as it is, to sample from."""
+        adapter = self.state.adapter.snapshot(self.model.dtype)
+        if self.replicas is not None:
+            self.replicas.snapshot(self.entry.run_id, adapter)
+        return adapter
 
     @property
     def home(self) -> Path:
@@ -148,7 +199,7 @@ class TrainingClient:
 
         def custom() -> Parts[tinker.ForwardBackwardOutput]:
             with run.state.passing():
-                return (yield from forward_backward_custom(run.model, run.state, datums, loss_fn))
+                return (yield from run.forward_backward_custom(datums, loss_fn))
 
         return self._train("forward_backward_custom", custom)
 
@@ -159,7 +210,7 @@ class TrainingClient:
 
         def one_pass() -> Parts[tinker.ForwardBackwardOutput]:
             with run.state.passing() if backward else nullcontext():
-                return (yield from trainer.forward_backward(run.model, run.state, datums, loss_fn, config, backward))
+                return (yield from run.forward_backward(datums, loss_fn, config, backward))
 
         return self._train("forward_backward" if backward else "forward", one_pass)
 
@@ -170,7 +221,7 @@ class TrainingClient:
         params = optim_params if optim_params is not None else adam_params
         if not isinstance(params, tinker.AdamParams):
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
-        return self._train("optim_step", lambda: in_one(lambda: trainer.optim_step(self._run.state, params)))
+        return self._train("optim_step", lambda: in_one(lambda: self._run.optim_step(params)))
 
     def save_state(
         self,
@@ -228,9 +279,7 @@ class TrainingClient:
         def run() -> SamplingClient:
             if path is not None:
                 self._run.save(path)
-            return SamplingClient(
-                self._run.engine, self._owner, self._run.model, self._run.state.adapter.snapshot(self._run.model.dtype)
-            )
+            return SamplingClient(self._run.engine, self._owner, self._run.model, self._run.snapshot())
 
         return ClientFuture(self._submit("snapshot", run))
 
@@ -306,3 +355,4 @@ def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool
     checkpoints.load_adapter(run.home, path, run.state.adapter)
     run.state.optimizer = fresh
     run.state.clear()
+    run.publish()

@@ -8,6 +8,7 @@ with weights -dC/dlp, whose gradient is that of C; this is what the SDK does acr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import tinker
@@ -15,7 +16,7 @@ import torch
 
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.datums import Example, check_datum
+from tinker_local_backend.engine.datums import Example, LossConfig, check_datum
 from tinker_local_backend.engine.losses import LOSSES
 from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
 from tinker_local_backend.engine.micro_batch import (
@@ -60,7 +61,7 @@ def forward_backward_custom(
             if not out_of_memory(error):
                 raise
         budget.release()
-    return (yield from _two_passes(model, state, datums, plain, loss_fn))
+    return (yield from two_passes(datums, loss_fn, partial(trainer.forward_backward, model, state)))
 
 
 def _one_pass(
@@ -100,19 +101,20 @@ def _one_pass(
     return output
 
 
-def _two_passes(
-    model: BaseModel,
-    state: trainer.TrainState,
-    datums: list[tinker.Datum],
-    plain: list[tinker.Datum],
+def two_passes(
+    data: Sequence[tinker.Datum],
     loss_fn: CustomLossFn,
+    forward_backward: Callable[[list[tinker.Datum], str, LossConfig, bool], Parts[tinker.ForwardBackwardOutput]],
 ) -> Parts[tinker.ForwardBackwardOutput]:
-    scored = yield from trainer.forward_backward(model, state, plain, "cross_entropy", None, backward=False)
+    """As `forward_backward_custom`, by way of two calls of `forward_backward(data, loss_fn, config, backward)`."""
+    datums = list(data)
+    plain = [_linear(datum, i, None) for i, datum in enumerate(datums)]
+    scored = yield from forward_backward(plain, "cross_entropy", None, False)
     arrays = [outputs["logprobs"].to_numpy() for outputs in scored.loss_fn_outputs]
     loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)
     weighted = [_linear(datum, i, -slope) for i, (datum, slope) in enumerate(zip(datums, slopes, strict=True))]
     yield
-    output = yield from trainer.forward_backward(model, state, weighted, "cross_entropy", None, backward=True)
+    output = yield from forward_backward(weighted, "cross_entropy", None, True)
     output.metrics["surrogate_loss:sum"] = output.metrics.pop("loss:sum")
     output.metrics.update(metrics)
     output.metrics["loss:sum"] = loss

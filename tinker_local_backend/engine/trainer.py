@@ -92,8 +92,11 @@ def forward_backward(
     loss_fn: str,
     loss_fn_config: LossConfig,
     backward: bool,
+    indices: Sequence[int] | None = None,
 ) -> Parts[tinker.ForwardBackwardOutput]:
     """Loss, per-token logprobs and (with `backward`) gradients of a list of datums, in parts: one for each micro-batch.
+
+    `indices` are by what errors name the datums, where these are some of a longer list.
 
     Returns:
         loss_fn_outputs[i]["logprobs"]: float32 of the shape of data[i]'s target_tokens; metrics with "loss:sum".
@@ -105,7 +108,8 @@ def forward_backward(
     if not data:
         raise RequestError("data is empty; give at least one datum")
     loss, config, temperature = loss_function(loss_fn, loss_fn_config)
-    examples = [check_datum(datum, i, loss_fn, loss, model) for i, datum in enumerate(data)]
+    names = indices or range(len(data))
+    examples = [check_datum(datum, i, loss_fn, loss, model) for i, datum in zip(names, data, strict=True)]
     gradients = state.zeros()
     outputs: list[dict[str, tinker.TensorData]] = [{} for _ in examples]
     loss_sum, passed, trained = 0.0, 0, 0
@@ -147,10 +151,11 @@ def forward_backward(
             yield
 
     if not math.isfinite(loss_sum):
-        raise _not_finite("loss", sorted(broken))
+        raise _not_finite("loss", sorted(names[i] for i in broken))
     if backward:
         if not _are_finite(gradients):
-            raise _not_finite("gradient", (yield from _broken(model, state, examples, run)))
+            culprits = yield from _broken(model, state, examples, run)
+            raise _not_finite("gradient", [names[i] for i in culprits])
         state.accumulate(gradients)
     metrics = {
         "loss:sum": loss_sum,

@@ -10,6 +10,8 @@ from pathlib import Path
 from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.sampling import Post, Sampler
+from tinker_local_backend.replicas.leader import leader
+from tinker_local_backend.replicas.sampler import ReplicaSampler
 from tinker_local_backend.samplers.vllm import VllmSampler
 from tinker_local_backend.samplers.vllm_server import VllmServer
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
@@ -21,7 +23,8 @@ def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int
     """As engine.sampling.MakeSampler. Raises RequestError or ModelLoadError when there is no vLLM where one is asked for."""
     own = model.execution.generator(model, kv_tokens, random_seed)
     if environment.read("TINKER_LOCAL_SAMPLER") != "vllm":
-        return own
+        ranks = leader()
+        return own if ranks is None else ReplicaSampler(model, own, random_seed, post, ranks)
     settings = VllmSettings.from_environment(model.device)
     if settings.url is None:
         connect = partial(WorkerProcess.start_vllm, model, settings)

@@ -9,12 +9,16 @@ import sys
 import chz
 
 from tinker_local_backend.errors import LocalBackendError
+from tinker_local_backend.replicas.launch import refuse
 from tinker_local_backend.server.config import ServerConfig
 
 
 def main(config: ServerConfig) -> None:
     try:
+        refuse("the server")
         from tinker_local_backend.server.run import serve
+    except LocalBackendError as error:
+        sys.exit(str(error))
     except ModuleNotFoundError as error:
         sys.exit(f"{error}; the server needs its extra: pip install 'tinker-cookbook-local[server]'")
     try:

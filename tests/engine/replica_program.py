@@ -1,0 +1,104 @@
+"""What test_replicas.py runs in one process and in two: every kind of operation, and what came of it.
+
+    torchrun --nproc-per-node 2 -m tests.engine.replica_program HOME RESULTS
+
+After that it waits for a line of input and trains once more, so that the test may first kill the other process.
+"""
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tinker
+import torch
+
+from tests.engine.helpers import cross_entropy_datum, policy_datum, prompt
+from tinker_local_backend import LocalBackendError, ServiceClient, TrainingClient, serve_as_replica
+
+MODEL = "example_data/tiny_chat"
+STEP = tinker.AdamParams(learning_rate=1e-4, eps=1e-6)
+PASSES = ((5, 40, 12), (9,), (3, 3, 30, 8, 21))
+"""Lengths of the datums of each step: uneven, fewer than ranks, many."""
+
+
+def _errors(client: TrainingClient) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Type, message and datums of what goes wrong, wherever the datum lies that is wrong."""
+    bad = cross_entropy_datum(6, 0)
+    bad.loss_fn_inputs["weights"] = tinker.TensorData.from_numpy(np.full(6, np.nan, np.float32))
+    overflow = policy_datum(6, 1)
+    overflow.loss_fn_inputs["logprobs"] = tinker.TensorData.from_numpy(np.full(6, -3e38, np.float32))
+    good = [policy_datum(n, n) for n in (20, 9)]
+    calls: list[Callable[[], Any]] = [
+        lambda: client.forward_backward([cross_entropy_datum(30, 1), bad], "cross_entropy").result(),
+        lambda: client.forward_backward([*good, overflow], "importance_sampling").result(),
+        lambda: client.optim_step(STEP).result(),
+        lambda: client.optim_step(STEP).result(),
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+        except LocalBackendError as error:
+            found.append((type(error).__name__, str(error), getattr(error, "datums", ())))
+    return found
+
+
+def _custom_loss(data: list[tinker.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    """It joins all datums, so no rank could compute it from its own."""
+    total = torch.cat(logprobs).logsumexp(0)
+    return total, {"seen": float(len(data))}
+
+
+def _train(client: TrainingClient, lengths: tuple[int, ...]) -> tuple[Any, Any]:
+    data = [cross_entropy_datum(n, n) for n in lengths]
+    return _plain(client.forward_backward(data, "cross_entropy").result()), client.optim_step(STEP).result().metrics
+
+
+def _plain(output: tinker.ForwardBackwardOutput) -> tuple[list[np.ndarray], dict[str, float]]:
+    return [outputs["logprobs"].to_numpy() for outputs in output.loss_fn_outputs], output.metrics
+
+
+def _adapter(client: TrainingClient) -> dict[str, np.ndarray]:
+    return {name: matrix.detach().numpy().copy() for name, matrix in client._run.state.adapter.named_parameters()}
+
+
+def run(service: ServiceClient) -> tuple[TrainingClient, dict[str, Any]]:
+    """Everything, and what came of it."""
+    client = service.create_lora_training_client(MODEL, rank=4, seed=0).result()
+    results: dict[str, Any] = {"steps": [_train(client, lengths) for lengths in PASSES]}
+    results["trained"] = _adapter(client)
+    policy = [policy_datum(n, n) for n in (20, 9, 33)]
+    results["forward"] = _plain(client.forward(policy, "ppo").result())
+    results["policy"] = _plain(client.forward_backward(policy, "ppo").result())
+    results["custom"] = _plain(client.forward_backward_custom(policy, _custom_loss).result())
+    results["custom_step"] = client.optim_step(STEP).result().metrics
+    results["errors"] = _errors(client)
+    snapshot = client.save_weights_and_get_sampling_client()
+    state = client.save_state("state").result().path
+    _train(client, PASSES[0])
+    asked = [snapshot.sample(prompt([1, 2, 3 + i]), 2, tinker.SamplingParams(max_tokens=6, seed=i)) for i in range(5)]
+    results["sampled"] = [(s.tokens, s.logprobs) for future in asked for s in future.result().sequences]
+    loaded = service.create_training_client_from_state_with_optimizer(state).result()
+    results["loaded"] = _train(loaded, PASSES[2]), _adapter(loaded)
+    path = loaded.save_weights_for_sampler("end").result().path
+    saved = service.create_sampling_client(model_path=path)
+    asked = [saved.compute_logprobs(prompt([7, 8, 9, 10 + i])) for i in range(3)]
+    results["scored"] = [future.result()[1:] for future in asked]
+    return client, results
+
+
+def main(home: str, results: str) -> None:
+    serve_as_replica()
+    service = ServiceClient(home=home)
+    client, found = run(service)
+    Path(results).write_bytes(pickle.dumps(found))
+    print("ready", flush=True)
+    if sys.stdin.readline():
+        _train(client, PASSES[0])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,194 @@
+"""Two processes that train as one: the same numbers as one process, the same errors, and an end that names who died."""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+
+from tests.engine.replica_program import run
+from tinker_local_backend import RequestError, ServiceClient
+from tinker_local_backend.replicas.leader import merged
+from tinker_local_backend.replicas.links import portable
+from tinker_local_backend.replicas.messages import divide
+from tinker_local_backend.server.__main__ import main as serve
+from tinker_local_backend.server.config import ServerConfig
+
+ROOT = Path(__file__).parents[2]
+CLOSE = 1e-6
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], list[subprocess.Popen[str]]]]:
+    """Rank 0 and rank 1, started as torchrun starts them but without its watch, and what rank 0 found."""
+    folder = tmp_path_factory.mktemp("replicas")
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.engine.replica_program", str(folder / "home"), str(folder / "results")]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        stdout, stderr = processes[0].stdout, processes[0].stderr
+        assert stdout is not None and stderr is not None
+        assert stdout.readline() == "ready\n", stderr.read()
+        yield pickle.loads((folder / "results").read_bytes()), processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    with ServiceClient(home=tmp_path_factory.mktemp("alone")) as service:
+        yield run(service)[1]
+
+
+def _assert_close(found: Any, expected: Any, where: str, terms: float = 1.0) -> None:
+    """To a millionth of a number, or of each of the `terms` that it is a sum of."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            _assert_close(found[key], value, f"{where}.{key}", expected.get("tokens:sum", 1.0))
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+            _assert_close(one, other, f"{where}[{i}]")
+    else:
+        np.testing.assert_allclose(found, expected, rtol=2 * CLOSE, atol=2 * CLOSE * terms, err_msg=where)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(pair: Any, alone: dict[str, Any]) -> None:
+    """Passes of uneven shares and of fewer datums than ranks, policy losses, a custom loss, and a state loaded from disk."""
+    for name in ("steps", "forward", "policy", "custom", "custom_step", "loaded"):
+        _assert_close(pair[0][name], alone[name], name)
+
+
+@pytest.mark.slow
+def test_adapters_are_the_same_to_a_millionth(pair: Any, alone: dict[str, Any]) -> None:
+    for name, matrix in alone["trained"].items():
+        assert np.abs(pair[0]["trained"][name] - matrix).max() <= CLOSE, name
+    assert any(matrix.any() for name, matrix in alone["trained"].items() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_snapshots_and_checkpoints_are_sampled_on_all_ranks(pair: Any, alone: dict[str, Any]) -> None:
+    """Each rank gets some of the requests; training after the snapshot changes nothing in it."""
+    assert [list(tokens) for tokens, _ in pair[0]["sampled"]] == [list(tokens) for tokens, _ in alone["sampled"]]
+    _assert_close([p for _, p in pair[0]["sampled"]], [p for _, p in alone["sampled"]], "sampled")
+    _assert_close(pair[0]["scored"], alone["scored"], "scored")
+
+
+@pytest.mark.slow
+def test_errors_name_the_datum_of_the_call_on_whichever_rank_it_is(pair: Any, alone: dict[str, Any]) -> None:
+    assert [error[0] for error in alone["errors"]] == ["RequestError", "NonFiniteError", "RequestError", "RequestError"]
+    assert pair[0]["errors"] == alone["errors"]
+
+
+@pytest.mark.slow
+def test_a_dead_rank_ends_the_run_with_its_name(pair: Any) -> None:
+    leader, follower = pair[1]
+    follower.send_signal(signal.SIGKILL)
+    follower.wait(30)
+    _, stderr = leader.communicate("go on\n", timeout=60)
+    assert leader.returncode == 1
+    assert "ReplicaError: rank 1 is gone" in stderr
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_under_torchrun(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(_free_port()),
+    ]
+    command += ["-m", "recipes.sl_basic", "max_steps=2", "batch_size=4", f"log_path={tmp_path / 'run'}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TINKER_LOCAL_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
+
+
+def test_datums_are_divided_by_tokens() -> None:
+    assert divide([5, 40, 12, 30], 2) == [[0, 1], [2, 3]]
+    assert divide([9], 3) == [[0], [], []]
+    assert divide([7, 7, 7, 7], 2) == [[0, 2], [1, 3]]
+    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 500, 64)]
+    loads = [sum(lengths[i] for i in share) for share in divide(lengths, 4)]
+    assert max(loads) - min(loads) < 20
+    assert sorted(i for share in divide(lengths, 4) for i in share) == list(range(64))
+
+
+def _output(value: float, metrics: dict[str, float]) -> tinker.ForwardBackwardOutput:
+    array = tinker.TensorData.from_numpy(np.array([value], dtype=np.float32))
+    return tinker.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[{"logprobs": array}], metrics=metrics
+    )
+
+
+def test_outputs_come_back_in_the_order_of_the_call() -> None:
+    first = _output(1.0, {"loss:sum": 2.0, "ratio:max": 3.0, "ratio:min": 0.5, "kl:mean": 1.0})
+    second = _output(0.0, {"loss:sum": 4.0, "ratio:max": 5.0, "ratio:min": 0.1, "kl:mean": 4.0})
+    output = merged([[1], [0], []], [first, second, None], [1, 2, 0])
+    assert [float(o["logprobs"].to_numpy()[0]) for o in output.loss_fn_outputs] == [0.0, 1.0]
+    assert output.metrics == {"loss:sum": 6.0, "ratio:max": 5.0, "ratio:min": 0.1, "kl:mean": 3.0}
+
+
+def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
+    class Local(Exception):
+        """pickle finds no class inside a function."""
+
+    assert str(portable(Local("what went wrong"))) == "Local: what went wrong"
+    error = RequestError("as it is")
+    assert portable(error) is error
+
+
+def test_only_rank_0_makes_clients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RequestError, match=r"rank 1 of 2: clients are made on rank 0 alone.*serve_as_replica"):
+        ServiceClient(home=tmp_path)
+
+
+def test_the_server_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="the server runs as one process, not under torchrun"):
+        serve(ServerConfig(model="example_data/tiny_chat"))
+
+
+def test_vllm_and_replicas_exclude_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TINKER_LOCAL_SAMPLER", "vllm")
+    with pytest.raises(RequestError, match=r"TINKER_LOCAL_SAMPLER=vllm under torchrun.*started 2 times"):
+        ServiceClient(home=tmp_path)
