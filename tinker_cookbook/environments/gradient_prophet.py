@@ -97,7 +97,9 @@ async def true_changes(info: dict[str, Any], lesson: Lesson, probes: Sequence[Pr
     """KL(after || before) of the next token of each probe, in nats."""
     tokenizer = info["tokenizer"]
     pairs = [[encode(tokenizer, probe_prompt(probe, taught)) for taught in (None, lesson)] for probe in probes]
-    found = await asyncio.gather(*(next_tokens(info["sampling_client"], *pair, info["top_k"]) for pair in pairs))
+    found = await asyncio.gather(
+        *(next_tokens(info["sampling_client"], before, after, info["top_k"]) for before, after in pairs)
+    )
     return [pair.kl for pair in found]
 
 

@@ -29,6 +29,7 @@ SHIPPED: dict[str, str] = {
         "self_prediction",
         "entropy_intuition",
         "gradient_prophet",
+        "gradient_intuition",
     )
 }
 """The library's own, by name: modules with a load_environment."""

@@ -1,0 +1,96 @@
+"""A second training client that starts where the policy is, takes one step, and is asked what that changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.rl.run_clients import RunClients
+from tinker_cookbook.supervised.common import datum_from_tokens_weights
+from tinker_cookbook.utils.lazy import tinker, torch
+
+SECONDS = 24 * 3600
+"""How long the states that the shadow starts from are kept."""
+
+
+class Shadow:
+    """Created once per run, from a saved state of the policy, and set back to the newest one for every step.
+
+    It never trains the policy's own client, of which it only asks for its state, once for each snapshot that plays.
+    """
+
+    def __init__(self, clients: RunClients):
+        self._training_client: Any = clients.training_client
+        self._service_client: Any = clients.service_client
+        self._client: Any = None
+        self._snapshot, self._path, self._count = None, "", 0
+        self._starting = asyncio.Lock()
+
+    async def changes(
+        self, snapshot: Any, steps: Sequence[tinker.Datum], probe: tinker.Datum, learning_rate: float
+    ) -> list[float]:
+        """By how much one Adam step on each datum, all from the policy as it is, raises the summed logprob of a probe, in nats.
+
+        Args:
+            snapshot: the sampling client that plays; another one than before means that the policy has moved.
+            steps, probe: datums with target_tokens and weights; the logprobs of the targets with weight count.
+        """
+        await self._start(snapshot)
+        # Nothing is awaited between these calls, so that no other group's calls come between them.
+        client, path, asked = self._client, self._path, []
+        before = client.load_state(path), client.forward([probe], "cross_entropy")
+        for datum in steps:
+            asked.append(
+                [
+                    client.load_state(path),
+                    client.forward_backward([datum], "cross_entropy"),
+                    client.optim_step(tinker.AdamParams(learning_rate=learning_rate)),
+                    client.forward([probe], "cross_entropy"),
+                ]
+            )
+        await before[0]
+        first = _summed(await before[1], probe)
+        found = []
+        for loaded, passed, stepped, scored in asked:
+            for future in (loaded, passed, stepped):
+                await future
+            found.append(_summed(await scored, probe) - first)
+        return found
+
+    async def _start(self, snapshot: Any) -> None:
+        async with self._starting:
+            if self._client is not None and self._snapshot is snapshot:
+                return
+            name = f"shadow-{self._count:06d}"
+            self._count += 1
+            self._path = (await self._training_client.save_state(name, SECONDS)).path
+            self._snapshot = snapshot
+            if self._client is None:
+                self._client = await self._service_client.create_training_client_from_state(self._path)
+
+
+def _summed(output: Any, datum: tinker.Datum) -> float:
+    logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
+    total = float((logprobs * datum.loss_fn_inputs["weights"].to_numpy()).sum())
+    if not np.isfinite(total):
+        raise DataValidationError(f"the shadow scored the probe as {total}; lower the learning rate of its step")
+    return total
+
+
+async def shadow_of(clients: RunClients) -> Shadow:
+    """The run's own."""
+
+    async def make() -> Shadow:
+        return Shadow(clients)
+
+    return await clients.shared.once("gradient_intuition shadow", make)
+
+
+def answer_datum(prompt: Sequence[int], answer: Sequence[int]) -> tinker.Datum:
+    """A datum whose loss is on the answer's ids alone."""
+    weights = [0.0] * len(prompt) + [1.0] * len(answer)
+    return datum_from_tokens_weights(torch.tensor([*prompt, *answer]), torch.tensor(weights))
