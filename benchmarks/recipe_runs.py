@@ -267,12 +267,7 @@ RECIPES: tuple[RecipeRun, ...] = (
         small=("recipe=recipes.rl_basic", "grid.learning_rate=1e-4", "set.max_steps=1", "set.num_test=4"),
         files=("sweep.csv", "sweep.parquet", "summary.json", "summary.md"),
     ),
-    RecipeRun(
-        "recipes.eval_benchmarks",
-        folder_key="save_dir",
-        small=("max_items=4",),
-        files=("summary.json",),
-    ),
+    RecipeRun("recipes.eval_benchmarks", folder_key="save_dir", small=("max_items=4",), files=("summary.json",)),
     RecipeRun("recipes.eval_inspect", folder_key="log_dir", small=("limit=4",), needs=("inspect_ai",)),
     RecipeRun(
         "recipes.export",
@@ -292,6 +287,7 @@ RECIPES: tuple[RecipeRun, ...] = (
 
 NOT_SMOKED = {
     "recipes.rubric": "needs a model that grades; tests/tasks/test_lm_rubric.py runs it with a scripted one",
+    "recipes.verifiers_rl": "needs the package verifiers; `make test-verifiers` runs it",
     "recipes.replay": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.debate_rejudge": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.debate_pairs": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",

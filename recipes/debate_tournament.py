@@ -6,6 +6,7 @@ Two players debate every held-out question twice, once in each seat, and a judge
     python -m recipes.debate_tournament players=tiny_debate,honest,liar task=collatz judge=lm judge.weights.base_model=tiny_debate
     python -m recipes.debate_tournament players=RUN/000010,RUN/final,tiny_chat judge=lm    # checkpoints: folder of a run/name
     python -m recipes.debate_tournament players=honest,liar,verbose,copycat,conceding schedule=swiss rounds=3
+    python -m recipes.debate_tournament protocol=proposer_critic judge=key     # each as proposer and as critic
 """
 
 import time
@@ -27,6 +28,7 @@ from tinker_cookbook.debate.env import DebateProtocol, make_dialogue, wrong_answ
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.tournament import Game, MakePlayer, elo, play, round_robin, swiss_round
+from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
@@ -38,6 +40,8 @@ from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 RECIPE = "debate_tournament"
+SHORT = {"judge": JudgeConfig, "protocol": ProtocolConfig}
+"""Keys of which KEY=NAME is short for KEY.name=NAME."""
 COLUMNS = ("player", "Elo", "debates", "won", "tied", "invalid")
 
 
@@ -55,7 +59,10 @@ class CLIConfig:
         default_factory=lambda: JudgeConfig(name="scripted:truth"),
         doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
     )
-    protocol: ProtocolConfig = chz.field(default_factory=ProtocolConfig, doc="who answers, who argues, in which order")
+    protocol: ProtocolConfig = chz.field(
+        default_factory=ProtocolConfig,
+        doc="debate of two seats or proposer_critic; protocol=NAME is short for protocol.name=NAME",
+    )
     task: str = chz.field(default="qa", doc="a known task, module:object or file.py:object")
     dataset: str | None = chz.field(default=None, doc="as in debate_rs_grpo; its held-out items are debated")
     items: int = chz.field(default=16, doc="questions of each match", validator=chz.validators.gt(0))
@@ -69,12 +76,20 @@ class CLIConfig:
     def _check(self) -> None:
         if len(self.players) < 2 or len(set(self.players)) < len(self.players):
             raise ConfigurationError(f"players={','.join(self.players)}: name at least two, and nobody twice")
-        if self.protocol.num_speakers != 2 or self.protocol.name != "debate":
-            raise ConfigurationError(f"protocol={self.protocol.name}: a match takes a debate of two seats")
+        if self.protocol.num_speakers != 2:
+            raise ConfigurationError(
+                f"protocol={self.protocol.name} with protocol.seats={self.protocol.seats}: a match is between two players; use "
+                "protocol=debate with two seats, or proposer_critic"
+            )
 
     @classmethod
     def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
-        return {} if (name := given.get("judge")) is None else {"judge": JudgeConfig, "judge.name": name}
+        return {
+            place: value
+            for key, config in SHORT.items()
+            if (name := given.get(key)) is not None
+            for place, value in ((key, config), (f"{key}.name", name))
+        }
 
 
 def _judge(cli: CLIConfig) -> JudgeConfig:
@@ -117,12 +132,13 @@ def _make_players(
 ) -> dict[str, MakePlayer]:
     renderer = next(iter(opened.values())).renderer
 
-    def written(name: str, item: TaskItem) -> TokenCompleter:
+    def written(name: str, item: TaskItem, seat: Seat) -> TokenCompleter:
         right = task.reference_answer(item)
         (wrong,) = wrong_answers(item, right, others, 1)
-        return ScriptedDebater(name, renderer, right, wrong, cli.protocol.answers == "proposed")
+        is_critic = cli.protocol.name == "proposer_critic" and seat is Seat.B
+        return ScriptedDebater(name, renderer, right, wrong, cli.protocol.answers == "proposed" and not is_critic)
 
-    def sampled(name: str, item: TaskItem) -> TokenCompleter:
+    def sampled(name: str, item: TaskItem, seat: Seat) -> TokenCompleter:
         seed = derive_seed(cli.seed, "player", name, item.id)
         return TinkerTokenCompleter(opened[name].sampling_client, cli.max_tokens, cli.temperature, seed=seed)
 

@@ -113,6 +113,14 @@ def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) 
     assert checkout.make("llms") == (0, ["-m tools.llms_txt"])
 
 
+def test_verifiers_has_an_environment_of_its_own(checkout: Checkout) -> None:
+    pip = "-m pip install --quiet --disable-pip-version-check"
+    install = ["-m venv .venv-verifiers", f"{pip} {TORCH}", f"{pip} -e .[dev,verifiers]"]
+    run = "-m pytest tests/environments/verifiers -m verifiers -q"
+    assert checkout.make("test-verifiers") == (0, [*install, run])
+    assert checkout.make("test-verifiers") == (0, [run])
+
+
 def test_vllm_has_an_environment_of_its_own_without_what_breaks_it(checkout: Checkout) -> None:
     checkout.make("test")
     pip = "-m pip install --quiet --disable-pip-version-check"

@@ -47,6 +47,10 @@ class GroupFailedError(TrainingError):
         return type(self), (str(self), self.errors), self.__dict__
 
 
+class EpisodeFailedError(TrainingError):
+    """An episode that plays itself did not come to a valid end; nothing of it may train."""
+
+
 AllTrajectoriesFailedError = GroupFailedError
 """Its name in tinker-cookbook."""
 

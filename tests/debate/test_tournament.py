@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from recipes.debate_tournament import CLIConfig, table_rows, tournament
 from tests.debate.arena import make_renderer
+from tinker_cookbook import config_tree
 from tinker_cookbook.debate.debaters import DEBATERS, Brief, ScriptedDebater
 from tinker_cookbook.debate.judges import JudgeConfig
+from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.tournament import CrossPlay, Game, elo, round_robin, swiss_round
 from tinker_cookbook.exceptions import ConfigurationError
 
@@ -126,6 +128,20 @@ class TestTournament:
     def test_swiss(self) -> None:
         found = self.run("key", schedule="swiss", rounds=2)
         assert found["games"] == ["16"]
+
+    def test_each_is_proposer_and_critic(self) -> None:
+        found = self.run("key", protocol=ProtocolConfig(name="proposer_critic", rounds=1))
+        assert found["honest"][3:] == ["16", "0", "0"]  # it proposes what is right, and objects to what is wrong
+        assert found["liar"][3:] == found["verbose"][3:] == ["4", "0", "0"]  # as critics of each other
+
+    def test_a_match_is_between_two(self) -> None:
+        for config in (ProtocolConfig(seats=3), ProtocolConfig(name="direct")):
+            with pytest.raises(ConfigurationError, match="a match is between two players"):
+                CLIConfig(protocol=config)
+
+    def test_protocol_and_judge_have_short_forms(self) -> None:
+        cli = config_tree.parse(CLIConfig, ["protocol=proposer_critic", "judge=key"])
+        assert (cli.protocol.name, cli.judge.name) == ("proposer_critic", "key")
 
     @pytest.mark.parametrize("players", [("honest",), ("honest", "honest")])
     def test_too_few_players(self, players: tuple[str, ...]) -> None:

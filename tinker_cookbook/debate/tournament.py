@@ -11,7 +11,7 @@ import numpy as np
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
-from tinker_cookbook.debate.views import Winner
+from tinker_cookbook.debate.views import Seat, Winner
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.utils.intervals import Estimate
@@ -19,8 +19,8 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed
 
-MakePlayer = Callable[[TaskItem], TokenCompleter]
-"""A player for one question."""
+MakePlayer = Callable[[TaskItem, Seat], TokenCompleter]
+"""A player for one question, in this seat."""
 
 ELO_PER_NAT = 400 / np.log(10)
 PRIOR_GAMES = 1.0
@@ -66,7 +66,8 @@ async def play(
 
     async def debate(item: TaskItem, index: int, first: str, second: str, swapped: int) -> Game:
         builder = DebateGroupBuilder(protocol, item, 1, (match, 2 * index + swapped))
-        seats = [players[name](item).fork("match", match, index, swapped) for name in (first, second)]
+        opened = (players[first](item, Seat.A), players[second](item, Seat.B))
+        seats = [player.fork("match", match, index, swapped) for player in opened]
         group = await do_group_rollout(builder, CrossPlay(seats))
         verdict = group.member_info_G[0]["verdict"]
         score = {Winner.A.value: 1.0, Winner.B.value: 0.0, Winner.TIE.value: 0.5}.get(verdict)

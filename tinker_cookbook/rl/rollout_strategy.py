@@ -20,7 +20,7 @@ from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, GroupFailedError, RolloutTimeoutError
 from tinker_cookbook.rl.rollout_limits import not_negative
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
-from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, EpisodeEnv, RolloutError, Trajectory
 from tinker_cookbook.utils.misc_utils import gather_all
 
 if TYPE_CHECKING:
@@ -141,7 +141,8 @@ class _Rounds:
     needed: Callable[[int], int] = int
     """of a group of this size, how many must come through"""
     fail_fast: bool = False
-    done: dict[int, tuple[Trajectory, Env]] = field(default_factory=dict)
+    done: dict[int, list[tuple[Trajectory, Env]]] = field(default_factory=dict)
+    """by the env of make_envs: its one rollout, or the members that an EpisodeEnv gave"""
     size: int | None = None
     errors: list[Exception] = field(default_factory=list)
 
@@ -152,7 +153,7 @@ class _Rounds:
                 await self._round(builder, attempt, cleanups)
                 needed = self.needed if not self.builder.coordinated else int
                 if self.size is not None and len(self.done) >= needed(self.size):
-                    members = [self.done[i] for i in sorted(self.done)]
+                    members = [member for i in sorted(self.done) for member in self.done[i]]
                     trajectories, envs = [t for t, _ in members], [env for _, env in members]
                     return RolloutResult(trajectories, envs, self._counted(), cleanups.pop_all())
             tries = f"{len(builders)} round{'s' if len(builders) > 1 else ''}"
@@ -192,14 +193,14 @@ class _Rounds:
                 self._count(error)
                 return
             for i, outcome in zip(missing, outcomes, strict=True):
-                if isinstance(outcome, Trajectory):
-                    self.done[i] = outcome, envs[i]
-                else:
+                if isinstance(outcome, Exception):
                     self._count(outcome)
+                else:
+                    self.done[i] = outcome
             cleanups.push_async_callback(own.pop_all().aclose)
 
-    async def _play(self, env: Env, member: int, attempt: int) -> Trajectory:
-        """One member's rollout. An error gets a note that names member and env.
+    async def _play(self, env: Env, member: int, attempt: int) -> list[tuple[Trajectory, Env]]:
+        """One env's rollout. An error gets a note that names member and env.
 
         A first attempt draws what it would draw without any retry, whatever happens to others; later ones draw anew.
         """
@@ -211,12 +212,22 @@ class _Rounds:
 
         try:
             async with time_limit(seconds, late):
-                return await run_rollout(self.policy.fork(*key), env, config=self.config)
+                if isinstance(env, EpisodeEnv):
+                    return await self._play_episode(env, self.policy.fork(*key))
+                return [(await run_rollout(self.policy.fork(*key), env, config=self.config), env)]
         except Exception as error:
             error.add_note(f"in the rollout of {who}, attempt {attempt + 1}")
             raise
 
-    async def _outcome(self, env: Env, member: int, attempt: int) -> Trajectory | Exception:
+    async def _play_episode(self, env: EpisodeEnv, policy: TokenCompleter) -> list[tuple[Trajectory, Env]]:
+        if self.config is not None:
+            raise ConfigurationError(
+                f"rollout: {type(env).__name__} asks the policy itself, so limits, hooks and what concerns single turns cannot "
+                "be applied; leave these keys out and use the environment's own limits"
+            )
+        return await env.play(policy)
+
+    async def _outcome(self, env: Env, member: int, attempt: int) -> list[tuple[Trajectory, Env]] | Exception:
         try:
             return await self._play(env, member, attempt)
         except Exception as error:

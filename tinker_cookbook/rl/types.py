@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict
 
 import chz
 
-from tinker_cookbook.completers import StopCondition, TokensWithLogprobs
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
 
@@ -182,6 +182,27 @@ class Env(ABC):
 
     @abstractmethod
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult: ...
+
+
+class EpisodeEnv(Env):
+    """An episode that asks the policy itself, as often and for as many members of the group as it turns out.
+
+    For games and programs that call a model where they need it. Limits, hooks and parse error policies of rollouts, which work
+    turn by turn, are refused; an episode has limits of its own.
+    """
+
+    @abstractmethod
+    async def play(self, policy: TokenCompleter) -> list[tuple[Trajectory, Env]]:
+        """The whole episode: its members' trajectories, at least one, each with what stands for it in `compute_group_rewards`.
+
+        Whatever it raises is a failure of the episode as a whole.
+        """
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+        raise TypeError(f"{type(self).__name__} plays whole episodes; use do_group_rollout")
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        raise TypeError(f"{type(self).__name__} plays whole episodes; use do_group_rollout")
 
 
 class EnvGroupBuilder(ABC):

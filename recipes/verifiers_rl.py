@@ -1,0 +1,103 @@
+"""Reinforcement learning on a taskset of the package verifiers (0.4), unmodified, with all of its trainable roles.
+
+    python -m recipes.verifiers_rl taskset=my_taskset.py
+    python -m recipes.verifiers_rl taskset=gsm8k_v1 test_taskset.split=test model_name=Qwen/Qwen3-4B-Instruct-2507
+    python -m recipes.verifiers_rl taskset=kuhn_poker verifiers.player0.max_turns=4
+
+`taskset` is an installed taskset, a module or a file. taskset.key=value and verifiers.key=value are fields of verifiers' configs
+of the taskset and of the env, as a role's: verifiers.solver.max_turns=3. Needs the extra `verifiers`: docs/verifiers.md.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import chz
+
+from recipes.common import prompt_room, settle
+from recipes.rl_common import RLConfig, train_and_show, train_config
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.environments import DatasetSettings
+from tinker_cookbook.environments.verifiers.dataset import VerifiersDatasetBuilder, VerifiersEnvironment
+from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.config import RLOptions
+from tinker_cookbook.rl.types import RLDatasetBuilder
+
+RECIPE = "verifiers_rl"
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(RLConfig):
+    """Keys of `python -m recipes.verifiers_rl`."""
+
+    ARGS_KEYS = {  # noqa: RUF012 (chz takes no annotation that is not a field's)
+        "taskset": "taskset_args",
+        "test_taskset": "test_taskset_args",
+        "verifiers": "verifiers_args",
+    }
+
+    taskset: str = chz.field(doc="installed taskset of verifiers, module, or path/file.py")
+    taskset_args: dict[str, Any] = chz.field(
+        default_factory=dict, doc="fields of the taskset's config, as taskset.name=value"
+    )
+    test_taskset_args: dict[str, Any] = chz.field(
+        default_factory=dict, doc="fields that differ for evaluations, as test_taskset.split=test; none: no evaluation"
+    )
+    env: str = with_default(VerifiersDatasetBuilder, "env", "")
+    verifiers_args: dict[str, Any] = chz.field(
+        default_factory=dict,
+        doc="fields of the env's config, as verifiers.name=value; of a role: verifiers.solver.max_turns=3",
+    )
+    harness: str | None = with_default(VerifiersDatasetBuilder, "harness", "in-process")
+    max_tasks: int = with_default(VerifiersDatasetBuilder, "max_tasks", 10_000)
+    max_steps: int = chz.field(default=12, doc="number of batches", validator=chz.validators.gt(0))
+    groups_per_batch: int = chz.field(default=8, doc="tasks per step", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=8, doc="episodes of each", validator=chz.validators.gt(1))
+    num_test: int = chz.field(default=32, doc="tasks of an evaluation", validator=chz.validators.gt(0))
+    advantage: AdvantageConfig = with_default(RLOptions, "advantage", AdvantageConfig(baseline="role_mean"))
+
+    @classmethod
+    def read_arguments(cls, arguments: Sequence[str]) -> list[str]:
+        """A role's fields, verifiers.solver.max_turns=3, as keys of one dictionary: verifiers_args.solver/max_turns."""
+        return [_role_key(argument) for argument in arguments]
+
+
+def _role_key(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    part, dot, rest = key.partition(".")
+    nested = dot and part.lstrip("-") in ("verifiers", "verifiers_args")
+    return f"{part}.{rest.replace('.', '/')}{equals}{value}" if nested else argument
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"solver/max_turns": 3} as {"solver": {"max_turns": 3}}."""
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        *places, last = key.split("/")
+        inner = found
+        for place in places:
+            inner = inner.setdefault(place, {})
+        inner[last] = value
+    return found
+
+
+def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
+    """The taskset of settled keys, checked. Raises ConfigurationError."""
+    settings = cli.fill(DatasetSettings, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
+    own = ("taskset", "taskset_args", "env", "verifiers_args", "harness", "max_tasks")
+    fields = {key: getattr(cli, key) for key in own} | {"verifiers_args": _nested(cli.verifiers_args)}
+    return VerifiersEnvironment({**fields, "test_taskset_args": cli.test_taskset_args or None}).build(settings)
+
+
+async def main(cli: CLIConfig) -> None:
+    for name in ("verifiers", "aiohttp.access"):  # several lines for each rollout
+        logging.getLogger(name).setLevel(logging.WARNING)
+    cli = settle(cli)
+    size = f"{cli.groups_per_batch}x{cli.group_size}"
+    name = cli.taskset.removesuffix(".py").replace(".", "/").rpartition("/")[2]
+    await train_and_show(train_config(cli, RECIPE, make_dataset_builder(cli), [name, size]), ["reward/total"])
+
+
+if __name__ == "__main__":
+    run_recipe(CLIConfig, main)

@@ -1,0 +1,103 @@
+"""A verifiers taskset for a model: its tasks as a dataset of groups."""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import chz
+
+from tinker_cookbook.config_tree import fill
+from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.environments.verifiers.config import IN_PROCESS, environment_config
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+
+@chz.chz(typecheck=True)
+class VerifiersDatasetBuilder(RLDatasetBuilder):
+    """Groups of episodes, one task to a group; every task once per epoch. Needs the extra `verifiers`."""
+
+    taskset: str = chz.field(doc="installed taskset of verifiers, module, or path/file.py")
+    taskset_args: dict[str, Any] = chz.field(default_factory=dict, doc="fields of its config")
+    test_taskset_args: dict[str, Any] | None = chz.field(
+        default=None, doc="those that differ for evaluations, {'split': 'test'}; None: none is held"
+    )
+    env: str = chz.field(default="", doc="verifiers env that plays it; empty: the taskset's own, else one agent")
+    verifiers_args: dict[str, Any] = chz.field(default_factory=dict, doc="fields of the env's config, roles included")
+    harness: str | None = chz.field(
+        default=IN_PROCESS, doc="of roles that name none; None: verifiers' own, which needs uv and a network"
+    )
+    max_tasks: int = chz.field(default=10_000, doc="most tasks that are taken from the taskset")
+    model_name: str = chz.field(doc="whose tokenizer to use")
+    renderer_name: str = chz.field(doc="how messages become tokens")
+    groups_per_batch: int = chz.field(doc="tasks per batch")
+    group_size: int = chz.field(doc="episodes of each")
+    num_batches: int = chz.field(doc="training batches")
+    num_test: int = chz.field(doc="tasks of an evaluation")
+    seed: int = chz.field(doc="seed of the order of tasks")
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longest prompt; None: no limit")
+
+    @chz.validate
+    def _check(self) -> None:
+        self.config()
+
+    def config(self, **differs: Any) -> Any:
+        """verifiers' EnvConfig. Raises ConfigurationError."""
+        args = {**self.taskset_args, **differs}
+        return environment_config(self.taskset, args, self.env, self.verifiers_args, self.harness)
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        from tinker_cookbook.environments.verifiers.episodes import VerifiersGroupBuilder
+
+        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+
+        def group(config: Any, size: int, task: Any, key: tuple[int, int]) -> EnvGroupBuilder:
+            name = config.env_id.replace("/", "_")
+            return VerifiersGroupBuilder(config, task, size, renderer, name, self.max_prompt_tokens)
+
+        config, test = self.config(), None
+        total = self.groups_per_batch * self.num_batches
+        tasks = read_tasks(config, self.max_tasks)
+        training = ItemDataset(tasks, partial(group, config, self.group_size), self.groups_per_batch, total, self.seed)
+        if self.test_taskset_args is not None:
+            held_out = self.config(**self.test_taskset_args)
+            test = evaluation_set(read_tasks(held_out, self.num_test), partial(group, held_out, 1))
+        return training, test
+
+
+def read_tasks(config: Any, most: int) -> list[Any]:
+    """The first tasks. Raises ConfigurationError for a taskset without any, DataValidationError for two of one key."""
+    from verifiers.v1.utils.loaders import load_taskset
+
+    tasks = list(itertools.islice(load_taskset(config.taskset), most))
+    if not tasks:
+        raise ConfigurationError(f"taskset={config.taskset.id} has no tasks")
+    key, count = Counter(task.key for task in tasks).most_common(1)[0]
+    if count > 1:
+        raise DataValidationError(
+            f"taskset={config.taskset.id}: {count} tasks have the key {key!r}; keys tell tasks apart"
+        )
+    return tasks
+
+
+class VerifiersEnvironment(Environment):
+    """A taskset of verifiers for any model. `fields` are those of VerifiersDatasetBuilder."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self.fields = dict(fields)
+
+    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
+        return fill(VerifiersDatasetBuilder, settings, **self.fields)
+
+
+def load_environment(taskset: str, **fields: Any) -> Environment:
+    """`env=verifiers env.taskset=...`: fields of VerifiersDatasetBuilder that DatasetSettings lacks."""
+    return VerifiersEnvironment({"taskset": taskset, **fields})
