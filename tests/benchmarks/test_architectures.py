@@ -11,7 +11,14 @@ from benchmarks.architectures import MARK, PAGE, REFUSED, SAMPLES, TRAINS, WRONG
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
 
-QUICK = {"granite": TRAINS, "cohere2": TRAINS, "gemma2": TRAINS, "smollm3": TRAINS, "phi3": SAMPLES, "mixtral": REFUSED}
+QUICK = {
+    "granite": TRAINS,
+    "cohere2": TRAINS,
+    "gemma2": TRAINS,
+    "smollm3": TRAINS,
+    "starcoder2": SAMPLES,
+    "mixtral": REFUSED,
+}
 """Scaled logits, shared norms with windows, soft caps, layers without positions."""
 
 
@@ -31,6 +38,15 @@ def test_what_the_page_says_of_these_is_so(model_type: str, tmp_path: Path) -> N
         finding.verdict == TRAINS,
     ]
     assert bool(finding.reason) == (finding.verdict != TRAINS)
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "glm"])
+def test_fused_projections_train_as_in_peft(model_type: str, tmp_path: Path) -> None:
+    """One linear for queries, keys and values, or for gate and up, has one adapter."""
+    finding = check(model_type, tmp_path)
+    assert finding.verdict == TRAINS == verdicts_on_the_page()[model_type]
+    assert finding.trained is not None and finding.gradient is not None
+    assert max(finding.trained, finding.gradient) <= 1e-5
 
 
 @pytest.mark.slow

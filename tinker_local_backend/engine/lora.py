@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from tinker_local_backend.engine.products import linear
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
-ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 UNEMBED_MODULE = "lm_head"
 
 LORA_ALPHA = 32.0
