@@ -188,7 +188,7 @@ RECIPES: tuple[RecipeRun, ...] = (
     ),
     RecipeRun(
         "recipes.debate_judge.rl",
-        small=(*_RL, "groups_per_batch=2", "group_size=4"),
+        small=(*_RL, "groups_per_batch=8", "group_size=8"),
         measures=(Measure("env/all/correct", "up", "steps"),),
     ),
     RecipeRun(

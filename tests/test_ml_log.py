@@ -234,7 +234,7 @@ class TestTensorBoardLogger:
             for step in steps:
                 logger.log_metrics({"reward": value}, step=step)
             logger.close()
-        events = reader.EventAccumulator(str(tmp_path / ml_log.TENSORBOARD_FOLDER)).Reload()
+        events = reader.EventAccumulator(str(tmp_path / trackers.TENSORBOARD_FOLDER)).Reload()
         assert [(event.step, event.value) for event in events.Scalars("reward")] == [
             (0, 1.0),
             (1, 1.0),

@@ -1,5 +1,8 @@
 """The trackers themselves, offline: metrics, rollouts of a debate as a table, and a resumed run that goes on."""
 
+# Packages of extras.
+# pyright: reportMissingImports=false
+
 import json
 from pathlib import Path
 from typing import Any

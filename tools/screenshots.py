@@ -5,6 +5,9 @@
 Needs Chromium and playwright (the extra browser).
 """
 
+# Packages of extras.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,8 @@
 """Headless Chromium, and real runs to look at."""
 
+# Packages of extras.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import subprocess

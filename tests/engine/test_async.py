@@ -21,6 +21,7 @@ from tests.engine.helpers import (
 )
 from tinker_local_backend import RequestError, RestClient, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.gate import LoopGate
+from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.futures import completed
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
@@ -324,7 +325,9 @@ def test_a_cancelled_task_frees_its_request_and_others_go_on(sampler: SamplingCl
         return (await kept).sequences[0].tokens
 
     assert_same_tokens([run(main())], [expected])
-    running = sampler._engine._generators[sampler.get_base_model()]._running
+    generator = sampler._engine._generators[sampler.get_base_model()]
+    assert isinstance(generator, Generator)
+    running = generator._running
     assert not [row for row in running if row.ticket.request.adapter is sampler._adapter]
 
 

@@ -22,6 +22,7 @@ from tests.engine.helpers import (
 )
 from tinker_local_backend import LocalBackendError, RequestError, SamplingClient, ServiceClient
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.pages import pages_of
 from tinker_local_backend.engine.requests import PromptScoring, SamplingRequest
@@ -270,7 +271,9 @@ def test_turns_of_policy_and_judge_each_go_on_from_their_own(home: Path, tied_mo
 def test_after_training_nothing_is_reused_and_the_memory_is_given_back(service: ServiceClient, tied_model: str) -> None:
     client = make_training_client(service, tied_model)
     snapshot = client.save_weights_and_get_sampling_client().result()
-    cache = snapshot._engine._generators[tied_model]._cache
+    generator = snapshot._engine._generators[tied_model]
+    assert isinstance(generator, Generator)
+    cache = generator._cache
 
     def hits() -> int:
         response = snapshot.sample(prompt(HEADER), 1, params(3, seed=1, stop=[])).result()

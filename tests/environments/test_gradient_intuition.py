@@ -109,7 +109,7 @@ class Run:
         sampler = self.main.save_weights_and_get_sampling_client().result()
         prompt = tinker.ModelInput.from_ints(encode("What is 3 + 4?"))
         sequences = sampler.sample(prompt, 4, tinker.SamplingParams(max_tokens=12, seed=3)).result().sequences
-        return [(list(s.tokens), list(s.logprobs)) for s in sequences]
+        return [(list(s.tokens), list(s.logprobs or [])) for s in sequences]
 
 
 def flat(value: Any) -> list[Any]:

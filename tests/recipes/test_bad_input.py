@@ -84,7 +84,10 @@ class TestBeforeAnyModelIsLoaded:
             (single_turn, "advantage.baseline=median", "baseline"),
             (sl_basic, "train_on_what=everything", "train_on_what"),
             (sl_basic, "max_steps=0", "nothing to train on"),
-            *((recipe, "task=poetry", "task='poetry' is unknown; use qa, summary") for recipe in TASK_RECIPES),
+            *(
+                (recipe, "task=poetry", "task='poetry' is unknown; use coin, collatz, confidence")
+                for recipe in TASK_RECIPES
+            ),
             *((recipe, "reward_fn=rogue:1", "'rogue' is unknown; use exact_match, comp") for recipe in TASK_RECIPES),
             *((recipe, "dataset=sums", "dataset='sums'") for recipe in [*TASK_RECIPES, sl_basic]),
             *((recipe, "dataset=sums.jsonl", "no such file") for recipe in [*TASK_RECIPES, sl_basic]),
@@ -184,7 +187,9 @@ class TestNothingToLearn:
     ARGV = ("num_rollouts=8", "num_groups=2", "eval_every=0", "lora_rank=4", "max_tokens=8")
 
     def test_ends_with_the_rewards_and_what_to_change(self, fails: Fails, workplace: Path) -> None:
-        message = fails(debate_rs_grpo, "judge=scripted:TIE", f"log_path={workplace / 'run'}", *self.ARGV, code=1)
+        own = workplace / "undecided.py"
+        own.write_text('def judge(view):\n    """Judge: never decides."""\n    return "TIE"\n')
+        message = fails(debate_rs_grpo, f"judge={own}:judge", f"log_path={workplace / 'run'}", *self.ARGV, code=1)
         assert "every advantage of this batch is zero" in message and "The last 3 steps trained nothing" in message
         rows = [line.split() for line in message.splitlines() if line.startswith("  group ")]
         assert [row[1] for row in rows] == ["0:", "1:"] * 2  # of the first batch, and of the one that ends the run

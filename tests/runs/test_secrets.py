@@ -18,7 +18,7 @@ from tests.rl.loop import NumberEnv, NumberGroup, make_config, trains_nothing
 from tests.sweeps import toy
 from tinker_cookbook import backends
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.rollout_files import read_rollouts
+from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup
 from tinker_cookbook.rl.types import Action, ActionExtra, StepResult
 from tinker_cookbook.runs.bootstrap import open_run
@@ -55,7 +55,7 @@ def files_with_secrets(folder: Path) -> dict[str, list[str]]:
 
 
 def _text_of(path: Path) -> str:
-    return str(read_rollouts(path)) if path.suffix == ".parquet" else path.read_text()
+    return str(read_rollouts(path)) if path.name == FILE_NAME else path.read_bytes().decode(errors="replace")
 
 
 def test_of_a_run_that_fails(tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ def index_step(run: RunData, step: int) -> dict[str, list[Any]]:
         np.flatnonzero(np.r_[True, (np.diff(group) != 0) | (np.diff(member) != 0)]) if len(group) else np.zeros(0, int)
     )
     last = np.r_[first[1:], len(group)] if len(first) else first
-    lengths = np.r_[0, np.cumsum(compute.list_value_length(table["completion"]).fill_null(0).to_numpy())]
+    lengths = np.r_[
+        0, np.cumsum(compute.call_function("list_value_length", [table["completion"]]).fill_null(0).to_numpy())
+    ]
     rows = table.select([name for name in _READ if name != "completion"]).take(first)
     found["step"] = [step] * len(first)
     found["group"], found["member"] = group[first].tolist(), member[first].tolist()

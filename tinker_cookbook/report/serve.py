@@ -134,7 +134,7 @@ class Reports:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
         try:

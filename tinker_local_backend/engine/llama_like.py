@@ -54,7 +54,7 @@ class JoinedLinear:
         self.weight = torch.cat(weights) if len(parts) > 1 else weights[0]
         for part, rows in zip(parts, self.weight.split(self.sizes), strict=True):
             part.weight = nn.Parameter(rows, requires_grad=False)
-        biases = [part.bias for part in parts if part.bias is not None]
+        biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
         self.bias = torch.cat(biases) if biases else None
         self._a: weakref.WeakKeyDictionary[Adapter, torch.Tensor] = weakref.WeakKeyDictionary()
 

@@ -195,7 +195,9 @@ class _TrainedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight, a, b, inner = (tensor.detach() for tensor in ctx.saved_tensors)
         by_y = outputs[0].flatten(0, -2).contiguous()
         by_inner = linear(by_y, b.to(by_y.dtype).t()).mul_(ctx.scale)
