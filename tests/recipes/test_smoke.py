@@ -41,7 +41,14 @@ def sl_basic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SLOW = {"recipes.validate_gpu", "recipes.compare", "recipes.preference.rlhf_pipeline"}
+SLOW = {
+    "recipes.validate_gpu",
+    "recipes.compare",
+    "recipes.demo",
+    "recipes.guess_number",
+    "recipes.preference.rlhf_pipeline",
+    "recipes.twenty_questions",
+}
 
 
 @pytest.mark.parametrize(
