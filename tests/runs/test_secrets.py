@@ -13,14 +13,16 @@ import chz
 import pytest
 
 from tests.child import python_path
-from tests.fakes import FakeServiceClient
+from tests.fakes import FakeServiceClient, FakeTokenizer, said
+from tests.rl.handmade import trajectory, turn
 from tests.rl.loop import NumberEnv, NumberGroup, make_config, trains_nothing
 from tests.sweeps import toy
 from tinker_cookbook import backends
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup
-from tinker_cookbook.rl.types import Action, ActionExtra, StepResult
+from tinker_cookbook.rl.transcripts import ShownGroup, rollout_rows
+from tinker_cookbook.rl.types import Action, ActionExtra, StepResult, TrajectoryGroup
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.sweeps import Recipe, run_sweep
 from tinker_cookbook.utils import logtree
@@ -106,6 +108,14 @@ def test_of_rollouts_whose_environment_tells_it(tmp_path: Path, monkeypatch: pyt
     assert turns[0]["logs"] == {"header": f"Bearer {HIDDEN}"}
     page = (tmp_path / "kept" / "iteration_000000" / "train_logtree.json").read_text()
     assert f"asked with {HIDDEN}" in page and f"the key {HIDDEN} is not known; api_key={HIDDEN}" in page
+
+
+def test_of_the_table_that_trackers_get() -> None:
+    group = TrajectoryGroup(
+        [trajectory(turn([50], said([51])))], [1.0], [{}], member_info_G=[{"judge": f"401: the key {KEY}"}]
+    )
+    (row,) = rollout_rows([ShownGroup(group, [0.5])], FakeTokenizer())  # pyright: ignore[reportArgumentType]
+    assert row["judge"] == f"401: the key {HIDDEN}" and row["said"] == "3"
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "TrainingError"])

@@ -21,6 +21,7 @@ from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.secrets import redactor
 
 _Position: TypeAlias = "int | tinker.ModelInputChunk"
 """A token id, or a whole image or other media."""
@@ -96,7 +97,7 @@ def rollout_rows(groups: Sequence[ShownGroup], tokenizer: Tokenizer) -> list[dic
                     "judge": info.get("judge"),
                 }
             )
-    return rows
+    return redactor()(rows)  # they leave this machine
 
 
 def _add_group(section: logtree.Node, shown: ShownGroup, tokenizer: Tokenizer) -> None:
