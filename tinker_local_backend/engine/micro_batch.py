@@ -43,7 +43,7 @@ class MicroBatch:
     """(P, K) each; `sequence_index` says which example (0, 1, ... within the batch) a position belongs to"""
     host_scored: npt.NDArray[np.int64]
     """`scored`, and"""
-    host_inputs: dict[str, torch.Tensor]
+    host_inputs: dict[str, npt.NDArray]
     """`inputs` in the host's memory: what is asked of these does not wait for a GPU"""
 
     def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
@@ -148,14 +148,14 @@ def make_micro_batch(
             scored[member] = own
     device = model.device
     inputs = {
-        key: torch.from_numpy(np.concatenate([widen(example.inputs[key], width) for example in chosen]))
+        key: np.concatenate([widen(example.inputs[key], width) for example in chosen])
         for key in chosen[0].inputs
         if key != "target_tokens"
     }
     score_rows = np.concatenate(rows)
     in_order = np.array_equal(score_rows, np.arange(len(packed.tokens)))
     sequence = np.repeat(np.arange(len(chosen)), [len(example.tokens) for example in chosen])
-    inputs["sequence_index"] = torch.from_numpy(sequence)[:, None]
+    inputs["sequence_index"] = sequence[:, None]
     host_scored = np.concatenate(scored)
     return MicroBatch(
         indices=indices,
@@ -164,7 +164,7 @@ def make_micro_batch(
         score_rows=None if in_order else torch.from_numpy(score_rows).to(device),
         score_targets=torch.from_numpy(np.concatenate(kept)).to(device),
         scored=torch.from_numpy(host_scored).to(device),
-        inputs={key: value.to(device) for key, value in inputs.items()},
+        inputs={key: torch.from_numpy(value).to(device) for key, value in inputs.items()},
         host_scored=host_scored,
         host_inputs=inputs,
     )

@@ -122,7 +122,7 @@ def forward_backward(
         batch: MicroBatch, recompute: bool, into: list[torch.Tensor] = gradients
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and elementwise loss of a micro-batch; its gradient is added to those of `into`."""
-        sloped = _sloped(loss, batch) if backward else None  # copied to the device before it has anything to do
+        sloped = sloped_rows(loss, batch) if backward else None  # copied to the device before it has anything to do
         with torch.set_grad_enabled(backward), model.routed(state.adapter), model.recompute(recompute):
             hidden = batch_hidden(model, state.adapter, batch)
             scorer = Scorer(model, state.adapter, temperature)
@@ -202,14 +202,14 @@ def _read(logprobs: torch.Tensor, elementwise: torch.Tensor) -> tuple[npt.NDArra
     return both[:-1].astype(np.float32).reshape(logprobs.shape), float(both[-1])
 
 
-def _sloped(loss: LossFn, batch: MicroBatch) -> SlopedRows | None:
+def sloped_rows(loss: LossFn, batch: MicroBatch) -> SlopedRows | None:
     """Which scores may have a slope, for a GPU. None on a CPU: slopes themselves tell of more rows that can be left out, and
     nothing waits.
     """
     device = batch.score_targets.device
     if device.type == "cpu":
         return None
-    trained = loss.trained(batch.host_inputs).any(dim=1).numpy()
+    trained = loss.trained(batch.host_inputs).any(axis=1)
     return SlopedRows.of(np.unique(batch.host_scored[trained]), device)
 
 
