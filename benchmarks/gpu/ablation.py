@@ -55,6 +55,4 @@ def reference(model: BaseModel, execution: CudaExecution) -> Iterator[None]:
 
 def fused_variations(model: BaseModel, execution: CudaExecution) -> list[Variation]:
     """The elementwise parts, one by one."""
-    return [
-        Variation(f"fused {part}", lambda part=part: unfused(model, execution, (part,)), part) for part in FUSED
-    ]
+    return [Variation(f"fused {part}", lambda part=part: unfused(model, execution, (part,)), part) for part in FUSED]

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu.counting import Counts, count_step
 from benchmarks.gpu.findings import describe
-from benchmarks.gpu.marks import DECODE_MARKS
+from benchmarks.gpu.marks import DECODE_MARKS, percent
 from benchmarks.gpu.models import frozen_adapters, random_model, shape_of
 from benchmarks.gpu.visit import Visit
 from benchmarks.models import Shape
@@ -119,7 +119,7 @@ def _figures(visit: Visit, name: str, cell: Cell, model: BaseModel, adapters: Se
     return [
         number(cell.batch / speed.median),
         f"{milliseconds[0]:.2f} ({milliseconds[1]:.2f} to {milliseconds[2]:.2f})",
-        f"{share:.0%}",
+        percent(share),
         number(speed.counts.launches / speed.tokens),
         number(speed.counts.waits / speed.tokens),
         "" if eager is None else f"{1e3 * eager:.2f}",
@@ -132,9 +132,7 @@ def step_bytes(shape: Shape, rank: int, cell: Cell, itemsize: int) -> float:
     return weights + cell.batch * cell.context * shape.kv_bytes_per_token(itemsize)
 
 
-def measure(
-    visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell
-) -> tuple[Speed, float | None]:
+def measure(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell) -> tuple[Speed, float | None]:
     """Time the turns of the engine's own generator. The cache holds `context` tokens on average.
 
     The second result is the time of a token when Python runs the same step; None for a generator that captures nothing.

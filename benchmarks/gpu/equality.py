@@ -1,6 +1,6 @@
 """The table of equality: what each part of the CUDA path changes in logprobs and gradients, all beside a masked float64 model.
 
-    python -m benchmarks.gpu only=equality
+python -m benchmarks.gpu only=equality
 """
 
 from __future__ import annotations
@@ -140,4 +140,3 @@ def _row(findings: Findings, name: str, case: Case, found: Found, truth: Truth, 
     findings.check(f"equality: {name}: sequences with other tokens", other, MOST_OTHER_TOKENS[case.model.dtype])
     numbers = (sampled.mean(), sampled.max(), trained.mean(), trained.max(), gradient)
     return [*(f"{number:.1e}" for number in numbers), f"{same} of {len(found.tokens)}"]
-

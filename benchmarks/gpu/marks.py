@@ -26,9 +26,12 @@ class Mark:
         return value <= self.bound if self.is_limit else value >= self.bound
 
     def shown(self, value: float) -> str:
-        if math.isnan(value):
-            return NOT_MEASURED
-        return f"{number(value)} {self.unit}" if self.unit else f"{value:.0%}"
+        return f"{number(value)} {self.unit}" if self.unit and not math.isnan(value) else percent(value)
+
+
+def percent(share: float) -> str:
+    """NaN: what it would be divided by was not measured."""
+    return NOT_MEASURED if math.isnan(share) else f"{share:.0%}"
 
 
 DECODE_MARKS = (

@@ -14,7 +14,7 @@ import tinker
 import torch
 
 from benchmarks.gpu.findings import describe
-from benchmarks.gpu.marks import TRAINING_SHARE, TRAINING_TOKENS
+from benchmarks.gpu.marks import TRAINING_SHARE, TRAINING_TOKENS, percent
 from benchmarks.gpu.models import random_model, shape_of
 from benchmarks.gpu.visit import Visit
 from benchmarks.models import Shape
@@ -86,7 +86,7 @@ def _figures(visit: Visit, shape: Shape, result: Pass) -> list[str]:
         str(result.passes),
         number(result.tokens / result.seconds),
         number(_rate(shape, result) / 1e12),
-        f"{_share(visit, shape, result):.0%}",
+        percent(_share(visit, shape, result)),
         NOT_MEASURED if result.peak is None else f"{result.peak / 2**30:.1f} GiB",
     ]
 

@@ -205,6 +205,7 @@ class RatioStats:
         self._sums: list[torch.Tensor] = []
         self._extremes: list[torch.Tensor] = []
 
+    @torch.no_grad()
     def add(self, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> None:
         """Stays on the device: nothing waits for the numbers before `metrics`."""
         loss, sampled = self._loss, was_sampled(inputs)

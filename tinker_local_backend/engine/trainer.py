@@ -138,7 +138,7 @@ def forward_backward(
         return logprobs, elementwise
 
     for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
-        array, batch_loss = _read(logprobs, elementwise)
+        scores, batch_loss = _read(logprobs, elementwise)
         loss_sum += batch_loss
         if not math.isfinite(batch_loss):
             rows = batch.inputs["sequence_index"][~elementwise.isfinite().all(dim=1)]
@@ -146,9 +146,8 @@ def forward_backward(
         passed += batch.tokens
         trained += int(loss.trained(batch.host_inputs).sum())
         if loss.is_policy_loss:
-            with torch.no_grad():
-                ratios.add(logprobs, batch.inputs, config)
-        for i, array in zip(batch.indices, split_positions(array, batch, examples), strict=True):
+            ratios.add(logprobs, batch.inputs, config)
+        for i, array in zip(batch.indices, split_positions(scores, batch, examples), strict=True):
             outputs[i] = {"logprobs": tinker.TensorData.from_numpy(array)}
         if more:
             yield
