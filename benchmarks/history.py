@@ -15,6 +15,8 @@ def compare_with_earlier(earlier: Sequence[Report], now: Report) -> list[Table]:
     A row is a contender of today's: its median speed in each report, oldest first, and for each contender of ours how many
     times faster that was than the row's. Medians of ratios are taken within rounds. An empty cell was not measured.
     """
+    if not earlier:
+        return []
     reports = sorted([*earlier, now], key=_moment)
     comparisons = [_comparisons(report) for report in reports]
     tables = []
