@@ -247,7 +247,7 @@ class TestItsKey:
     ) -> None:
         server.api_key = "a key"
         monkeypatch.setenv("TINKER_LOCAL_VLLM_API_KEY", key)
-        with pytest.raises(ModelLoadError, match="401.*set TINKER_LOCAL_VLLM_API_KEY to the key") as caught:
+        with pytest.raises(ModelLoadError, match=r"401.*set TINKER_LOCAL_VLLM_API_KEY to the key") as caught:
             service.create_sampling_client(base_model=model).result()
         assert "another key" not in str(caught.value)
 
