@@ -45,7 +45,7 @@ CONFIGS = {
     "key": ProtocolConfig(name="key"),
 }
 
-OVERSIGHT = {f"oversight_{name}": name for name in PROTOCOLS}
+OVERSIGHT: dict[str, ProtocolName] = {f"oversight_{name}": name for name in PROTOCOLS}
 """Where the judge checks a step of an answer."""
 
 

@@ -200,9 +200,9 @@ def makes_no_sense(pair: tuple[tuple[int, str], tuple[int, str]]) -> bool:
     judge, mode = JUDGE_CONFIGS[named[1]] if 1 in named else None, named.get(2)
     if judge is not None and judge.name == "scripted:TIE":
         return True  # nobody wins
-    if protocol is not None and protocol.answers == "assigned":
-        if judge is not None and judge.name == "confidence" or mode == "rs_grpo":
-            return True  # nobody states a confidence, nobody gives an answer that the task could reward
+    assigned = protocol is not None and protocol.answers == "assigned"
+    if assigned and (mode == "rs_grpo" or (judge is not None and judge.name == "confidence")):
+        return True  # nobody gives an answer that the task could reward, or states a confidence in it
     if protocol is not None and mode == "solution_argument":  # some seat has no answer or no speech
         return protocol.answers == "assigned" or protocol.name == "proposer_critic" or protocol.num_rounds == 0
     if judge is not None and mode == "soft_judge":
