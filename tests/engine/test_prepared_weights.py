@@ -1,5 +1,7 @@
 """Decoding with prepared weights, packed and with the snapshot of all rows in them: the same to rounding, and forgotten."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from tinker_local_backend import ServiceClient
 from tinker_local_backend.engine import joined_linear, products
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.llama_like import LlamaLikeDecoder
-from tinker_local_backend.engine.lora import Adapter, LoraSpec, one_for_all
+from tinker_local_backend.engine.lora import Adapter, LoraSpec, Spans, one_for_all
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import SamplingResult
 
@@ -74,8 +76,22 @@ def decoder_of(model: BaseModel) -> LlamaLikeDecoder:
 def unmerged(model: BaseModel, one: SamplingRequest, monkeypatch: pytest.MonkeyPatch) -> SamplingResult:
     with monkeypatch.context() as patch:
         patch.setattr(joined_linear, "PREPARE_AFTER", 1 << 30)
-        model.forget_prepared()
         return alone(model, one)
+
+
+@contextmanager
+def held_in_steps(model: BaseModel, adapter: Adapter | None) -> Iterator[list[bool]]:
+    """For each decode step within: whether it went by weights that are prepared for the snapshot, or for the base model."""
+    held: list[bool] = []
+    begin_step = joined_linear.PreparedWeights.begin_step
+
+    def recorded(self: joined_linear.PreparedWeights, spans: Spans) -> None:
+        begin_step(self, spans)
+        held.append(holds(model, adapter))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joined_linear.PreparedWeights, "begin_step", recorded)
+        yield held
 
 
 @pytest.mark.parametrize(
@@ -93,9 +109,9 @@ def test_tokens_and_logprobs_are_those_of_the_thin_products(
         del adapter.a[name], adapter.b[name]
     one = request(random_tokens(12, 1), adapter, samples=3, max_tokens=20, topk_logprobs=3)
     expected = unmerged(model, one, monkeypatch)
-    model.forget_prepared()
-    found = alone(model, one)
-    assert holds(model, adapter)
+    with held_in_steps(model, adapter) as held:
+        found = alone(model, one)
+    assert held == [False] * 3 + [True] * 16
     assert_same_samples(found, expected)
     base = unmerged(model, request(one.prompt, None, samples=3, max_tokens=20), monkeypatch)
     assert [s.tokens for s in base.sequences] != [s.tokens for s in found.sequences]
@@ -121,29 +137,25 @@ def test_sampled_logprobs_are_the_trainers(tmp_path: Path, untied_model: str, so
 
 
 def test_weights_are_prepared_after_a_number_of_steps_and_forgotten(model: BaseModel, soon: None) -> None:
-    model.forget_prepared()
+    """When nothing is left to do. What trains meanwhile changes nothing."""
     adapter, direct = frozen_adapter(model, 4, seed=1), Direct(model)
-    direct.submit(request(random_tokens(5, 1), adapter, max_tokens=20))
-    held = []
-    for _ in range(7):  # the first only prefills
-        direct.generator.step()
-        held.append(holds(model, adapter))
-    assert held == [False] * 4 + [True] * 3
-    direct.generator.forget()
-    assert not holds(model, adapter)
+    direct.submit(request(random_tokens(5, 1), adapter, max_tokens=9))
+    with held_in_steps(model, adapter) as held:
+        while direct.generator.busy:
+            direct.generator.step()
+            direct.generator.forget()
+    assert held == [False] * 3 + [True] * 5 and not holds(model, adapter)
     assert all(joined._prepared is None for joined in decoder_of(model).prepared._linears)
-    direct.finish()
 
 
 def test_the_same_steps_give_the_same_bits(model: BaseModel, soon: None) -> None:
-    """What comes after `forget` does not depend on what was merged before it."""
+    """Whatever was sampled before them."""
     adapter, other = (frozen_adapter(model, 4, seed) for seed in (1, 2))
     results = []
     for before in (None, other):
         direct = Direct(model)
         if before is not None:
             direct.run(request(random_tokens(8, 3), before, max_tokens=10))
-        direct.generator.forget()
         results.append(direct.run(request(random_tokens(9, 4), adapter, samples=2, max_tokens=12))[0])
     assert [s.logprobs for s in results[0].sequences] == [s.logprobs for s in results[1].sequences]
 
@@ -154,27 +166,25 @@ def test_rows_of_several_snapshots_get_their_own(model: BaseModel, soon: None) -
         request(random_tokens(6, i), adapter, max_tokens=6 * (i + 1), seed=i)
         for i, adapter in enumerate([second, None, first, first])  # which alone is left at the end
     ]
-    model.forget_prepared()
     direct = Direct(model)
     submitted = direct.submit(*requests)
-    held = []
-    while direct.generator.busy:
-        direct.generator.step()
-        held.append(None if holds(model, None) else first if holds(model, first) else second)
-    assert held[6] is None and held[-1] is first  # rows of several go through the base model's
+    with held_in_steps(model, None) as base, held_in_steps(model, first) as held:
+        direct.finish()
+    assert base[4] and not held[4] and held[-1]  # rows of several go through the base model's
     for one, slip in zip(requests, submitted, strict=True):
-        model.forget_prepared()
         assert_same_samples(slip.result, alone(model, one))
 
 
 def test_base_rows_are_not_touched_by_what_is_merged(model: BaseModel, soon: None) -> None:
-    adapter = frozen_adapter(model, 4, seed=1)
-    one = request(random_tokens(6, 1), None, max_tokens=4)
-    model.forget_prepared()
-    expected = alone(model, one)
-    alone(model, request(random_tokens(6, 2), adapter, max_tokens=10))
+    adapter, direct = frozen_adapter(model, 4, seed=1), Direct(model)
+    one = request(random_tokens(6, 1), None, max_tokens=5)
+    direct.submit(request(random_tokens(6, 2), adapter, max_tokens=30))
+    for _ in range(6):
+        direct.generator.step()
     assert holds(model, adapter)
-    assert [s.logprobs for s in alone(model, one).sequences] == [s.logprobs for s in expected.sequences]
+    (slip,) = direct.submit(one)
+    direct.finish()
+    assert_same_samples(slip.result, alone(model, one))
 
 
 def test_what_is_being_trained_or_too_large_is_not_merged(
@@ -190,14 +200,16 @@ def test_what_is_being_trained_or_too_large_is_not_merged(
         prepared.forget()
 
 
-def test_in_16_bits_no_snapshot_is_merged(soon: None, tied_model: str) -> None:
+def test_in_16_bits_no_snapshot_is_merged(soon: None, tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """W + B A would be rounded to what W is rounded to."""
     model = BaseModel(tied_model, dtype=torch.bfloat16)
     adapter = frozen_adapter(model, 4, seed=1)
     one = request(random_tokens(6, 2), adapter, max_tokens=10)
-    first = alone(model, one)
-    assert holds(model, None) and not holds(model, adapter)
-    assert_same_samples(alone(model, one), first, atol=0.1)
+    expected = unmerged(model, one, monkeypatch)
+    with held_in_steps(model, None) as base, held_in_steps(model, adapter) as held:
+        found = alone(model, one)
+    assert base == [False] * 3 + [True] * 6 and not any(held)
+    assert_same_samples(found, expected, atol=0.1)
 
 
 def test_a_snapshot_that_nobody_has_any_more_is_not_kept(model: BaseModel, soon: None) -> None:

@@ -105,12 +105,11 @@ class Generator:
         self._line.add(ticket)
 
     def forget(self) -> None:
-        """Drop prepared weights, the prefixes of ended sequences and, with nothing running, the cache's memory.
+        """Drop the prefixes of ended sequences and, with nothing running, the cache's memory.
 
         Called before training: memory is needed then, and whatever is sampled afterwards must not depend on what was
         sampled before (a resumed run has none of it).
         """
-        self._model.forget_prepared()
         self._pool.forget()
         if self._pool.capacity == 0:
             self._cache.resize(0)
@@ -134,12 +133,15 @@ class Generator:
             affected = sorted({id(t): t for t in tickets}.values(), key=lambda ticket: ticket.order)
             rows = max(len(self._running), sum(part.samples for part in parts))
             self._running, self._line.long, self._batch = [], None, None
+            self._model.forget_prepared()
             self._cache.resize(0)
             self._recover(affected, rows, error)
             self._pool.reset()
         else:
             self._allowance.succeeded()
             self._pool.eager = self._allowance.pages
+            if not self.busy:  # so that neither memory nor rounding depends on what was sampled before
+                self._model.forget_prepared()
 
     def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
         """Out of memory: begin the requests again, fewer at a time. Anything else: each of them gets the error."""

@@ -17,9 +17,9 @@ from torch import nn
 from tinker_local_backend.engine.lora import Adapter, LoraLinear, Spans, one_for_all
 from tinker_local_backend.engine.products import by_packed, linear, packed
 
-PREPARE_AFTER = 16
-"""Decode steps of the same kind after which weights are prepared for it. A number of steps and not a time: the last bits of a
-logprob depend on it."""
+PREPARE_AFTER = 8
+"""Decode steps of the same kind after which weights are prepared for it, until the sampler has nothing left to do. A number of
+steps and not a time: the last bits of a logprob depend on it."""
 
 MOST_BYTES = 2 << 30
 """Of a larger model's weights no copy is made."""
