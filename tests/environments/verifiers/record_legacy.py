@@ -1,8 +1,7 @@
 """Plays environments of verifiers 0.3.1 with a script for a policy, and writes down what the package asked and what came of it.
 
-    .venv-verifiers-legacy/bin/python -m tests.environments.verifiers.record_legacy
-
-Needs an environment of its own with verifiers==0.3.1; the replay in test_legacy.py needs none.
+    make test-verifiers-legacy  # makes the environment, and compares what is recorded with what the package does
+    .venv-verifiers-legacy/bin/python -m tests.environments.verifiers.record_legacy  # records it anew
 """
 
 import asyncio
@@ -31,7 +30,7 @@ EPISODES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def dump(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=lambda found: found.model_dump() if hasattr(found, "model_dump") else str(found)))
+    return json.loads(json.dumps(value, default=lambda found: found.model_dump(exclude_none=True) if hasattr(found, "model_dump") else str(found)))
 
 
 def play(name: str) -> dict[str, Any]:
@@ -61,9 +60,10 @@ def play(name: str) -> dict[str, Any]:
     rollout = env.rollout
 
     async def keep(*given: Any) -> Any:
-        state = await rollout(*given)
-        states.append(state)
-        return state
+        place = len(states)
+        states.append(None)
+        states[place] = await rollout(*given)
+        return states[place]
 
     env.rollout, legacy.make_client = keep, Recorder
     result: dict[str, Any] = {"args": args, "replies": replies, "row": dump(row)}
@@ -73,21 +73,26 @@ def play(name: str) -> dict[str, Any]:
         result["metrics"] = group.metrics_G
     except EpisodeFailedError as error:
         result["error"] = str(error)
-    kept = ("trajectory", "reward", "metrics", "error", "stop_condition", "is_truncated")
     result["rollouts"] = [
-        {"asked": requests, "state": dump({key: state.get(key) for key in kept})}
-        for requests, state in zip(asked, states, strict=True)
+        {"asked": requests, "state": _kept(state)} for requests, state in zip(asked, states, strict=True)
     ]
-    return result
+    return dump(result)
 
 
-def main() -> None:
+def _kept(state: Any) -> Any:
+    steps = [
+        {"prompt": step["prompt"], "completion": step["completion"], "response": {"id": step["response"]["id"]}}
+        for step in state["trajectory"]
+    ]
+    return {key: state.get(key) for key in ("reward", "metrics", "error", "stop_condition")} | {"trajectory": steps}
+
+
+def record() -> dict[str, Any]:
     import verifiers
 
-    found = {"verifiers": verifiers.__version__, "episodes": {name: play(name) for name in EPISODES}}
-    RECORDED.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    print(f"{RECORDED}: {RECORDED.stat().st_size} bytes")
+    return {"verifiers": verifiers.__version__, "episodes": {name: play(name) for name in EPISODES}}
 
 
 if __name__ == "__main__":
-    main()
+    RECORDED.write_text(json.dumps(record(), ensure_ascii=False) + "\n")
+    print(f"{RECORDED}: {RECORDED.stat().st_size} bytes")

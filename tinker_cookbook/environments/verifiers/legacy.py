@@ -232,15 +232,22 @@ _failed: ContextVar[list[str] | None] = ContextVar("failed_rewards", default=Non
 
 
 class _Errors(logging.Handler):
+    """Keeps the errors that are logged in the context of its own `failed_rewards`, and not those of other groups."""
+
+    def __init__(self, failed: list[str]):
+        super().__init__(logging.ERROR)
+        self.failed = failed
+
     def emit(self, record: logging.LogRecord) -> None:
-        if (failed := _failed.get()) is not None:
-            failed.append(record.getMessage())
+        if _failed.get() is self.failed:
+            self.failed.append(record.getMessage())
 
 
 @contextmanager
 def failed_rewards() -> Iterator[list[str]]:
     """The errors that reward functions meet in the body, which the package logs and takes for 0."""
-    failed, handler, logger = list[str](), _Errors(logging.ERROR), logging.getLogger(REWARD_LOGGER)
+    failed = list[str]()
+    handler, logger = _Errors(failed), logging.getLogger(REWARD_LOGGER)
     token = _failed.set(failed)
     logger.addHandler(handler)
     try:
