@@ -20,7 +20,7 @@ from tinker_cookbook.cli_utils import runs_path
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
-from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer, get_text_content
+from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer
 from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer

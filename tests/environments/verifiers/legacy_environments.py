@@ -59,7 +59,11 @@ def load_environment(kind: str = "sums", highest: int = 3, max_turns: int = 3) -
         for b in range(highest + 1)
     ]
     split = [[row for row in rows if (row["question"][8] == row["question"][12]) is held] for held in (False, True)]
-    data = {"dataset": Dataset.from_list(split[0]), "eval_dataset": Dataset.from_list(split[1]), "system_prompt": "Add."}
+    data = {
+        "dataset": Dataset.from_list(split[0]),
+        "eval_dataset": Dataset.from_list(split[1]),
+        "system_prompt": "Add.",
+    }
     if kind == "sums":
         return vf.SingleTurnEnv(rubric=vf.Rubric([right, brief], [1.0, 0.2]), **data)
     if kind == "group":

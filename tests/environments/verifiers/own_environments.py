@@ -18,7 +18,9 @@ def stopped(state: dict[str, Any]) -> float:
 
 
 def questions() -> Any:
-    return SimpleNamespace(dataset=SUMS, eval_dataset=SUMS[:1], rubric=Rubric([right, stopped], [1.0, 0.25]), system_prompt="Add.")
+    return SimpleNamespace(
+        dataset=SUMS, eval_dataset=SUMS[:1], rubric=Rubric([right, stopped], [1.0, 0.25]), system_prompt="Add."
+    )
 
 
 def compared() -> Any:

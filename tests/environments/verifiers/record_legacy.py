@@ -1,7 +1,7 @@
 """Plays environments of verifiers 0.3.1 with a script for a policy, and writes down what the package asked and what came of it.
 
-    make test-verifiers-legacy  # makes the environment, and compares what is recorded with what the package does
-    .venv-verifiers-legacy/bin/python -m tests.environments.verifiers.record_legacy  # records it anew
+make test-verifiers-legacy  # makes the environment, and compares what is recorded with what the package does
+.venv-verifiers-legacy/bin/python -m tests.environments.verifiers.record_legacy  # records it anew
 """
 
 import asyncio
@@ -22,7 +22,10 @@ ENVIRONMENTS = str(HERE / "legacy_environments.py")
 EPISODES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "sums": ({"kind": "sums"}, ("1", "It is 1.")),
     "group": ({"kind": "group"}, ("1", "It is 1.")),
-    "tools": ({"kind": "tools"}, ("I add." + CALL.format("add", '{"a": 0, "b": 1}'), "1", CALL.format("take", "{}"), "2", "3")),
+    "tools": (
+        {"kind": "tools"},
+        ("I add." + CALL.format("add", '{"a": 0, "b": 1}'), "1", CALL.format("take", "{}"), "2", "3"),
+    ),
     "haggle": ({"kind": "haggle"}, ("5", "4", "3", "2", "1", "0")),
     "closed": ({"kind": "haggle", "max_turns": 5}, ("5", "4", "3")),
 }
@@ -30,7 +33,12 @@ EPISODES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def dump(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=lambda found: found.model_dump(exclude_none=True) if hasattr(found, "model_dump") else str(found)))
+    return json.loads(
+        json.dumps(
+            value,
+            default=lambda found: found.model_dump(exclude_none=True) if hasattr(found, "model_dump") else str(found),
+        )
+    )
 
 
 def play(name: str) -> dict[str, Any]:
@@ -41,7 +49,9 @@ def play(name: str) -> dict[str, Any]:
     asked: list[list[Any]] = []
 
     class Recorder(PolicyClient):
-        async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any) -> Any:
+        async def get_response(
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
+        ) -> Any:
             asked = dump({"prompt": prompt, "tools": tools, "sampling_args": sampling_args})
             response = await super().get_response(prompt, model, sampling_args, tools, **kwargs)
             tokens = response.message.tokens

@@ -98,7 +98,9 @@ def test_recorded_episodes_give_the_same_data_and_rewards(
         data = trajectory_to_data(trajectory, 1.0)
         whole = [[*d.model_input.to_ints(), int(d.loss_fn_inputs["target_tokens"].data[-1])] for d in data]
         assert whole == branches and len(branches) == datums
-        assert sum(int(d.loss_fn_inputs["mask"].to_numpy().sum()) for d in data) == sum(len(reply) for _, reply in asked)
+        assert sum(int(d.loss_fn_inputs["mask"].to_numpy().sum()) for d in data) == sum(
+            len(reply) for _, reply in asked
+        )
     assert trajectory.stop_reason == rollout["state"]["stop_condition"]
 
 
@@ -166,14 +168,20 @@ def test_the_recipe_trains_on_an_environment(tmp_path: Path) -> None:
     from recipes.verifiers_rl import CLIConfig, main
 
     before = signal.getsignal(signal.SIGTERM)
-    fields = {"taskset": ENVIRONMENTS, "taskset_args": {"highest": 2}, "eval_every": 2, "model_name": TINY, "max_steps": 2}
+    fields = {
+        "taskset": ENVIRONMENTS,
+        "taskset_args": {"highest": 2},
+        "eval_every": 2,
+        "model_name": TINY,
+        "max_steps": 2,
+    }
     asyncio.run(main(CLIConfig(**fields, log_path=str(tmp_path))))
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert {"env/all/reward/right", "env/all/reward/num_turns"} <= rows[1].keys()
     assert any("test/env/all/reward/total" in row for row in rows) and signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(ConfigurationError, match="env='best-of-n': verifiers 0.3.1 has no such part"):
+    with pytest.raises(ConfigurationError, match=r"env='best-of-n': verifiers 0\.3\.1 has no such part"):
         asyncio.run(main(CLIConfig(**fields, env="best-of-n", log_path=str(tmp_path / "other"))))
-    with pytest.raises(ConfigurationError, match="has no load_environment, which is what verifiers 0.3.1 takes"):
+    with pytest.raises(ConfigurationError, match=r"has no load_environment, which is what verifiers 0\.3\.1 takes"):
         asyncio.run(main(CLIConfig(taskset="json", model_name=TINY, log_path=str(tmp_path / "third"))))
 
 

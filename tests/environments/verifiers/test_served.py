@@ -1,4 +1,4 @@
-"""Environments of ours as tasksets of verifiers: found by its loader, played by its agents, rewarded as our own loop rewards them."""
+"""Environments of ours as tasksets of verifiers: its loader, its agents, and the rewards of our own loop."""
 
 import asyncio
 import json
@@ -194,15 +194,31 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
 def test_tokens_go_from_our_server_to_the_reward(tmp_path: Path) -> None:
     """verifiers' own command with its training client; our loop then gives the same ids the same reward, for the same prompts."""
     with Serving(tmp_path / "home") as serving:
-        keys = {"base-url": f"{serving.url}/v1", "api-key-var": "LOCAL_KEY", "renderer-model-name": TINY, "type": "train"}
-        command = [sys.executable, "-c", "from verifiers.v1.cli.eval.main import main; main()", "served_guess", "--model", TINY]
+        keys = {
+            "base-url": f"{serving.url}/v1",
+            "api-key-var": "LOCAL_KEY",
+            "renderer-model-name": TINY,
+            "type": "train",
+        }
+        command = [
+            sys.executable,
+            "-c",
+            "from verifiers.v1.cli.eval.main import main; main()",
+            "served_guess",
+            "--model",
+            TINY,
+        ]
         command += [part for key, value in keys.items() for part in (f"--client.{key}", value)]
         command += ["--env.taskset.model-name", TINY, "--env.taskset.num-tasks", "3", "--sampling.max-tokens", "12"]
         command += ["--no-push", "--no-rich", "--run.name", "run", "-r", "2"]
         environment = {**os.environ, "LOCAL_KEY": KEY, "PYTHONPATH": os.pathsep.join([str(tmp_path), python_path()])}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-    traces = [trace for episode in (tmp_path / "outputs" / "run" / "traces.jsonl").read_text().splitlines() for trace in _traces(episode)]
+    traces = [
+        trace
+        for episode in (tmp_path / "outputs" / "run" / "traces.jsonl").read_text().splitlines()
+        for trace in _traces(episode)
+    ]
     assert len(traces) == 6
     for trace in traces:
         assert trace["ok"], trace["errors"]

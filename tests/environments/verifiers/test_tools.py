@@ -50,14 +50,19 @@ def test_a_call_that_cannot_be_read_is_an_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "answer"), [("{", "error: the arguments are not valid JSON"), ("[7]", "must be a JSON object, not list")]
+    ("arguments", "answer"),
+    [("{", "error: the arguments are not valid JSON"), ("[7]", "must be a JSON object, not list")],
 )
 def test_arguments_that_are_none_are_told(arguments: str, answer: str) -> None:
     from tinker_cookbook.environments.verifiers.in_process import _Tools
 
     call = {"id": "call_0", "function": {"name": "sums_add", "arguments": arguments}}
     told = asyncio.run(_Tools([], {"sums_add": ("sums", "add")}, {}).answer(call))
-    assert answer in told["content"] and (told["role"], told["tool_call_id"], told["name"]) == ("tool", "call_0", "sums_add")
+    assert answer in told["content"] and (told["role"], told["tool_call_id"], told["name"]) == (
+        "tool",
+        "call_0",
+        "sums_add",
+    )
 
 
 def test_a_role_may_be_given_fewer_turns() -> None:

@@ -29,7 +29,8 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
     taskset: str = chz.field(doc="installed taskset of verifiers (0.3.1: environment), module, or path/file.py")
     taskset_args: dict[str, Any] = chz.field(default_factory=dict, doc="fields of its config")
     test_taskset_args: dict[str, Any] | None = chz.field(
-        default=None, doc="those that differ for evaluations, {'split': 'test'}; None: none is held (0.3.1: on its eval_dataset)"
+        default=None,
+        doc="those that differ for evaluations, {'split': 'test'}; None: none is held (0.3.1: on its eval_dataset)",
     )
     env: str = chz.field(default="", doc="verifiers env that plays it; empty: the taskset's own, else one agent")
     verifiers_args: dict[str, Any] = chz.field(default_factory=dict, doc="fields of the env's config, roles included")

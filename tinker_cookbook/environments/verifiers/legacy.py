@@ -63,7 +63,9 @@ def _load(said: str, args: str) -> Any:
         for number, handler in before.items():  # the package takes them, and a run would no longer save what is done
             signal.signal(number, handler)
     if lacking := [part for part in ("rollout", "rubric", "get_dataset") if not hasattr(env, part)]:
-        raise ConfigurationError(f"taskset={said}: load_environment gave {type(env).__name__}, which lacks {lacking[0]}")
+        raise ConfigurationError(
+            f"taskset={said}: load_environment gave {type(env).__name__}, which lacks {lacking[0]}"
+        )
     return env
 
 
@@ -199,7 +201,10 @@ class LegacyGroupBuilder(EnvGroupBuilder):
         if failed:
             raise DataValidationError(f"{self.name}: {failed[0]}")
         return [
-            (float(state["reward"]), {f"reward/{name}": float(value) for name, value in (state["metrics"] or {}).items()})
+            (
+                float(state["reward"]),
+                {f"reward/{name}": float(value) for name, value in (state["metrics"] or {}).items()},
+            )
             for state in states
         ]
 
@@ -208,7 +213,9 @@ class LegacyGroupBuilder(EnvGroupBuilder):
 
     def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         return [
-            Record("rollout", {"row": self.row, "reward": state["reward"], "metrics": state["metrics"], "messages": said})
+            Record(
+                "rollout", {"row": self.row, "reward": state["reward"], "metrics": state["metrics"], "messages": said}
+            )
             for state in map(_state, env_group)
             for said in [_said(state)]
         ]
@@ -255,4 +262,3 @@ def failed_rewards() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         _failed.reset(token)
-

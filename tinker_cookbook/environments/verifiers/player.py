@@ -81,9 +81,7 @@ class Player:
         self.turns.append(turn)
         return turn
 
-    def _prompt(
-        self, messages: list[Message], tools: Sequence[ToolSpec]
-    ) -> tuple[tinker.ModelInput, Turn | None]:
+    def _prompt(self, messages: list[Message], tools: Sequence[ToolSpec]) -> tuple[tinker.ModelInput, Turn | None]:
         """That of the longest earlier conversation that goes on here, continued; else rendered anew, which begins a branch."""
         known = [t for t in self.turns if t.tools == tools and messages[: len(t.conversation)] == t.conversation]
         if known:

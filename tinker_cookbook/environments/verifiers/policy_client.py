@@ -117,7 +117,7 @@ def _message(given: vf.Message) -> Message:
 def _spec(tool: vf.Tool) -> ToolSpec:
     if tool.type != "function" or tool.namespace:
         raise ConfigurationError(
-            f"tool {tool.name!r} is of type {tool.type!r}{' in a namespace' if tool.namespace else ''}; only functions can be called"
+            f"tool {tool.name!r}: type={tool.type!r}, namespace={tool.namespace!r}; only plain functions can be called"
         )
     return ToolSpec(name=tool.name, description=tool.description, parameters=tool.parameters)
 

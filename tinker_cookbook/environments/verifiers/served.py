@@ -1,4 +1,4 @@
-"""An environment of this library as a taskset of verifiers 0.4, for verifiers' own commands and for whatever trains on its tasksets.
+"""An environment of this library as a taskset of verifiers 0.4, for its own commands and for whatever trains on its tasksets.
 
     # counting_taskset.py
     from tinker_cookbook.environments.verifiers.served import InProcessHarness, ServedEnv, ServedTaskset
@@ -8,8 +8,8 @@
     class CountingTaskset(ServedTaskset):
         environment = "counting"
 
-verifiers makes the model calls. The environment is played by this library's own rollout, so its rewards are those of our loops for
-the same replies.
+verifiers makes the model calls. The environment is played by this library's own rollout, so its rewards are those of our loops
+for the same replies.
 """
 # pyright: reportMissingImports=false
 
@@ -38,7 +38,15 @@ from tinker_cookbook.rl.message_env import EnvFromMessageEnv
 from tinker_cookbook.rl.problem_env import OneTurnEnv
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState, run_rollout
 from tinker_cookbook.rl.run_clients import clients_for
-from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, Env, EnvGroupBuilder, Metrics, RLDataset, Trajectory, Transition
+from tinker_cookbook.rl.types import (
+    STOP_METRIC_PREFIX,
+    Env,
+    EnvGroupBuilder,
+    Metrics,
+    RLDataset,
+    Trajectory,
+    Transition,
+)
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 
@@ -177,7 +185,9 @@ class _Agent(TokenCompleter):
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
         if max_tokens is not None:
-            raise ConfigurationError(f"the environment bounds this reply by {max_tokens} tokens; verifiers cannot be told")
+            raise ConfigurationError(
+                f"the environment bounds this reply by {max_tokens} tokens; verifiers cannot be told"
+            )
         assert self.env is not None
         conversation = conversation_of(self.env)
         segment = await self._talk.turn(self._new(conversation))
@@ -196,7 +206,9 @@ class _Agent(TokenCompleter):
             return None
         seen = len(self._seen)
         if conversation[: seen - 1] != self._seen[:-1]:
-            raise ConfigurationError("the environment changed what was said; verifiers can only go on with a conversation")
+            raise ConfigurationError(
+                "the environment changed what was said; verifiers can only go on with a conversation"
+            )
         return [_wire(message) for message in conversation[seen:]]
 
     def _reply(self) -> TokensWithLogprobs:
@@ -245,7 +257,9 @@ def conversation_of(env: Env) -> list[Message]:
 
 def _one_env(envs: Any) -> Env:
     if len(envs) != 1:
-        raise ConfigurationError(f"the environment has {len(envs)} roles, and a served one has one; it cannot be served")
+        raise ConfigurationError(
+            f"the environment has {len(envs)} roles, and a served one has one; it cannot be served"
+        )
     return envs[0]
 
 
@@ -274,7 +288,9 @@ def _written(renderer: Renderer, given: vf.AssistantMessage, cut: bool) -> list[
     prompt = renderer.build_generation_prompt(before).to_ints()
     spoken = renderer.build_supervised_example([*before, message])[0].to_ints()
     if spoken[: len(prompt)] != prompt:
-        raise ConfigurationError(f"{type(renderer).__name__} writes replies otherwise than it asks for them; give model_name")
+        raise ConfigurationError(
+            f"{type(renderer).__name__} writes replies otherwise than it asks for them; give model_name"
+        )
     tokens = spoken[len(prompt) :]
     return strip_stop(renderer, tokens) if cut else tokens
 
