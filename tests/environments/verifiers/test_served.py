@@ -212,7 +212,7 @@ def test_tokens_go_from_our_server_to_the_reward(tmp_path: Path) -> None:
         command += ["--env.taskset.model-name", TINY, "--env.taskset.num-tasks", "3", "--sampling.max-tokens", "12"]
         command += ["--no-push", "--no-rich", "--run.name", "run", "-r", "2"]
         environment = {**os.environ, "LOCAL_KEY": KEY, "PYTHONPATH": os.pathsep.join([str(tmp_path), python_path()])}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     traces = [
         trace
