@@ -115,10 +115,8 @@ def test_gradients_in_float64(family: str, tmp_path: Path) -> None:
     projection = torch.randn(7, module.config.hidden_size, 3, dtype=torch.float64)
 
     def value(*matrices: torch.Tensor) -> torch.Tensor:
-        tables = zip(sorted(adapter.a), matrices[::2], matrices[1::2], strict=True)
-        a, b = {}, {}
-        for name, a[name], b[name] in tables:
-            pass
+        a = dict(zip(sorted(adapter.a), matrices[::2], strict=True))
+        b = dict(zip(sorted(adapter.a), matrices[1::2], strict=True))
         hidden = layers.hidden_states(*inputs(segments), Adapter(adapter.spec, a, b))
         return torch.einsum("th,thk->k", hidden, projection)
 

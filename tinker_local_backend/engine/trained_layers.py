@@ -55,8 +55,10 @@ class TrainedLayers:
         """Final hidden states (T, hidden). With `recompute` only the input of each layer is kept for the backward pass."""
         x_TH = self.embedding(tokens_T)
         cos, sin = (part[0][:, None] for part in self._rotary(x_TH, positions_T[None]))
-        half = cos.shape[-1] // 2
+        half, heads = cos.shape[-1] // 2, self.layers[0].heads + self.layers[0].kv_heads
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        # A factor that lies in memory as often as it is used is twice as fast.
+        cos, sin = (factor.expand(-1, heads, -1).contiguous() for factor in (cos, sin))
         layers = [_Layer(layer, adapter, cos, sin, plan) for layer in self.layers]
         names = [name for layer in layers for name in layer.names]
         whole = _Pass(layers, names, self.final_norm, recompute)
@@ -99,9 +101,7 @@ class _Pass:
         keep([x_TH, scale])
         return (x_TH * scale).mul_(self._norm.weight)
 
-    def backward(
-        self, by_hidden_TH: torch.Tensor, kept: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
+    def backward(self, by_hidden_TH: torch.Tensor, kept: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """dL/d A and dL/d B of each of the names."""
         *of_layers, x_TH, scale = kept
         assert x_TH is not None and scale is not None
@@ -133,6 +133,8 @@ class _Kept(NamedTuple):
     """the residual between attention and MLP"""
     middle_scale: torch.Tensor
     gate_up: torch.Tensor
+    opened: torch.Tensor
+    """silu(gate)"""
     inner_qkv: torch.Tensor | None
     inner_out: torch.Tensor | None
     inner_gate_up: torch.Tensor | None
@@ -167,9 +169,10 @@ class _Layer:
         middle.add_(x)
         middle_scale = _scale(middle, layer.mlp_norm.variance_epsilon)
         gate_up, inner_gate_up = gate_up_linear.forward((middle * middle_scale).mul_(layer.mlp_norm.weight))
-        y, inner_down = down_linear.forward(F.silu(gate_up[:, :size]).mul_(gate_up[:, size:]))
+        opened = F.silu(gate_up[:, :size])
+        y, inner_down = down_linear.forward(opened * gate_up[:, size:])
         kept = _Kept(
-            x, x_scale, qkv, qk_scale, rotated, attended, middle, middle_scale, gate_up,
+            x, x_scale, qkv, qk_scale, rotated, attended, middle, middle_scale, gate_up, opened,
             inner_qkv, inner_out, inner_gate_up, inner_down,
         )  # fmt: skip
         return y.add_(middle), [*kept, *sums]
@@ -194,10 +197,9 @@ class _Layer:
         layer, (_, _, gate_up_linear, down_linear) = self._layer, self._linears
         size = layer.gate_up.sizes[0]
         gate, up = kept.gate_up[:, :size], kept.gate_up[:, size:]
-        opened = F.silu(gate)
-        by_product = down_linear.backward(by_y, opened * up, kept.inner_down, gradients)
+        by_product = down_linear.backward(by_y, kept.opened * up, kept.inner_down, gradients)
         by_gate_up = torch.empty_like(kept.gate_up)
-        torch.mul(by_product, opened, out=by_gate_up[:, size:])
+        torch.mul(by_product, kept.opened, out=by_gate_up[:, size:])
         _silu_backward(by_product.mul_(up), gate, grad_input=by_gate_up[:, :size])
         normed = (kept.middle * kept.middle_scale).mul_(layer.mlp_norm.weight)
         by_normed = gate_up_linear.backward(by_gate_up, normed, kept.inner_gate_up, gradients)
