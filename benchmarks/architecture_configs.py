@@ -55,6 +55,15 @@ _LONGROPE = {
     "short_factor": [1.0] * 4,
     "long_factor": [2.0] * 4,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": CONTEXT // 4,
+}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
@@ -133,7 +142,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoe": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.5},
     "granitemoeshared": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
     "phimoe": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {**_LLAMA, **_SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5},
+    "gpt_oss": {
+        **_LLAMA,
+        **_SLIDING,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        "rope_parameters": _YARN,
+    },
     "glm4_moe": {**_LLAMA, **_ROUTED, "partial_rotary_factor": 0.5},
     "dots1": {**_LLAMA, **_ROUTED},
     "ernie4_5_moe": {

@@ -15,7 +15,6 @@ from transformers import (
     JetMoeConfig,
     NemotronHConfig,
     PretrainedConfig,
-    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -127,7 +126,9 @@ def test_training_changes_no_weight_of_the_model(service: ServiceClient, paths: 
 
 
 def test_an_adapter_on_routed_experts_alone_is_refused(service: ServiceClient, paths: dict[str, str]) -> None:
-    with pytest.raises(RequestError, match=r"train_mlp=True: the MLPs of model .* routed experts.*pass train_mlp=False"):
+    with pytest.raises(
+        RequestError, match=r"train_mlp=True: the MLPs of model .* routed experts.*pass train_mlp=False"
+    ):
         service.create_lora_training_client(paths["gpt-oss"], 4).result()
     client = service.create_lora_training_client(paths["gpt-oss"], 4, train_mlp=False).result()
     leaves = {name.rpartition(".")[2] for name in client._run.state.adapter.a}
@@ -191,7 +192,9 @@ def test_the_matrices_of_shared_experts_have_the_names_of_linears(
 
 def test_quantized_experts_are_refused_by_name() -> None:
     config = GptOssConfig(**SHAPE, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(ModelLoadError, match=r"\(gpt_oss\) has quantized experts \(.*mxfp4\).*Mxfp4Config\(dequantize=True\)"):
+    with pytest.raises(
+        ModelLoadError, match=r"\(gpt_oss\) has quantized experts \(mxfp4\).*Mxfp4Config\(dequantize=True\)"
+    ):
         refuse_unsupported("openai/gpt-oss-20b", config)
 
 
@@ -214,9 +217,7 @@ def test_sampling_and_scoring_agree_while_other_requests_come_and_go(
     for other in others:
         other.result()
     scored = sampler.compute_logprobs(prompt([*tokens, *sequence.tokens])).result()[len(tokens) :]
-    torch.testing.assert_close(
-        torch.tensor(sequence.logprobs), torch.tensor(scored), atol=here_bound(), rtol=0
-    )
+    torch.testing.assert_close(torch.tensor(sequence.logprobs), torch.tensor(scored), atol=here_bound(), rtol=0)
 
 
 def attention_with_sinks(
@@ -235,7 +236,13 @@ def attention_with_sinks(
 def test_packed_attention_with_sinks_and_its_gradients(window: int | None) -> None:
     """Sequences of one length together, one that is alone, and two that share a prefix."""
     heads, kv_heads, dim, scale = 4, 2, 6, 0.4
-    segments = [Segment(0, 5), Segment(5, 10), Segment(10, 17), Segment(17, 20, 7, (10, 17)), Segment(20, 26, 7, (10, 17))]
+    segments = [
+        Segment(0, 5),
+        Segment(5, 10),
+        Segment(10, 17),
+        Segment(17, 20, 7, (10, 17)),
+        Segment(20, 26, 7, (10, 17)),
+    ]
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, h, 26, dim, generator=generator, dtype=torch.float64).requires_grad_()

@@ -77,6 +77,7 @@ GPT_OSS = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
     "swiglu_limit": 0.5,
+    "rope_parameters": {**LLAMA3_ROPE, "rope_type": "yarn", "original_max_position_embeddings": 32},
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }

@@ -41,7 +41,7 @@ from tinker_local_backend.engine.lora import (
     text_stack,
 )
 from tinker_local_backend.engine.products import float32_product
-from tinker_local_backend.errors import ModelLoadError, RequestError
+from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -258,8 +258,8 @@ class BaseModel:
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
         """A fresh adapter; of MLPs it is on linears, not on routed experts.
 
-        Raises ModelLoadError for a model of which it would cover only some linears, and RequestError for an adapter on the MLPs of
-        a model that has routed experts alone there.
+        Raises ModelLoadError for a model of which it would cover only some linears, and RequestError for an adapter on MLPs
+        that are routed experts alone.
         """
         if self._beyond_lora:
             beyond = ", ".join(self._beyond_lora)

@@ -84,12 +84,10 @@ def _products(experts: Any, name: str, rows: torch.Tensor, counts: Sequence[int]
 
 
 class _Spread(torch.autograd.Function):
-    """Every row once for each of its experts, by expert. The gradients of a row's copies are summed in the order of its experts."""
+    """Every row once for each of its experts, by expert. Gradients of its copies are summed in the order of its experts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, order_P: torch.Tensor, back_P: torch.Tensor, chosen: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, order_P: torch.Tensor, back_P: torch.Tensor, chosen: int) -> torch.Tensor:
         ctx.back_P, ctx.chosen = back_P, chosen
         return rows.index_select(0, order_P // chosen)
 

@@ -1,4 +1,4 @@
-"""A model directory or hub id as transformers' module and tokenizer; what no weights are read for, because the engine cannot do it."""
+"""A model directory or hub id as transformers' module and tokenizer; and what is refused before any weight is read."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def refuse_unsupported(name: str, config: Any) -> None:
     if quantization is not None and has_experts(config):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         raise ModelLoadError(
-            f"model {name!r} ({config.model_type}) has quantized experts (config.quantization_config, {method}), which the "
-            "local engine does not support; give a copy in bfloat16: load it once with transformers, with "
+            f"model {name!r} ({config.model_type}) has quantized experts ({method}), which the local engine does "
+            "not support; give a copy in bfloat16: load it once with transformers, with "
             "quantization_config=Mxfp4Config(dequantize=True) or what belongs to its method, and give the folder of its "
             "save_pretrained; or use backend=tinker"
         )

@@ -193,7 +193,8 @@ class _TrainedLinear(torch.autograd.Function):
         y = linear(rows, weight, bias).addmm_(inner, b.to(x.dtype).t(), alpha=scale)
         ctx.save_for_backward(x, weight, a, b, inner)
         ctx.scale = scale
-        return y.view(*x.shape[:-1], -1)
+        # Not as a view: a model could not change it in place, as OLMo does.
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
 
     @staticmethod
     @once_differentiable
