@@ -146,7 +146,9 @@ def test_where_there_are_shared_experts_they_train_and_it_says_so(
     assert len(mlps) == 3 * SHAPE["num_hidden_layers"] and all(".mlp.shared_expert." in name for name in mlps)
 
 
-@pytest.mark.parametrize(("name", "train_mlp"), [("qwen2-moe", True), ("gpt-oss", False)])
+@pytest.mark.parametrize(
+    ("name", "train_mlp"), [("qwen2-moe", True), pytest.param("gpt-oss", False, marks=pytest.mark.slow)]
+)
 def test_peft_and_a_merged_model_compute_the_same(
     name: str, train_mlp: bool, service: ServiceClient, home: Path, paths: dict[str, str], tmp_path: Path
 ) -> None:

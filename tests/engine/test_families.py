@@ -133,7 +133,14 @@ class Family:
         return self.reference.adapter_of(self.client)
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+SLOW = ("qwen3-moe",)
+"""What is in it is in the others."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in FAMILIES],
+)
 def family(
     request: pytest.FixtureRequest, service: ServiceClient, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Family]:
