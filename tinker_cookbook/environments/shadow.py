@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook import backends
+from tinker_cookbook.exceptions import CheckpointError, DataValidationError
 from tinker_cookbook.rl.run_clients import RunClients
 from tinker_cookbook.supervised.common import datum_from_tokens_weights
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -67,10 +68,23 @@ class Shadow:
                 return
             name = f"shadow-{self._count:06d}"
             self._count += 1
-            self._path = (await self._training_client.save_state(name, SECONDS)).path
+            self._path = await self._save(name)
             self._snapshot = snapshot
             if self._client is None:
                 self._client = await self._service_client.create_training_client_from_state(self._path)
+
+    async def _save(self, name: str) -> str:
+        """The path of the policy's state. Raises CheckpointError for a name that is taken, or another refusal of the engine."""
+        try:
+            return (await self._training_client.save_state(name, SECONDS)).path
+        except Exception as error:
+            if not backends.is_engine_error(error):
+                raise
+            raise CheckpointError(
+                f"gradient_intuition cannot save the state {name!r} of the policy, from which its shadow starts ({error}). Each "
+                "training client has one shadow, whose states are called so, and a resumed run has a training client of its own; "
+                "delete a state of this name that something else saved"
+            ) from error
 
 
 def _summed(output: Any, datum: tinker.Datum) -> float:
