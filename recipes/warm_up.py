@@ -39,6 +39,8 @@ WriteConversation = Callable[[Renderer, random.Random], Awaitable[list[Message]]
 
 BATCH_SIZE = 16
 TINY_STEPS = 40
+FORM_STEPS = 56
+"""On given conversations, whose form is longer than a move in a game."""
 TINY_RATE = 3e-3
 """Higher than what suits the shipped model otherwise: it has a form to learn from scratch, and few steps."""
 GENTLE_RATE = 3e-4
@@ -142,7 +144,7 @@ def given_conversations(cli: WarmUpDataConfig) -> list[list[Message]]:
         return []
     rows = read_conversations(cli.warm_up_data)
     epochs = Epochs(ShuffledItems(rows), cli.seed, "warm-up")
-    return [epochs.draw(i).messages for i in range(warm_up_steps(cli, TINY_STEPS) * BATCH_SIZE)]
+    return [epochs.draw(i).messages for i in range(warm_up_steps(cli, FORM_STEPS) * BATCH_SIZE)]
 
 
 async def warm_up_on(

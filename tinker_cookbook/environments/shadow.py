@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,11 +44,11 @@ class Shadow:
         await self._start(snapshot)
         # Nothing is awaited between these calls, so that no other group's calls come between them.
         client, path, asked = self._client, self._path, []
-        before = client.load_state(path), client.forward([probe], "cross_entropy")
+        before = _reset(client, path), client.forward([probe], "cross_entropy")
         for datum in steps:
             asked.append(
                 [
-                    client.load_state(path),
+                    _reset(client, path),
                     client.forward_backward([datum], "cross_entropy"),
                     client.optim_step(tinker.AdamParams(learning_rate=learning_rate)),
                     client.forward([probe], "cross_entropy"),
@@ -85,6 +86,16 @@ class Shadow:
                 "training client has one shadow, whose states are called so, and a resumed run has a training client of its own; "
                 "delete a state of this name that something else saved"
             ) from error
+
+
+def _reset(client: Any, path: str) -> Any:
+    """The future of the client's return to a saved state.
+
+    The SDK deprecates this in favour of a new client for each start, of which a shadow would need one for every reply.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"DEPRECATED: TrainingClient\.load_state", FutureWarning)
+        return client.load_state(path)
 
 
 def _summed(output: Any, datum: tinker.Datum) -> float:
