@@ -58,7 +58,9 @@ class ModelAwareConfig:
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each file for each of these")
     fixed: dict[str, str] = chz.field(default_factory=dict, doc="fixed.<key>=value: the same in every run")
     folder: str | None = chz.field(default=None, doc="of the runs; an old one goes on; default: a new one")
-    processes: int = chz.field(default=0, doc="runs at a time, each in its own process; 0: one after the other in this one")
+    processes: int = chz.field(
+        default=0, doc="runs at a time, each in its own process; 0: one after the other in this one"
+    )
     page: str = chz.field(
         default=str(PAGE), doc="Markdown file whose table is written anew if no file is left out; empty: only print"
     )

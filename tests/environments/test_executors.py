@@ -71,7 +71,7 @@ def test_a_thread_asks_the_snapshot(run: Run) -> None:
 def test_another_process_asks_the_snapshot_and_is_refused_what_does_not_travel(run: Run) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
         check(run, processes)
-        with pytest.raises(ConfigurationError, match="needs the training_client .*in another process"):
+        with pytest.raises(ConfigurationError, match=r"needs the training_client .*in another process"):
             rewards(run, environment("training_client"), processes)
-        with pytest.raises(ConfigurationError, match="gradient_intuition needs the training_client .*another process"):
+        with pytest.raises(ConfigurationError, match=r"gradient_intuition needs the training_client .*another process"):
             rewards(run, "gradient_intuition", processes, inner=environment())
