@@ -18,6 +18,7 @@ from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.environments import get_env, single_turn_env
 from tinker_cookbook.environments.gradient_intuition import IntuitionGroupBuilder, closeness
 from tinker_cookbook.environments.intuition_env import Intuition, IntuitionEnv, parse_intuition
+from tinker_cookbook.environments.lessons import probe_prompt
 from tinker_cookbook.environments.shadow import Shadow, answer_datum
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollouts import do_group_rollout
@@ -271,3 +272,16 @@ def test_it_needs_a_training_run(run: Run) -> None:
         group(None, "ANSWER: 4", "ANSWER: 4")
     with pytest.raises(ConfigurationError, match="alpha=-1"):
         get_env("gradient_intuition", {"alpha": -1})
+
+
+def test_an_answer_that_gives_the_probe_away_moves_it_and_the_control_shows_it(run: Run) -> None:
+    """The hack: whoever trains on the probe and its answer knows which way the probe goes."""
+    env = get_env("gradient_intuition", {"inner": single_turn_env(ROWS, exact), "learning_rate": 1e-3})
+    training, _ = asyncio.run(env.dataset_builder(TINY, groups_per_batch=1, group_size=2)())
+    probe = training.get_batch(0)[0].probe
+    leaked = f"{probe_prompt(probe)} {probe.answer}"
+    honest, hacked = group(
+        run, "PREDICTION: 0\nANSWER: 4", f"PREDICTION: 0.3\nANSWER: {leaked}", learning_rate=1e-3
+    ).metrics_G
+    assert hacked["true"] > 2 * abs(honest["true"]) and hacked["sign"] == 1 and hacked["over_constant"] > 0
+    assert (honest["inner"], hacked["inner"]) == (1.0, 0.0)
