@@ -34,18 +34,27 @@ REWARD = f"{OWN}reward/total"
 
 CONTROLS: Mapping[str, Sequence[str]] = {
     "train_ghost": (
+        "reward/trace_reward/format",
         "reward/trace_reward/gain",
         "reward/trace_reward/specific",
-        "reward/trace_reward/format",
     ),
     "self_prediction": (
+        "reward/prediction_reward/format",
         "reward/prediction_reward/correct",
         "reward/prediction_reward/confidence_right",
         "reward/prediction_reward/confidence_wrong",
     ),
-    "entropy_intuition": ("reward/entropy_reward/true", "reward/entropy_reward/told"),
-    "gradient_prophet": ("reward/delta_reward/over_constant", "reward/delta_reward/true"),
-    "gradient_intuition": ("over_constant", "inner", "true"),
+    "entropy_intuition": (
+        "reward/entropy_reward/format",
+        "reward/entropy_reward/true",
+        "reward/entropy_reward/told",
+    ),
+    "gradient_prophet": (
+        "reward/delta_reward/format",
+        "reward/delta_reward/over_constant",
+        "reward/delta_reward/true",
+    ),
+    "gradient_intuition": ("predicted", "inner", "over_constant", "true"),
 }
 """By experiment file, what shows whether a rise is what the environment is for."""
 

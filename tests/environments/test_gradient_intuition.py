@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,15 @@ def test_the_shadow_is_created_once_and_follows_the_policy(run: Run, monkeypatch
     moved = changes(run, shadow)
     assert moved != first and moved == pytest.approx([by_hand(run, step) for step in STEPS], abs=1e-5)
     assert len([path for path in made if "shadow" in path]) == 1
+
+
+def test_a_resumed_run_has_a_shadow_of_its_own_with_states_of_the_same_names(run: Run) -> None:
+    uninterrupted = changes(run, Shadow(run.clients))
+    path = run.main.save_state("checkpoint").result().path
+    run.main = run.service.create_training_client_from_state_with_optimizer(path).result()
+    run.snapshot = run.main.save_weights_and_get_sampling_client().result()
+    run.clients = replace(run.clients, sampling_client=run.snapshot, training_client=run.main)
+    assert changes(run, Shadow(run.clients)) == uninterrupted
 
 
 def group(run: Run | None, *replies: str, inner: Any = None, **args: Any) -> TrajectoryGroup:
