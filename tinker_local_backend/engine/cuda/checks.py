@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -13,12 +12,12 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import ops, plain
 from tinker_local_backend.engine.cuda.decoder import Decoder
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
-from tinker_local_backend.engine.cuda.graphs import Graphs
+from tinker_local_backend.engine.cuda.graphs import Graphs, Uncaptured
 from tinker_local_backend.engine.cuda.slots import SLOTS, lay_out_rows
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
 from tinker_local_backend.engine.decode_attention import LayerAttention
-from tinker_local_backend.engine.lora import Adapter, LoraSpec, group_rows
+from tinker_local_backend.engine.lora import Adapter, group_rows
 from tinker_local_backend.engine.pages import PAGE_TOKENS
 from tinker_local_backend.engine.requests import SamplingRequest, StopRule
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
@@ -72,9 +71,10 @@ def paged_attention(model: BaseModel, graphs: Graphs) -> float:
     query, keys, values, tables = _pages(model, lengths)
     seen = torch.tensor(lengths, dtype=torch.int32, device=model.device)
     scale = query.shape[-1] ** -0.5
+    sinks = _Random(model)(query.shape[1]) if model.has_sinks else None
     errors = []
     for window in {0, min(model.sliding_window or 0, 500)}:
-        arguments = (query, keys, values, tables, seen, scale, window, 0.0)
+        arguments = (query, keys, values, tables, seen, scale, window, 0.0, sinks)
         errors.append(_error([ops.paged_attention(*arguments)], [plain.paged_attention(*arguments)]))
     return max(errors)
 
@@ -134,7 +134,7 @@ def _adapters(model: BaseModel, number: int) -> list[Adapter]:
     """Snapshots that change every logit."""
     frozen = []
     for seed in range(number):
-        adapter = model.new_adapter(LoraSpec(RANK), seed)
+        adapter = model.new_adapter(model.widest_spec(RANK), seed)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for _, matrix in sorted(adapter.b.items()):
@@ -143,19 +143,11 @@ def _adapters(model: BaseModel, number: int) -> list[Adapter]:
     return frozen
 
 
-class _Eager:
-    """Captures nothing: every replay runs the step."""
-
-    def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        tempered = step()
-        return lambda: tempered.copy_(step()), tempered
-
-
 @torch.inference_mode()
 def replay_against_eager(model: BaseModel, graphs: Graphs) -> float:
     rows = _rows([*_adapters(model, 2), None])
     bursts = [
-        Decoder(model, model.new_cache(len(rows)), way, PAGE_TOKENS).run(rows, STEPS) for way in (graphs, _Eager())
+        Decoder(model, model.new_cache(len(rows)), way, PAGE_TOKENS).run(rows, STEPS) for way in (graphs, Uncaptured())
     ]
     replayed, eager = bursts
     if (replayed.tokens != eager.tokens).any():
