@@ -43,6 +43,7 @@ class JoinedLinear:
 
     def __init__(self, parts: Sequence[LoraLinear]):
         self._parts = parts
+        self.names = [part.name for part in parts]
         self.sizes = [part.out_features for part in parts]
         weights: tuple[torch.Tensor, ...] = tuple(part.weight for part in parts)
         self.weight = weights[0]

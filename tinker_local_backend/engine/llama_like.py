@@ -97,6 +97,11 @@ class LlamaLikeDecoder:
         linears = [part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         self.prepared = PreparedWeights(linears if self._head is None else [*linears, self._head])
 
+    @property
+    def parts(self) -> tuple[nn.Module, nn.Module, Sequence[_Layer], nn.Module]:
+        """Embedding, rotary embedding, layers and last norm, for the pass that trains (trained_layers.py)."""
+        return self._embedding, self._rotary, self._layers, self._final_norm
+
     @classmethod
     def of(cls, body: nn.Module, windows: Sequence[int | None], head: nn.Module) -> LlamaLikeDecoder | None:
         """body: transformers' model without its `head`, with LoraLinears. windows: of each layer, as it is without this.
