@@ -53,12 +53,12 @@ class KVCache:
         self._fixed = fixed is not None
         self.kv_heads, self._head_dim = kv_heads, head_dim
         self._dtype, self._device = dtype, device
-        self._layers = [self._empty(self.pages) for _ in range(layers)]
+        self._layers = [self._empty(self.pages).zero_() for _ in range(layers)]
 
     def _empty(self, pages: int) -> torch.Tensor:
-        # Zeros, not empty memory: masked positions still enter the matrix product, and 0 * NaN would be NaN.
+        """Whoever takes it zeroes it: masked positions still enter the matrix product, and 0 * NaN would be NaN."""
         shape = (2, pages, self.kv_heads, PAGE_TOKENS, self._head_dim)
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def resize(self, pages: int) -> None:
         """Have so many pages; those that stay keep their contents. 0 gives the memory back, or zeroes it if it is fixed."""
@@ -72,8 +72,8 @@ class KVCache:
         kept = min(pages, self.pages)
         for layer, old in enumerate(self._layers):
             new = self._empty(pages)
-            if kept:
-                new[:, :kept] = old[:, :kept]
+            new[:, :kept] = old[:, :kept]
+            new[:, kept:] = 0
             self._layers[layer] = new
         self.pages = pages
 
