@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from tinker_local_backend.engine.lora import (
     text_stack,
 )
 from tinker_local_backend.engine.products import float32_product
+from tinker_local_backend.engine.sharding import Ranks, Shards, Step
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
 _REFUSED_CONFIG = {
@@ -145,17 +146,25 @@ class BaseModel:
         name: directory or Hugging Face id.
         device: None means CUDA when available, else CPU.
         dtype: of the weights; None means environment.default_dtype.
+        ranks: the processes over which the weights are divided, in turns of which the model then computes (sharding.py).
 
     Raises:
         ModelLoadError: no such model, or an architecture that the engine does not support.
     """
 
-    def __init__(self, name: str, device: torch.device | None = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        name: str,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+    ):
         check_model_name(name)
         device = device or environment.default_device()
         with _LOADING:
             module, tokenizer = _load(name, dtype or environment.default_dtype(device))
-        self._take(name, module.to(device), tokenizer)
+        # What is divided stays on the CPU, as pages of the file, until each layer is in turn.
+        self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
 
     @classmethod
     def from_module(cls, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
@@ -171,16 +180,19 @@ class BaseModel:
         self._take(name, module, tokenizer)
         return self
 
-    def _take(self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _take(
+        self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:
         """Plug attention, LoRA linears and recomputation into the module, and check what comes out of it."""
         model: Any = module
         self.name = name
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
-        self.device, self.dtype = torch.device(model.device), model.dtype
+        self.device, self.dtype = torch.device(model.device) if ranks is None else ranks.device, model.dtype
         self._model: PreTrainedModel = model.eval().requires_grad_(False)
+        self.shards: Shards | None = None
         # Before anything of ours is in the module: afterwards it could only be compared with itself.
-        expected = self._own_logits()
+        expected = self._own_logits() if ranks is None else None
         model.set_attn_implementation(ATTENTION_NAME)
         self.execution: Execution = Reference()
         self._routing = AdapterRouting()
@@ -195,12 +207,29 @@ class BaseModel:
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self._decoder: LlamaLikeDecoder | None = None
-        self.context_length: int = self._check_passes(expected)
+        if ranks is not None:
+            self.shards = Shards(ranks, self._model, self._layers)
+        with self.turn():
+            if expected is None:  # out of reach before: with LoRA linears that have no adapter
+                expected = self._own_logits()
+                model.set_attn_implementation(ATTENTION_NAME)
+            self.context_length: int = self._check_passes(expected)
         self.execution = self.start() or self.execution
+
+    def turn(self) -> AbstractContextManager[Any]:
+        """Around all that computes. Where weights are divided, every rank must take the same turns."""
+        return nullcontext() if self.shards is None else self.shards.turn()
+
+    def _forward(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.shards is None else self.shards.computing(Step.FORWARD)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around a backward pass."""
+        return nullcontext() if self.shards is None else self.shards.computing(Step.BACKWARD)
 
     def start(self) -> Execution | None:
         """The execution of a model that has passed its checks; None: the reference."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self.shards is not None:  # the CUDA path keeps weights of its own
             return None
         from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 
@@ -219,7 +248,8 @@ class BaseModel:
                 if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
             }
         )
-        for layer in stacks[0]:
+        self._layers: list[nn.Module] = list(stacks[0])
+        for layer in self._layers:
             layer.forward = partial(self._run_layer, layer.forward)
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +305,7 @@ class BaseModel:
             raise _refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.shards is None:  # joined products are copies of the weights
             plan, tokens_R = DecodePlan(cache, tables, np.array([4])), sequences[0][4:]
             hidden_R = self.hidden_states(tokens_R, plan.lengths, plan, None)
             self._decoder = checked_decoder(self.name, self._body, windows, plan, tokens_R, hidden_R)
@@ -297,7 +327,11 @@ class BaseModel:
         """Logits (T, vocabulary) in float32 of each check sequence, as transformers computes them without any of our parts."""
         model: Any = self._model
         model.set_attn_implementation("eager")
-        return [model(input_ids=tokens[None], use_cache=False).logits[0].float() for tokens in self._check_sequences()]
+        logits = []
+        for tokens in self._check_sequences():
+            with self._forward():
+                logits.append(model(input_ids=tokens[None], use_cache=False).logits[0].float())
+        return logits
 
     def _context_length(self, windows: dict[int, int | None]) -> int:
         limits = [self.config.max_position_embeddings]
@@ -373,7 +407,7 @@ class BaseModel:
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
-        with self.routed(adapters):
+        with self.routed(adapters), self._forward():
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
 

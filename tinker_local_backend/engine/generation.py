@@ -31,7 +31,7 @@ from tinker_local_backend.engine.sampler import RowParams, next_tokens
 from tinker_local_backend.engine.stopping import append_token
 from tinker_local_backend.engine.tickets import SampledSequence, Ticket, diverged
 from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
-from tinker_local_backend.errors import RequestError, SamplingError
+from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
 
 AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
@@ -181,7 +181,9 @@ class Generator:
             if out_of_memory(error):
                 cause += " (use a smaller model or max_tokens, or lower TINKER_LOCAL_KV_CACHE_TOKENS)"
             for ticket in affected:
-                ticket.finish(SamplingError(f"a sampling pass failed: {cause}"))
+                ticket.finish(
+                    error if isinstance(error, ReplicaError) else SamplingError(f"a sampling pass failed: {cause}")
+                )
             return
         self._failures += 1
         self._allowance.reduce(rows, self._pool.capacity)

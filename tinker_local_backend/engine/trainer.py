@@ -226,7 +226,8 @@ def backpropagate(
     parameters = adapter.parameters()
     parts: list[torch.Tensor | None] = [None] * len(parameters)
     if hidden.requires_grad and bool(gradient.hidden.any()):
-        parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
+        with model.backward():
+            parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
     for total, part in zip(gradients, parts, strict=True):
         if part is not None:
             total += part
