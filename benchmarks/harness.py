@@ -87,6 +87,12 @@ class Measurement:
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, value: dict) -> Measurement:
+        """What `to_json` gave, read back."""
+        times = {key: [Repetition(**r) for r in value[key]] for key in ("repetitions", "discarded")}
+        return cls(**{**value, **times})
+
 
 def absent(name: str, status: str) -> Measurement:
     """A row for a contender that did not run."""

@@ -149,11 +149,15 @@ def markdown(report: Report, heading: str = "#") -> str:
     """The report as a markdown section."""
     lines = [f"{heading} {report.benchmark}: {report.shape}, {report.dtype}, {report.device}", ""]
     for table in report.tables:
-        lines += [f"**{table.title}**", "", _line(table.columns)]
-        lines.append("|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|")
-        lines += [_line(row) for row in table.rows] + [""]
+        lines += [f"**{table.title}**", "", *table_lines(table)]
     lines.append("; ".join(f"{key} {value}" for key, value in report.facts.items()) + ".")
     return "\n".join(lines) + "\n"
+
+
+def table_lines(table: Table) -> list[str]:
+    """The table in markdown without its title, and an empty line."""
+    rule = "|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|"
+    return [_line(table.columns), rule, *map(_line, table.rows), ""]
 
 
 def _line(cells: Sequence[str]) -> str:

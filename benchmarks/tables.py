@@ -1,6 +1,9 @@
 """Writes the results section of benchmarks/README.md anew from the JSON files in benchmarks/results.
 
 python -m benchmarks.tables
+
+Where a folder benchmarks/results/earlier/DATE has a file of the same name, a first part sets them beside each other. Move a
+result there before it is measured again.
 """
 
 import json
@@ -10,10 +13,15 @@ import chz
 
 from benchmarks.config import RESULTS, run_benchmark
 from benchmarks.errors import BenchmarkError
-from benchmarks.report import Report, markdown, write_atomically
+from benchmarks.history import compare_with_earlier
+from benchmarks.report import Report, markdown, table_lines, write_atomically
 
 BEGIN, END = "<!-- results: written by `python -m benchmarks.tables` -->", "<!-- end of results -->"
 NO_RESULTS = "Nothing measured yet.\n"
+EARLIER = (
+    "Medians of runs on different days, on machines of the same kind. The engine changed between them and the machine may have:\n"
+    "the other tools' own figures tell how much."
+)
 
 
 @chz.chz(typecheck=True)
@@ -27,10 +35,26 @@ class Config:
 
 
 def render(results: Path) -> str:
-    """All reports of the folder as markdown, in order of their names. Other commands keep files there that are no reports."""
-    paths = [path for path in sorted(results.glob("*.json")) if "tables" in json.loads(path.read_text())]
-    reports = [Report.read(path) for path in paths]
-    return "\n".join(markdown(report, heading="###") for report in reports) or NO_RESULTS
+    """What changed since the earlier results, then all reports of the folder, as markdown in order of their names."""
+    reports = _read(results)
+    parts = [markdown(report, heading="###") for report in reports.values()]
+    return "\n".join([*_beside_earlier(results, reports), *parts]) or NO_RESULTS
+
+
+def _read(folder: Path) -> dict[str, Report]:
+    """The folder's reports by file name. Other commands keep files there that are no reports."""
+    paths = [path for path in sorted(folder.glob("*.json")) if "tables" in json.loads(path.read_text())]
+    return {path.name: Report.read(path) for path in paths}
+
+
+def _beside_earlier(results: Path, reports: dict[str, Report]) -> list[str]:
+    days = [_read(folder) for folder in sorted(results.glob("earlier/*/"))]
+    sections = [
+        "\n".join([f"**{report.benchmark}, {report.shape}: {table.title}**", "", *table_lines(table)])
+        for name, report in reports.items()
+        for table in compare_with_earlier([day[name] for day in days if name in day], report)
+    ]
+    return [f"### Beside earlier results\n\n{EARLIER}\n", *sections] if sections else []
 
 
 def replace_section(text: str, section: str) -> str:

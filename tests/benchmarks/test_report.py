@@ -79,3 +79,20 @@ def test_no_results_and_no_markers(tmp_path: Path) -> None:
 def test_the_readme_has_the_markers() -> None:
     readme = Path(Config().readme).read_text()
     assert replace_section(readme, "x")
+
+
+def on(day: int, peer_seconds: float) -> Report:
+    results = [measured("ours", 1.0, 4000, True), measured("peer", peer_seconds, 4000), absent("vllm", "not installed")]
+    value = Report("sampling", "tiny", "float32", "cpu", {"date": f"2026-11-{day} 10:00 UTC"}, [])
+    value.add_comparison("Speed", results, per_token=True)
+    value.measurements["config"] = {"groups": 8}
+    return value
+
+
+def test_earlier_results_stand_beside_those_of_today(tmp_path: Path) -> None:
+    on(22, 2.0).write(str(tmp_path))
+    assert "Beside" not in render(tmp_path)
+    on(21, 4.0).write(str(tmp_path / "earlier" / "2026-11-21"))
+    lines = render(tmp_path).splitlines()
+    start = lines.index("| contender | tokens/s, 11-21 | tokens/s, 11-22 | ours / it, 11-21 | ours / it, 11-22 |")
+    assert lines[start + 2 : start + 5] == ["| ours | 4,000 | 4,000 |  |  |", "| peer | 1,000 | 2,000 | 4x | 2x |", ""]
