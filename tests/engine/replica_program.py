@@ -72,7 +72,8 @@ def run(service: ServiceClient) -> tuple[TrainingClient, dict[str, Any]]:
     results["trained"] = _adapter(client)
     policy = [policy_datum(n, n) for n in (20, 9, 33)]
     results["forward"] = _plain(client.forward(policy, "ppo").result())
-    results["policy"] = _plain(client.forward_backward(policy, "ppo").result())
+    for loss_fn in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
+        results[loss_fn] = _plain(client.forward_backward(policy, loss_fn).result())
     results["custom"] = _plain(client.forward_backward_custom(policy, _custom_loss).result())
     results["custom_step"] = client.optim_step(STEP).result().metrics
     results["errors"] = _errors(client)

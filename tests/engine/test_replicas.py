@@ -19,6 +19,7 @@ import tinker
 from tests.engine.replica_program import run
 from tests.engine.torchrun import ROOT, free_port, rank_environments
 from tinker_local_backend import RequestError, ServiceClient
+from tinker_local_backend.engine.losses import LOSSES
 from tinker_local_backend.replicas.leader import merged
 from tinker_local_backend.replicas.links import portable
 from tinker_local_backend.replicas.messages import divide
@@ -80,8 +81,9 @@ def _assert_close(found: Any, expected: Any, where: str, terms: float = 1.0) -> 
 
 @pytest.mark.distributed
 def test_two_processes_train_as_one(pair: Any, alone: dict[str, Any]) -> None:
-    """Passes of uneven shares and of fewer datums than ranks, policy losses, a custom loss, and a state loaded from disk."""
-    for name in ("steps", "forward", "policy", "custom", "custom_step", "loaded"):
+    """Passes of uneven shares and of fewer datums than ranks, every loss, one of the user's, and a state loaded from disk."""
+    losses = {name for name in LOSSES if name != "cross_entropy"}  # which is that of the steps
+    for name in (*losses, "steps", "forward", "custom", "custom_step", "loaded"):
         _assert_close(pair[0][name], alone[name], name)
 
 

@@ -14,7 +14,7 @@ from tests.engine.sharding_program import MODEL, WORK, new_state, train
 from tests.engine.torchrun import ROOT, rank_environments
 from tinker_local_backend.engine.base_model import BaseModel
 
-pytestmark = [pytest.mark.distributed, pytest.mark.cpu_promise]
+pytestmark = pytest.mark.distributed
 CLOSE = 1e-6
 
 
