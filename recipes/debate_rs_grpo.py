@@ -39,10 +39,25 @@ from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.algorithms import get_preset
 
 RECIPE = "debate_rs_grpo"
 SHORT = {"judge": JudgeConfig, "held_out_judge": JudgeConfig, "protocol": ProtocolConfig}
 """Keys of which KEY=NAME is short for KEY.name=NAME."""
+
+
+_OF_MODE = chz.replace(ADVANTAGES["rs_grpo"])
+"""Stands for the advantage of the mode, as long as nothing is given."""
+
+
+def _advantage(config: "CLIConfig", given: AdvantageConfig) -> AdvantageConfig:
+    """What is given, else the preset's, else the mode's."""
+    if given is not _OF_MODE:
+        return given
+    if config.preset is not None:
+        return get_preset(config.preset).advantage
+    mode = MODES.get(config.debate_train)
+    return given if mode is None else mode.advantage
 
 
 @chz.chz(typecheck=True)
@@ -68,7 +83,11 @@ class CLIConfig(TaskConfig):
     prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
     debate_train: DebateTrain = with_default(DebateDatasetBuilder, "debate_train", "rs_grpo")
     debate_reward: str | None = with_default(DebateDatasetBuilder, "debate_reward", None)
-    advantage: AdvantageConfig = with_default(TaskConfig, "advantage", ADVANTAGES["rs_grpo"])
+    advantage: AdvantageConfig = chz.field(
+        default_factory=lambda: _OF_MODE,
+        munger=_advantage,
+        doc=f"{chz.chz_fields(TaskConfig)['advantage']._doc}; default: the mode's",
+    )
 
     @classmethod
     def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
@@ -87,7 +106,7 @@ class CLIConfig(TaskConfig):
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=cli.protocol.num_speakers)
-    cli = chz.replace(cli, advantage=_advantage(cli))
+    _check_advantage(cli)
     folder = run_folder(cli, f"debate-{cli.debate_train}")
     cli = settle(cli)
     dataset_builder = cli.fill(
@@ -100,22 +119,19 @@ def build_config(cli: CLIConfig) -> train.Config:
         context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder.check()
-    dataset_builder.mode.check_group(group_size // cli.protocol.num_speakers, cli.advantage)
     request = dataset_builder.added_request
     evaluators = [train_questions_evaluator(cli, request), *graded_evaluators(cli, request)]
     return train_config(cli, RECIPE, dataset_builder, folder, evaluators)
 
 
-def _advantage(cli: CLIConfig) -> AdvantageConfig:
-    """What is given, else the mode's. Raises ConfigurationError for one that takes nothing else than its own."""
+def _check_advantage(cli: CLIConfig) -> None:
+    """Raise ConfigurationError for a mode that takes no other advantage than its own."""
     own = get_mode(cli.debate_train).advantage
-    is_given = cli.preset is not None or cli.advantage not in (ADVANTAGES["rs_grpo"], own)
-    if is_given and own.baseline == "constant":
+    if own.baseline == "constant" and cli.advantage != own:
         raise ConfigurationError(
             f"debate_train={cli.debate_train} trains each winner with the same weight, whatever its reward; leave preset and "
             "advantage out, or use debate_train=rs_grpo"
         )
-    return cli.advantage if is_given else own
 
 
 def _judge(cli: CLIConfig, judge: JudgeConfig) -> JudgeConfig:

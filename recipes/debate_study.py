@@ -8,16 +8,19 @@ held-out items; intervals (95 %) come from drawing seeds and items again.
 
     python -m recipes.debate_study                        # three seeds
     python -m recipes.debate_study seeds=0                # what `make demo` runs
+    python -m recipes.debate_study log_path=study behavior_if_log_dir_exists=resume seeds=0,1,2,3,4    # more seeds of a study
 """
 
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import chz
 from rich.console import Console
@@ -31,19 +34,36 @@ from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.oversight import PROTOCOLS, OversightGroupBuilder
 from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, OversightDatasetBuilder
 from tinker_cookbook.debate.step_judges import StepJudgeConfig
-from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, TrainingError
 from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
+from tinker_cookbook.runs.folder import one_writer, open_folder
+from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, changed_keys
+from tinker_cookbook.utils.files import read_json_object, read_jsonl, to_jsonable, write_json, write_text
+from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
+from tinker_cookbook.utils.secrets import redact
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_study"
 BEGIN, END = "<!-- study -->", "<!-- end of study -->"
 BEFORE = "before"
+RESULTS = "study.json"
+FREE = (
+    "seeds",
+    "protocols",
+    "processes",
+    "page",
+    "log_path",
+    "name",
+    "behavior_if_log_dir_exists",
+    "num_groups_to_log",
+    "quiet",
+)
+"""Keys that may change when a study goes on."""
 
 
 @chz.chz(typecheck=True)
@@ -306,32 +326,99 @@ def fill_page(path: str, section: str) -> str:
 
 def write_results(folder: Path, runs: Sequence[Run]) -> None:
     """study.json with every number, study.md with the table."""
-    write_json(folder / "study.json", {"runs": [asdict(run) for run in runs]})
+    write_json(folder / RESULTS, {"runs": [asdict(run) for run in runs]})
     write_text(folder / "study.md", f"{markdown(runs)}\n")
 
 
+def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
+    """What a study that goes on has measured, by protocol and seed; its config is kept for the next time.
+
+    Raises ConfigurationError when it had other settings: its runs cannot be set beside new ones.
+    """
+    place, config = folder / CONFIG_BASE_NAME, redact(to_jsonable(cli))
+    if not place.exists():
+        write_json(place, config)
+        return {}
+    before = read_json_object(place, "set behavior_if_log_dir_exists=delete to start over")
+    changed = changed_keys(before, config)
+    others = [
+        f"{key}={now!r}, was {then!r}" for key, (then, now) in changed.items() if key.partition(".")[0] not in FREE
+    ]
+    if others:
+        raise ConfigurationError(
+            f"log_path={str(folder)!r} holds a study with other settings ({'; '.join(others)}); give another log_path, or set "
+            "behavior_if_log_dir_exists=delete to start over"
+        )
+    results = folder / RESULTS
+    saved = read_json_object(results, "remove the file to measure again")["runs"] if results.exists() else []
+    runs = [Run(**{**run, "before": Measured(**run["before"]), "after": Measured(**run["after"])}) for run in saved]
+    return {(run.protocol, run.seed): run for run in runs}
+
+
 async def study(cli: CLIConfig) -> list[Run]:
-    """Every protocol with every seed; results are written after each run."""
-    folder = Path(open_log_path(cli, RECIPE, RECIPE, str(cli.task)))
+    """Every protocol with every seed; results are written after each run, and a study that goes on keeps them."""
+    folder = open_folder(open_log_path(cli, RECIPE, RECIPE, str(cli.task)), "log_path")
     cli = settle(cli)
-    before = {protocol: await measure(cli, protocol, cli.load_checkpoint_path) for protocol in cli.protocols}
-    runs: list[Run] = []
-    todo = [(cli, folder, protocol, seed, before[protocol]) for seed in cli.seeds for protocol in cli.protocols]
+    with one_writer(folder, "log_path"):
+        earlier = earlier_runs(folder, cli)
+        known = {run.protocol: run.before for run in earlier.values()}
+        before = {
+            protocol: known.get(protocol) or await measure(cli, protocol, cli.load_checkpoint_path)
+            for protocol in cli.protocols
+        }
+        asked = [(protocol, seed) for seed in cli.seeds for protocol in cli.protocols]
+        found, order = dict(earlier), dict.fromkeys([*asked, *earlier])
+        with _processes(cli.processes) as start:
+
+            async def finish(one: tuple[str, int]) -> None:
+                found[one] = run = await start(cli, folder, *one, before[one[0]])
+                write_results(folder, [found[other] for other in order if other in found])
+                print(told(run), flush=True)
+
+            async with asyncio.TaskGroup() as group:
+                for one in asked:
+                    if one not in earlier:
+                        group.create_task(finish(one))
+    return [found[one] for one in asked]
+
+
+def told(run: Run) -> str:
+    """A line for the terminal."""
+    before, after = fmean(run.before.correct_I), fmean(run.after.correct_I)
+    return (
+        f"{run.protocol}, seed {run.seed}: {run.steps} steps, {run.tokens} tokens, {run.seconds:.0f} s; right "
+        f"{before:.3f} -> {after:.3f}"
+    )
+
+
+@contextmanager
+def _processes(count: int) -> Iterator[Callable[..., Coroutine[Any, Any, Run]]]:
+    """Runs `run_one`, so many at a time. When the body is left early, runs under way are ended as by Ctrl-C, which saves them."""
     # Processes, not threads: an engine computes on one core, and each run has one of its own.
-    with ProcessPoolExecutor(cli.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for run in pool.map(_run_process, todo):
-            runs.append(run)
-            write_results(folder, runs)
-            print(
-                f"{run.protocol}, seed {run.seed}: {run.steps} steps, {run.tokens} tokens, {run.seconds:.0f} s; right "
-                f"{fmean(run.before.correct_I):.3f} -> {fmean(run.after.correct_I):.3f}",
-                flush=True,
-            )
-    return runs
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    slots = asyncio.Semaphore(count)  # the pool itself would take up more than it can run, and not let go of it
+
+    async def start(*arguments: Any) -> Run:
+        async with slots:
+            return await asyncio.get_running_loop().run_in_executor(pool, _run_process, arguments)
+
+    try:
+        yield start
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _run_process(arguments: tuple[CLIConfig, Path, str, int, Measured]) -> Run:
-    return asyncio.run(run_one(*arguments))
+    with interruptible() as interrupts:
+        try:
+            return interrupts.run(run_one(*arguments))
+        except KeyboardInterrupt:
+            _, _, protocol, seed, _ = arguments
+            raise TrainingError(f"{protocol}, seed {seed}: interrupted; what it did is saved") from None
 
 
 def show(runs: Sequence[Run]) -> None:

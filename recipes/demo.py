@@ -10,7 +10,7 @@ sentence, and what to run next.
 import chz
 
 from recipes import debate_study
-from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.cli_utils import LogdirBehavior, run_recipe
 from tinker_cookbook.debate.oversight import PROTOCOLS
 
 NEXT = """\
@@ -36,6 +36,7 @@ class DemoConfig:
     log_path: str | None = chz.field(
         default=None, doc="folder of the runs; default: a new one under <user data>/tinker-cookbook"
     )
+    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
 
 
 async def main(demo: DemoConfig) -> None:
@@ -49,6 +50,7 @@ async def main(demo: DemoConfig) -> None:
         tokens=demo.tokens,
         protocols=demo.protocols,
         log_path=demo.log_path,
+        behavior_if_log_dir_exists=demo.behavior_if_log_dir_exists,
         name="demo",
         num_groups_to_log=1,
     )

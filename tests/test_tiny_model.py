@@ -34,6 +34,8 @@ def figures() -> dict[str, float]:
     return measure(TINY, seed=0, samples=2)
 
 
+# Slow: many hundred replies through `generate`. What recipes learn from this model is tested everywhere.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [

@@ -153,6 +153,7 @@ VARIABLES = {
     ),
     "TINKER_LOCAL_VLLM_PYTHON": Variable("python of the environment that has vLLM; default: this one", _program),
     "TINKER_LOCAL_VLLM_URL": Variable("a vLLM server to use instead of a process of one's own", _url),
+    "TINKER_LOCAL_VLLM_API_KEY": Variable("the key that this server asks for (its `--api-key`)"),
     "TINKER_LOCAL_VLLM_MAX_LORAS": Variable("adapters that vLLM holds at a time; default 8", _integer(1)),
     "TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION": Variable(
         "vLLM's share of the memory of the GPU, or of the machine on a CPU; default 0.4, or 0.15 on a CPU", _share
@@ -208,7 +209,13 @@ def _check_vllm() -> None:
             f"{chosen[0]} is set, but TINKER_LOCAL_SAMPLER is not vllm, so it has no effect; set TINKER_LOCAL_SAMPLER=vllm, "
             f"or unset {', '.join(chosen)}"
         )
-    own = [name for name in chosen if name not in ("TINKER_LOCAL_VLLM_URL", "TINKER_LOCAL_VLLM_MAX_LORAS")]
+    of_a_server = ("TINKER_LOCAL_VLLM_URL", "TINKER_LOCAL_VLLM_API_KEY")
+    if of_a_server[1] in chosen and of_a_server[0] not in chosen:
+        raise RequestError(
+            "TINKER_LOCAL_VLLM_API_KEY is set without TINKER_LOCAL_VLLM_URL, so it has no effect: name the server whose key it "
+            "is, or unset it"
+        )
+    own = [name for name in chosen if name not in (*of_a_server, "TINKER_LOCAL_VLLM_MAX_LORAS")]
     if own and read("TINKER_LOCAL_VLLM_URL"):
         raise RequestError(
             f"{own[0]} is set beside TINKER_LOCAL_VLLM_URL, but it is for a process of one's own: give the setting to the "

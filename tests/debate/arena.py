@@ -17,6 +17,7 @@ from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.tasks.collatz import LABELS, next_number
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -25,6 +26,20 @@ TINY = str(EXAMPLE_DATA / "tiny_chat")
 RENDERERS = ["qwen3_instruct", "role_colon"]
 ITEM = TaskItem("sum-1", "What is 7 + 5?", "12")
 RIGHT, WRONG = "<SOLUTION>12</SOLUTION>", "<SOLUTION>13</SOLUTION>"
+
+TRAIL_START = 43
+
+
+def trail(mistake_at: str = "") -> str:
+    """The answer of collatz for TRAIL_START; at the named step 4 too much, and right again from there."""
+    number, said = TRAIL_START, []
+    for label in LABELS:
+        number = next_number(number) + (4 if label == mistake_at else 0)
+        said.append(f"{label}{number}")
+    return f"{' '.join(said)} <SOLUTION>{number}</SOLUTION>"
+
+
+TRAIL_ITEM = TaskItem("start-43", str(TRAIL_START), trail().rpartition("<SOLUTION>")[2].removesuffix("</SOLUTION>"))
 
 
 def make_renderer(name: str) -> Renderer:

@@ -4,16 +4,26 @@ python -m tests.debate.golden_transcripts    # writes tests/debate/golden/ anew;
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.debate.arena import ITEM, RIGHT, WRONG, decode, make_renderer, speech
+from tests.debate.arena import ITEM, RIGHT, TRAIL_ITEM, WRONG, decode, make_renderer, speech, trail
 from tests.fakes import ScriptedCompleter
+from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol, make_dialogue
 from tinker_cookbook.debate.judges import SCRIPTS, ScriptedJudge
+from tinker_cookbook.debate.oversight import (
+    PROTOCOLS,
+    WITH_SPEECH,
+    OversightGroupBuilder,
+    OversightProtocol,
+    ProtocolName,
+)
 from tinker_cookbook.debate.prompts import judge_system_prompt, judge_user_prompt
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.records import read_view
+from tinker_cookbook.debate.step_judges import CHECK_SYSTEM, ScriptedStepJudge
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.tasks.registry import get_task
@@ -35,12 +45,23 @@ CONFIGS = {
     "key": ProtocolConfig(name="key"),
 }
 
+OVERSIGHT: dict[str, ProtocolName] = {f"oversight_{name}": name for name in PROTOCOLS}
+"""Where the judge checks a step of an answer."""
+
 
 def lines(seat: str, answers: bool, count: int) -> list[str]:
     """What a seat says. A is right, the others are wrong; every speech quotes the question, and one that is not in it."""
     answer = f"{RIGHT if seat == 'A' else WRONG} <CONFIDENCE>0.{9 - 'ABC'.index(seat)}</CONFIDENCE>"
     speeches = [f"{seat} speaks, {i}: <quote>What is 7</quote>, <quote>8</quote>." for i in range(1, count)]
     return [answer, *speeches] if answers else [*speeches, f"{seat} ends."]
+
+
+def spoken(who: str, renderer: Renderer, heard: list[list[int]], said: Sequence[TokensWithLogprobs]) -> list[str]:
+    """Every prompt and reply of one side."""
+    shown: list[str] = []
+    for i, (prompt, reply) in enumerate(zip(heard, said, strict=True), start=1):
+        shown += [f"--- {who}, prompt {i}", decode(renderer, prompt), "--- reply", decode(renderer, reply.tokens)]
+    return shown
 
 
 async def transcript_text(name: str, renderer: Renderer) -> str:
@@ -60,13 +81,7 @@ async def transcript_text(name: str, renderer: Renderer) -> str:
     (record,) = group.records
     shown: list[str] = [f"protocol: {record.content['protocol']}"]
     for member, env in enumerate(envs):
-        for i, (prompt, said) in enumerate(zip(policy.heard[member], turns[member], strict=True), start=1):
-            shown += [
-                f"--- {env.seat.name}, prompt {i}",
-                decode(renderer, prompt),
-                "--- reply",
-                decode(renderer, said.tokens),
-            ]
+        shown += spoken(env.seat.name, renderer, policy.heard[member], turns[member])
     view = read_view(record.content["view"])
     shown += [
         "--- judge",
@@ -78,10 +93,48 @@ async def transcript_text(name: str, renderer: Renderer) -> str:
     return "\n".join([*shown, f"rewards: {rewards}", f"trained: {group.is_trained()}"]) + "\n"
 
 
+def answers_and_speeches(name: ProtocolName) -> list[list[str]]:
+    """A right answer and a wrong one, and as self-consistency counts them, that one again. A speech names a step."""
+    right, wrong = trail(), trail("c")
+    if name == "debate":
+        return [[right, "c is wrong."], [wrong, "b is wrong."]]
+    return [[right, "c is right."], [wrong, "c is right."], [wrong, "b is right."]]
+
+
+async def oversight_text(name: ProtocolName, renderer: Renderer) -> str:
+    """As `transcript_text`, of answers that a scripted judge of a single step accepts or rejects."""
+    protocol = OversightProtocol.make(name, get_task("collatz"), renderer, ScriptedStepJudge())
+    said = [member if name in WITH_SPEECH else member[:1] for member in answers_and_speeches(name)]
+    turns = {i: [speech(renderer, text) for text in member] for i, member in enumerate(said)}
+    policy = ScriptedCompleter(turns)
+    group = await do_group_rollout(OversightGroupBuilder(protocol, TRAIL_ITEM, len(said), (4, 2)), policy)
+    shown = [f"protocol: {name}"]
+    for member, record in enumerate(group.records):
+        found = record.content
+        shown += spoken(f"member {member}", renderer, policy.heard[member], turns[member])
+        checked = found["checked_step"]
+        asked = [CHECK_SYSTEM, checked["claim"]] if checked else ["no step was checked"]
+        verdict = "accepted" if found["accepted"] else "rejected"
+        shown += [
+            "--- judge",
+            *asked,
+            f"--- verdict: {verdict}; the answer is {'right' if found['correct'] else 'wrong'}",
+        ]
+        shown.append(f"rewards: {[transition['reward'] for transition in found['transitions']]}")
+    return "\n".join([*shown, f"trained: {group.is_trained()}"]) + "\n"
+
+
+async def golden_text(name: str, renderer: Renderer) -> str:
+    """What the file of this name holds."""
+    if name in OVERSIGHT:
+        return await oversight_text(OVERSIGHT[name], renderer)
+    return await transcript_text(name, renderer)
+
+
 def main() -> None:
     renderer = make_renderer("qwen3_instruct")
-    for name in CONFIGS:
-        write_text(FOLDER / f"{name}.txt", asyncio.run(transcript_text(name, renderer)))
+    for name in (*CONFIGS, *OVERSIGHT):
+        write_text(FOLDER / f"{name}.txt", asyncio.run(golden_text(name, renderer)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every protocol with every judge, every protocol with every mode, every judge with every mode: each pair plays and trains.
 
-A greedy cover picks the combinations. A pair is left out only where no combination that holds it makes sense, and then the
-config says so before anything is played.
+What there is comes from the registries, so that nothing new is left out. A greedy cover picks the combinations. A pair is
+left out only where no combination that holds it makes sense, and then the config says so before anything is played.
 """
 
 import asyncio
@@ -10,21 +10,25 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import chz
 import pytest
 import tinker
 
-from tests.debate.arena import TINY, make_renderer, reply_ids
+from tests.debate.arena import TINY, TRAIL_ITEM, make_renderer, reply_ids, speech, trail
 from tests.debate.golden_transcripts import CONFIGS
-from tests.fakes import FakeServiceClient, SampleCall, said
+from tests.fakes import FakeServiceClient, SampleCall, ScriptedCompleter, said
 from tinker_cookbook import backends
 from tinker_cookbook.completers import MessageCompleter, StopCondition, TokenCompleter, TokensWithLogprobs
-from tinker_cookbook.debate import modes
+from tinker_cookbook.debate import modes, oversight
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import JUDGES, JudgeConfig
+from tinker_cookbook.debate.oversight import OversightGroupBuilder
+from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, OversightDatasetBuilder
+from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
+from tinker_cookbook.debate.step_judges import STEP_JUDGES, StepJudgeConfig, StepJudgeName
 from tinker_cookbook.endpoints import EndpointConfig, LikelyToken
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
@@ -167,6 +171,16 @@ def refusal(builder: DebateDatasetBuilder, combination: Combination) -> str | No
     return None
 
 
+def test_nothing_that_is_registered_is_left_out() -> None:
+    assert {config.name for config in CONFIGS.values()} == set(PROTOCOLS)
+    for key in ("answers", "order"):
+        assert {getattr(config, key) for config in CONFIGS.values()} == set(
+            get_args(chz.chz_fields(ProtocolConfig)[key].x_type)
+        )
+    assert {config.name for config in JUDGE_CONFIGS.values()} == JUDGES.keys()
+    assert modes.ADVANTAGES.keys() == modes.MODES.keys()
+
+
 def test_each_protocol_judge_and_mode_plays(builder: DebateDatasetBuilder) -> None:
     axes = (list(CONFIGS), list(JUDGE_CONFIGS), list(modes.ADVANTAGES))
     left, grid = {part for axis in axes for part in axis}, list[Combination]()
@@ -179,13 +193,88 @@ def test_each_protocol_judge_and_mode_plays(builder: DebateDatasetBuilder) -> No
     play(builder, grid)
 
 
+def makes_no_sense(pair: tuple[tuple[int, str], tuple[int, str]]) -> bool:
+    """By the rules, not by what the library refuses."""
+    named = dict(pair)
+    protocol = CONFIGS[named[0]] if 0 in named else None
+    judge, mode = JUDGE_CONFIGS[named[1]] if 1 in named else None, named.get(2)
+    if judge is not None and judge.name == "scripted:TIE":
+        return True  # nobody wins
+    assigned = protocol is not None and protocol.answers == "assigned"
+    if assigned and (mode == "rs_grpo" or (judge is not None and judge.name == "confidence")):
+        return True  # nobody gives an answer that the task could reward, or states a confidence in it
+    if protocol is not None and mode == "solution_argument":  # some seat has no answer or no speech
+        return protocol.answers == "assigned" or protocol.name == "proposer_critic" or protocol.num_rounds == 0
+    if judge is not None and mode == "soft_judge":
+        return not judge.soft and judge.votes == 1
+    return mode == "rs_grpo" and judge is not None and judge.name in ("key", "scripted:truth")
+
+
 @pytest.mark.slow
 def test_every_pair_plays(builder: DebateDatasetBuilder) -> None:
     every = list(itertools.product(CONFIGS, JUDGE_CONFIGS, modes.ADVANTAGES))
     refused = {combination: reason for combination in every if (reason := refusal(builder, combination)) is not None}
     possible = [combination for combination in every if combination not in refused]
     assert len(possible) > len(refused)
+    left_out = set[Any]().union(*map(pairs, every)) - set[Any]().union(*map(pairs, possible))
+    assert left_out == {pair for pair in set[Any]().union(*map(pairs, every)) if makes_no_sense(pair)}
     assert all("=" in reason for reason in refused.values())  # which key to change
     grid = list(pairwise_cover(possible))
     assert set[Any]().union(*map(pairs, grid)) == set[Any]().union(*map(pairs, possible))
     play(builder, grid)
+
+
+def step_verdict_of(call: SampleCall) -> list[int]:
+    return reply_ids(
+        RENDERER, ("<VERDICT>RIGHT</VERDICT>", "<VERDICT>WRONG</VERDICT>", "who knows")[call.prompt[-9] % 3]
+    )
+
+
+class ChecksSteps(MessageCompleter):
+    """An endpoint that finds odd numbers wrong."""
+
+    async def __call__(self, messages: list[Message]) -> Message:
+        return {
+            "role": "assistant",
+            "content": f"<VERDICT>{'WRONG' if int(str(messages[-1]['content'])[-1]) % 2 else 'RIGHT'}</VERDICT>",
+        }
+
+
+@pytest.mark.parametrize("judge", STEP_JUDGES)
+@pytest.mark.parametrize("protocol", oversight.PROTOCOLS)
+def test_each_judge_of_a_step_with_each_protocol(
+    protocol: oversight.ProtocolName, judge: StepJudgeName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = FakeServiceClient(step_verdict_of)
+    monkeypatch.setattr(backends, "create_service_client", lambda *_: service)
+    monkeypatch.setattr(EndpointConfig, "open", lambda *_: ChecksSteps())
+    config = StepJudgeConfig(
+        name=judge,
+        weights=WEIGHTS if judge == "lm" else WeightsConfig(),
+        endpoint=ENDPOINT if judge == "endpoint" else EndpointConfig(),
+    )
+    dataset = OversightDatasetBuilder(
+        task="collatz", model_name=TINY, renderer_name="qwen3_instruct", protocol=protocol, step_judge=config,
+        num_groups=1, group_size=4, num_batches=1,
+    )  # fmt: skip
+    speeches = ("c is wrong.", "b is wrong.", "a is right.", "nothing")
+    spoken = {i: [speech(RENDERER, trail("c" if i % 2 else "")), speech(RENDERER, speeches[i])] for i in range(4)}
+
+    async def play_one() -> TrajectoryGroup:
+        task, _, _ = dataset.check()
+        builder = OversightGroupBuilder(await dataset.make_protocol(task, RENDERER), TRAIL_ITEM, 4, (0, 0))
+        return await do_group_rollout(builder, ScriptedCompleter(spoken))
+
+    group = asyncio.run(play_one())
+    turns = 2 if protocol in oversight.WITH_SPEECH else 1
+    assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [turns] * 4
+    accepted = [record.content["accepted"] for record in group.records]
+    if protocol != "debate":  # where a member also needs the verdict on the answer that it objects to
+        assert group.is_trained() == [verdict is not None for verdict in accepted]
+    words = [record.content["judge"] for record in group.records if record.content["checked_step"] is not None]
+    assert all(word is not None for word in words) if judge != "scripted" else not any(words)
+    assert bool(words) == (protocol in oversight.WITH_STEPS)
+    data, _ = assemble_training_data([group], compute_advantages([group], OVERSIGHT_ADVANTAGE))
+    if protocol == "direct":  # chance may look at steps that hold alone
+        return
+    assert {float(value) for datum in data for value in datum.loss_fn_inputs["advantages"].tolist()} - {0.0}

@@ -184,15 +184,17 @@ class TestCannotLearn:
         for name, alone in (("rs_grpo", False), ("rejection", True), ("judge", True), ("spiral", True)):
             mode = get_mode(name)
             if alone:
-                mode.check_group(1, mode.advantage)
+                mode.check_group(ProtocolConfig(), 1, mode.advantage)
             else:
-                mode.check_group(2, mode.advantage)
+                mode.check_group(ProtocolConfig(), 2, mode.advantage)
                 with pytest.raises(ConfigurationError, match="there is one winner"):
-                    mode.check_group(1, mode.advantage)
+                    mode.check_group(ProtocolConfig(), 1, mode.advantage)
 
     def test_from_the_command_line(self) -> None:
         for argv, complaint in (
             (["judge=scripted:truth"], "cannot learn"),
+            (["debate_train=judge", "advantage.baseline=constant"], "winners and losers would be trained alike"),
+            (["debate_reward=win"], "no winner's reward differs"),
             (["num_rollouts=16", "num_groups=8"], "there is one winner"),
             (["debate_train=best"], "debate_train='best' is unknown; use rejection"),
             (["debate_reward=judge:0.5,fame:0.5"], "'fame' is unknown; use judge, soft, win"),
@@ -212,12 +214,14 @@ class TestAdvantageOfAMode:
 
     def test_it_is_the_mode_s_own_key_by_key(self) -> None:
         for name in MODES:
-            assert debate_rs_grpo._advantage(self.parse(f"debate_train={name}")) == MODES[name].advantage
-        given = debate_rs_grpo._advantage(self.parse("debate_train=judge", "advantage.baseline=role"))
+            assert self.parse(f"debate_train={name}").advantage == MODES[name].advantage
+            assert debate_rs_grpo.CLIConfig(debate_train=name).advantage == MODES[name].advantage
+        given = self.parse("debate_train=judge", "advantage.baseline=role").advantage
         assert (given.baseline, given.scale) == ("role", "sequence")
-        assert debate_rs_grpo._advantage(self.parse("debate_train=judge", "preset=grpo")).baseline == "zscore"
+        assert self.parse("debate_train=judge", "preset=grpo").advantage.baseline == "zscore"
+        assert debate_rs_grpo.CLIConfig(debate_train="judge", preset="grpo").advantage.baseline == "zscore"
         with pytest.raises(ConfigurationError, match="the same weight"):
-            debate_rs_grpo._advantage(self.parse("debate_train=rejection", "preset=grpo"))
+            debate_rs_grpo.build_config(self.parse("debate_train=rejection", "preset=grpo"))
 
 
 class Made:

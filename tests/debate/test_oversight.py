@@ -7,36 +7,22 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.debate.arena import decode, make_renderer, speech
-from tests.fakes import ScriptedCompleter
-from tinker_cookbook.completers import TokensWithLogprobs
+from tests.debate.arena import TRAIL_ITEM, decode, make_renderer, reply_ids, speech, trail
+from tests.fakes import ScriptedCompleter, said
+from tinker_cookbook.completers import MessageCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.oversight import OversightGroupBuilder, OversightProtocol, ProtocolName
-from tinker_cookbook.debate.step_judges import ScriptedStepJudge, StepJudge
+from tinker_cookbook.debate.step_judges import CHECK_SYSTEM, LMStepJudge, ScriptedStepJudge, StepJudge, StepVerdict
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.minibatch import prepare_minibatch
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.tasks.collatz import LABELS, next_number
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.steps import Step
-from tinker_cookbook.tasks.types import TaskItem
 
 RENDERER = make_renderer("qwen3_instruct")
-START = 43
-
-
-def trail(mistake_at: str = "") -> str:
-    """The answer for START; at the named step 4 too much, and right again from there."""
-    number, said = START, []
-    for label in LABELS:
-        number = next_number(number) + (4 if label == mistake_at else 0)
-        said.append(f"{label}{number}")
-    return f"{' '.join(said)} <SOLUTION>{number}</SOLUTION>"
-
-
-RIGHT, WRONG = trail(), trail("c")
-ITEM = TaskItem("start-43", str(START), RIGHT.rpartition("<SOLUTION>")[2].removesuffix("</SOLUTION>"))
+RIGHT, WRONG, ITEM = trail(), trail("c"), TRAIL_ITEM
 
 
 @dataclass(frozen=True)
@@ -45,8 +31,8 @@ class SilentJudge(StepJudge):
 
     about: str
 
-    async def __call__(self, step: Step, key: tuple[int, ...]) -> bool | None:
-        return None if step.name == self.about else step.holds
+    async def __call__(self, step: Step, key: tuple[int, ...]) -> StepVerdict:
+        return StepVerdict(None if step.name == self.about else step.holds)
 
 
 def play(
@@ -145,6 +131,62 @@ class TestBaselines:
     def test_turns_that_do_not_fit_the_context_are_an_error(self) -> None:
         with pytest.raises(ConfigurationError, match="max_tokens=400"):
             OversightProtocol.make("debate", get_task("collatz"), RENDERER, ScriptedStepJudge(), 0, 400, 1024)
+
+
+REPLIES = {
+    "<VERDICT>WRONG</VERDICT>": [0.0, 1.0],
+    "Right? <VERDICT>RIGHT</VERDICT>": [1.0, 0.0],
+    "Hm.": [0.0, 1.0],
+}
+"""What a judge says of the step that the first member objects to, and the rewards of the answer and of that objection."""
+
+
+class TestWordsOfTheJudge:
+    """What a language model says of a step is kept, as ids and as text."""
+
+    members = ([RIGHT, "c is wrong."], [WRONG, "Nothing is wrong."])
+
+    @pytest.mark.parametrize(("reply", "expected"), REPLIES.items())
+    def test_as_tokens(self, reply: str, expected: list[float]) -> None:
+        answered = said(reply_ids(RENDERER, reply))
+        group, _ = play("debate", self.members, LMStepJudge(ScriptedCompleter({1: [answered]}), RENDERER))
+        assert [rewards(group)[1][0], rewards(group)[0][1]] == expected
+        unjudged, judged = (record.content for record in group.records)
+        claim = judged["checked_step"]["claim"]
+        asked: list[Message] = [{"role": "system", "content": CHECK_SYSTEM}, {"role": "user", "content": claim}]
+        prompt = RENDERER.build_generation_prompt(asked).to_ints()
+        assert judged["judge"] == {
+            "raw_response": reply,
+            "prompt_tokens": prompt,
+            "completion_tokens": answered.tokens,
+            "completion_logprobs": answered.maybe_logprobs,
+            "prompt_token_count": len(prompt),
+            "completion_token_count": len(answered.tokens),
+        }
+        assert unjudged["judge"] is None and unjudged["checked_step"] is None  # nobody named a step of it
+        assert group.member_info_G[1]["judge"] == f"c: {claim}\n{reply}"
+        assert group.metrics_G[1]["debate/invalid"] == float("VERDICT" not in reply)
+
+    def test_as_messages_and_what_they_took(self) -> None:
+        group, _ = play("consultancy", [[WRONG, "c is right."]], LMStepJudge(Endpoint()))
+        (record,) = group.records
+        assert record.content["judge"] == {"raw_response": "Surely <VERDICT>WRONG</VERDICT>"}
+        assert rewards(group) == [[0.0, 0.0]] and group.metrics_G[0]["debate/judge_calls"] == 1.0
+
+    def test_a_script_has_no_words(self) -> None:
+        group, _ = play("debate", self.members)
+        assert [record.content["judge"] for record in group.records] == [None, None]
+        assert group.member_info_G[1]["judge"] == f"c: {group.records[1].content['checked_step']['claim']}"
+
+
+class Endpoint(MessageCompleter):
+    """Finds everything wrong."""
+
+    async def __call__(self, messages: list[Message]) -> Message:
+        return {"role": "assistant", "content": "Surely <VERDICT>WRONG</VERDICT>"}
+
+    def usage(self) -> dict[str, float]:
+        return {"calls": 1.0}
 
 
 class TestSteps:

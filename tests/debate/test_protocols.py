@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.debate.arena import ITEM, RIGHT, WRONG, JudgeByIndex, WatchingJudge, decode, make_renderer, speech
-from tests.debate.golden_transcripts import CONFIGS, FOLDER, transcript_text
+from tests.debate.golden_transcripts import CONFIGS, FOLDER, OVERSIGHT, golden_text
 from tests.fakes import ScriptedCompleter
 from tests.renderers import synthetic
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol, make_dialogue, wrong_answers
 from tinker_cookbook.debate.judges import Judge, Verdict, Winner
 from tinker_cookbook.debate.prompts import DebatePrompts
-from tinker_cookbook.debate.protocols import ProtocolConfig, Slot, heard_before
+from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig, Slot, heard_before
 from tinker_cookbook.debate.transcript import assign_answers
 from tinker_cookbook.debate.views import DebateView, Seat
 from tinker_cookbook.exceptions import ConfigurationError
@@ -50,14 +50,15 @@ def play(
     return asyncio.run(bounded()), policy
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *OVERSIGHT])
 def test_golden_transcripts(name: str) -> None:
     """Written by `python -m tests.debate.golden_transcripts`."""
-    assert asyncio.run(transcript_text(name, RENDERER)) == (FOLDER / f"{name}.txt").read_text()
+    assert asyncio.run(golden_text(name, RENDERER)) == (FOLDER / f"{name}.txt").read_text()
 
 
 def test_there_is_a_golden_transcript_of_each_and_no_other() -> None:
-    assert {path.stem for path in FOLDER.glob("*.txt")} == CONFIGS.keys()
+    assert {path.stem for path in FOLDER.glob("*.txt")} == CONFIGS.keys() | OVERSIGHT.keys()
+    assert {config.name for config in CONFIGS.values()} == set(PROTOCOLS)
 
 
 class TestOrder:

@@ -1,9 +1,14 @@
-"""The comparison of protocols: its numbers come from what was measured, and its words from its numbers."""
+"""The comparison of protocols: its numbers come from what was measured, its words from its numbers, and it can go on."""
 
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from recipes import debate_study
 from recipes.debate_study import (
     CLIConfig,
     Measured,
@@ -16,7 +21,10 @@ from recipes.debate_study import (
     sentence,
     table_rows,
 )
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.debate.step_judges import StepJudgeConfig
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.files import read_json_object
 
 
 def measured(correct: float, accepted: float | None = None, items: int = 40) -> Measured:
@@ -88,3 +96,98 @@ def test_the_table_takes_its_place_in_a_page(tmp_path: Path) -> None:
 def test_settings_that_make_no_study_are_refused(keys: dict, named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         CLIConfig(**keys)
+
+
+class TestGoingOn:
+    """What is measured is kept, what is not is run, and runs of different settings are never set side by side."""
+
+    @pytest.fixture
+    def played(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+        """What was run, by a stand-in; `direct` with seed 1 breaks down the first time."""
+        found: list[tuple[str, int]] = []
+
+        @contextmanager
+        def here(count: int) -> Iterator[Callable[..., Coroutine[Any, Any, Run]]]:
+            async def start(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
+                found.append((protocol, seed))
+                (folder / f"{protocol}_seed{seed}").mkdir(exist_ok=True)
+                if found.count(("direct", 1)) == 1 and (protocol, seed) == ("direct", 1):
+                    raise ConnectionError("broken")
+                return run(protocol, 0.9 if protocol == "debate" else 0.5, seed)
+
+            yield start
+
+        async def measure(*_: Any) -> Measured:
+            return measured(0.25)
+
+        monkeypatch.setattr(debate_study, "_processes", here)
+        monkeypatch.setattr(debate_study, "measure", measure)
+        return found
+
+    def study(self, folder: Path, *seeds: int, behavior: str = "resume", **keys: Any) -> list[Run]:
+        keys = {"protocols": ("debate", "direct"), "behavior_if_log_dir_exists": behavior} | keys
+        return asyncio.run(debate_study.study(CLIConfig(seeds=seeds, log_path=str(folder), **keys)))
+
+    def test_what_is_measured_is_not_run_again(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:
+        first = self.study(tmp_path / "study", 0)
+        assert played == [("debate", 0), ("direct", 0)]
+        assert self.study(tmp_path / "study", 0) == first and len(played) == 2
+        more = self.study(tmp_path / "study", 2, 0)
+        assert played[2:] == [("debate", 2), ("direct", 2)]
+        assert [(one.protocol, one.seed) for one in more] == [
+            ("debate", 2), ("direct", 2), ("debate", 0), ("direct", 0)
+        ]  # fmt: skip
+        assert more[2:] == first
+        assert len(read_json_object(tmp_path / "study" / "study.json", "")["runs"]) == 4
+
+    def test_after_a_breakdown_the_rest_is_run(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:
+        with pytest.raises(ExceptionGroup):
+            self.study(tmp_path / "study", 0, 1)
+        assert [(one.protocol, one.seed) for one in self.study(tmp_path / "study", 0, 1)] == [
+            ("debate", 0), ("direct", 0), ("debate", 1), ("direct", 1)
+        ]  # fmt: skip
+        assert played.count(("direct", 1)) == 2 and played.count(("debate", 0)) == 1
+
+    def test_other_settings_are_another_study(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:
+        self.study(tmp_path / "study", 0)
+        with pytest.raises(ConfigurationError, match=r"other settings \(tokens=5000, was 24000\)"):
+            self.study(tmp_path / "study", 0, tokens=5000)
+        with pytest.raises(ConfigurationError, match=r"\(step_judge.name='lm', was 'scripted'\)"):
+            self.study(tmp_path / "study", 0, step_judge=StepJudgeConfig(name="lm"))
+        self.study(tmp_path / "study", 0, processes=1, name="again")
+        assert len(played) == 2
+
+    def test_its_folder_is_deleted_when_asked_and_no_other(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:
+        self.study(tmp_path / "study", 0, 2)
+        self.study(tmp_path / "study", 0, behavior="delete", tokens=5000)
+        assert played[4:] == [("debate", 0), ("direct", 0)]
+        assert not (tmp_path / "study" / "debate_seed2").exists()
+        with pytest.raises(ConfigurationError, match="exists already"):
+            self.study(tmp_path / "study", 0, behavior="raise")
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "thesis.tex").write_text("")
+        with pytest.raises(ConfigurationError, match="will not be deleted"):
+            self.study(tmp_path / "mine", 0, behavior="delete")
+
+
+@pytest.mark.slow
+def test_a_study_to_its_end_twice_and_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "study"
+    small = ["seeds=0", "tokens=1500", "batch_tokens=700", "samples=2", "max_eval_items=6", f"log_path={folder}"]
+
+    def study(behavior: str, protocols: str) -> dict[str, Any]:
+        argv = [*small, f"behavior_if_log_dir_exists={behavior}", f"protocols={protocols}"]
+        run_recipe(debate_study.CLIConfig, debate_study.main, argv=argv)
+        return {run["protocol"]: run for run in read_json_object(folder / "study.json", "")["runs"]}
+
+    first = study("raise", "direct")
+    capsys.readouterr()
+    both = study("resume", "direct,debate")
+    assert both["direct"] == first["direct"] and both["debate"]["tokens"] > 0
+    assert "debate, seed 0:" in capsys.readouterr().out
+    anew = study("delete", "direct")
+    assert anew.keys() == {"direct"} and not (folder / "debate_seed0").exists()
+    assert {**anew["direct"], "seconds": 0} == {**first["direct"], "seconds": 0}  # the same seed, the same numbers

@@ -33,6 +33,7 @@ from tinker_local_backend.errors import SamplingError
 
 pytestmark = pytest.mark.vllm
 
+KEY = "of-the-server"
 LARGEST = 1e-4
 """Difference of a sampled logprob from the trainer's, in float32."""
 
@@ -292,7 +293,12 @@ def url(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "8",
     ]
     command += ["--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1"]
-    own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    own = {
+        "VLLM_API_KEY": KEY,
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TINKER_"))}
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as file:
@@ -314,7 +320,7 @@ def url(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def remote(url: str, model: str, home: Path) -> Iterator[TrainingClient]:
     with (
-        sampling_with(SAMPLER="vllm", VLLM_URL=url, VLLM_MAX_LORAS="2", HOME=str(home)),
+        sampling_with(SAMPLER="vllm", VLLM_URL=url, VLLM_API_KEY=KEY, VLLM_MAX_LORAS="2", HOME=str(home)),
         ServiceClient() as service,
     ):
         yield make_training_client(service, model, rank=4)
@@ -364,10 +370,13 @@ class TestServer:
 
     def test_its_adapters_are_unloaded_at_the_end(self, url: str, model: str, home: Path) -> None:
         def served() -> set[str]:
-            return {entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]}
+            return {
+                entry["id"]
+                for entry in httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {KEY}"}).json()["data"]
+            }
 
         before = served()
-        with sampling_with(SAMPLER="vllm", VLLM_URL=url, HOME=str(home / "other")):
+        with sampling_with(SAMPLER="vllm", VLLM_URL=url, VLLM_API_KEY=KEY, HOME=str(home / "other")):
             with ServiceClient() as service:
                 snapshot(make_training_client(service, model, rank=4)).sample(prompt([1]), 1, params()).result()
                 own = served() - before

@@ -35,7 +35,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def knows(self) -> bool:
+        if self.own.api_key is None or self.headers["authorization"] == f"Bearer {self.own.api_key}":
+            return True
+        self.reply({"error": "Unauthorized"}, 401)
+        return False
+
     def do_GET(self) -> None:
+        if not self.knows():
+            return
         if self.path == "/version":
             self.reply({"version": "0"})
         else:
@@ -44,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if not self.knows():
+            return
         self.own.asked.append((self.path, body))
         if self.path != "/v1/completions":
             if self.own.without_adapters:
@@ -78,6 +88,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.likeliest = likeliest
         self.without_adapters = False
+        self.api_key: str | None = None
         self.asked: list[tuple[str, dict[str, Any]]] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -217,3 +228,32 @@ def test_other_weights(server: Server, service: ServiceClient, model: str) -> No
         ModelLoadError, match=rf"the vLLM server at {server.url} gives token .* it serves other weights"
     ):
         service.create_sampling_client(base_model=model).result()
+
+
+class TestItsKey:
+    def test_every_request_carries_it(
+        self, server: Server, service: ServiceClient, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server.api_key = "a key"
+        monkeypatch.setenv("TINKER_LOCAL_VLLM_API_KEY", "a key")
+        training = service.create_lora_training_client(model, rank=4, seed=0).result()
+        client = training.save_weights_and_get_sampling_client().result()
+        assert ask(client, [3])[0].tokens == [4, 5, 6]
+        assert server.told("/v1/load_lora_adapter")
+
+    @pytest.mark.parametrize("key", ["", "another key"])
+    def test_a_server_that_wants_another(
+        self, key: str, server: Server, service: ServiceClient, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server.api_key = "a key"
+        monkeypatch.setenv("TINKER_LOCAL_VLLM_API_KEY", key)
+        with pytest.raises(ModelLoadError, match=r"401.*set TINKER_LOCAL_VLLM_API_KEY to the key") as caught:
+            service.create_sampling_client(base_model=model).result()
+        assert "another key" not in str(caught.value)
+
+
+def test_a_key_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_SAMPLER", "vllm")
+    monkeypatch.setenv("TINKER_LOCAL_VLLM_API_KEY", "a key")
+    with pytest.raises(RequestError, match="TINKER_LOCAL_VLLM_API_KEY is set without TINKER_LOCAL_VLLM_URL"):
+        ServiceClient()

@@ -16,6 +16,7 @@ from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.rewards import TERMS
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import MakeGroup, TaskDatasetBuilder, single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
@@ -43,6 +44,9 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
         default=None,
         doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS)} or functions of your own, e.g. judge:0.5,task:0.5",
     )
+    advantage: AdvantageConfig | None = chz.field(
+        default=None, doc="how the run makes advantages of rewards, to tell what cannot learn; None: as the mode does"
+    )
     prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
     max_tokens: int | None = chz.field(default=None, doc="longest turn, to tell which questions fit; None: no limit")
     context_window: int | None = chz.field(default=None, doc="of the policy; None: no limit")
@@ -64,7 +68,9 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
                 _check_confidence(judge, self.protocol)
         task, train, test = super().check()
         self.prompts.settle(task.debate_prompts)
-        self.mode.check(self.protocol, self.judge, task)
+        mode, advantage = self.mode, self.advantage or self.mode.advantage
+        mode.check(self.protocol, self.judge, task, advantage)
+        mode.check_group(self.protocol, self.group_size // self.protocol.num_speakers, advantage)
         if self.protocol.answers == "assigned":
             others = _references(task, train)
             for item in train:

@@ -22,8 +22,8 @@ from tinker_cookbook.debate.dialogue import Dialogue
 from tinker_cookbook.debate.env import DebateEnv
 from tinker_cookbook.debate.prompts import Wording
 from tinker_cookbook.debate.protocols import ProtocolConfig
-from tinker_cookbook.debate.records import member_place
-from tinker_cookbook.debate.step_judges import StepJudge
+from tinker_cookbook.debate.records import judge_words, member_place
+from tinker_cookbook.debate.step_judges import StepJudge, StepVerdict
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat, Winner
 from tinker_cookbook.renderers import Renderer
@@ -97,6 +97,8 @@ class OversightTranscript(Transcript):
         super().__init__(protocol.task, item, protocol.dialogue.protocol, key)
         self.checked: dict[Seat, Step] = {}
         """the steps that the judge looked at"""
+        self.judged: dict[Seat, StepVerdict] = {}
+        """what it said of them"""
         self.accepted: dict[Seat, bool | None] = {}
         """None: no verdict could be had"""
 
@@ -116,6 +118,10 @@ class Member:
     @property
     def checked(self) -> Step | None:
         return self.transcript.checked.get(self.seat)
+
+    @property
+    def judged(self) -> StepVerdict | None:
+        return self.transcript.judged.get(self.seat)
 
     @property
     def correct(self) -> bool:
@@ -213,8 +219,9 @@ class OversightGroupBuilder(EnvGroupBuilder):
             checked = next((step for step in steps if step.name == name), None)
         if checked is None:
             return protocol.name == "debate"
-        transcript.checked[member.seat] = checked
-        return await protocol.judge(checked, (*self.key, member.index))
+        verdict = await protocol.judge(checked, (*self.key, member.index))
+        transcript.checked[member.seat], transcript.judged[member.seat] = checked, verdict
+        return verdict.holds
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool]:
         members = _members(env_group)
@@ -231,6 +238,7 @@ class OversightGroupBuilder(EnvGroupBuilder):
 
     def _record(self, member: Member, group: TrajectoryGroup, place: int) -> dict[str, Any]:
         turns = member.transcript.turns[member.seat]
+        judged = member.judged or StepVerdict(None)
         transitions = group.trajectories_G[place].transitions
         return {
             "protocol": self.protocol.name,
@@ -243,6 +251,7 @@ class OversightGroupBuilder(EnvGroupBuilder):
             "checked_step": None
             if member.checked is None
             else {"name": member.checked.name, "claim": member.checked.claim},
+            "judge": judge_words(judged.raw_response, judged.call) or None,
             "transitions": [
                 {**transition_record(transition, turn.raw), "reward": transition.reward}
                 for transition, turn in zip(transitions, turns, strict=True)
@@ -273,8 +282,14 @@ def _info(protocol: OversightProtocol, member: Member) -> dict[str, Any]:
         "accepted": member.accepted,
         "correct": member.correct,
         "verdict": verdict or Winner.INVALID.value,
-        "judge": None if checked is None else f"{checked.name}: {checked.claim}",
+        "judge": None if checked is None else _words(checked, member.judged),
     }
+
+
+def _words(checked: Step, judged: StepVerdict | None) -> str:
+    """What the judge looked at, and what it said in words."""
+    said = judged.raw_response if judged is not None else ""
+    return "\n".join([f"{checked.name}: {checked.claim}", *([said] if said else [])])
 
 
 def _most_common(members: Sequence[Member]) -> str | None:
@@ -291,10 +306,14 @@ def _metrics(protocol: OversightProtocol, member: Member) -> Metrics:
     - debate/hacking_gap: accepted minus right; its mean grows when the policy learns to please the judge
     - debate/names_step: a step of the answer was checked
     - debate/invalid: no verdict could be had
+    - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: of an endpoint judge
     """
+    took = (
+        {} if member.judged is None else {f"debate/judge_{name}": value for name, value in member.judged.usage.items()}
+    )
     if member.accepted is None:
-        return {"debate/invalid": 1.0}
-    metrics: Metrics = {
+        return {"debate/invalid": 1.0} | took
+    metrics: Metrics = took | {
         "debate/invalid": 0.0,
         "debate/accepted": float(member.accepted),
         f"debate/accepted_if_{'correct' if member.correct else 'wrong'}": float(member.accepted),

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tinker_cookbook.debate.transcript import Transcript
-from tinker_cookbook.debate.views import DebateView, Seat, SeatView, Verdict
+from tinker_cookbook.debate.views import DebateView, JudgeCall, Seat, SeatView, Verdict
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.types import Metrics, Trajectory
 
@@ -92,18 +92,22 @@ def read_view(record: Mapping[str, Any]) -> DebateView:
 
 def _judge(verdict: Verdict) -> dict[str, Any]:
     """What was asked of a judge that has words, and what it said; nothing of others."""
-    found: dict[str, Any] = {}
-    if verdict.raw_response or verdict.call is not None:
-        found["raw_response"] = verdict.raw_response
+    found = judge_words(verdict.raw_response, verdict.call)
     if verdict.shares is not None:
         found["shares"] = list(verdict.shares)
     if verdict.votes:
         found["votes"] = [vote.value for vote in verdict.votes]
-    if verdict.call is not None:
+    return found
+
+
+def judge_words(raw_response: str, call: JudgeCall | None) -> dict[str, Any]:
+    """A judge's reply and the tokens of it, as far as there are any."""
+    found: dict[str, Any] = {"raw_response": raw_response} if raw_response or call is not None else {}
+    if call is not None:
         found |= {
-            **asdict(verdict.call),
-            "prompt_token_count": len(verdict.call.prompt_tokens),
-            "completion_token_count": len(verdict.call.completion_tokens),
+            **asdict(call),
+            "prompt_token_count": len(call.prompt_tokens),
+            "completion_token_count": len(call.completion_tokens),
         }
     return found
 

@@ -30,7 +30,7 @@ def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int
         connect = partial(WorkerProcess.start_vllm, model, settings)
         parent = None
     else:
-        connect = partial(VllmServer.connect, settings.url)
+        connect = partial(VllmServer.connect, settings.url, settings.api_key)
         parent = local_home() / "vllm_adapters"  # which the server must see too
         parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="tinker-local-vllm-", dir=parent))

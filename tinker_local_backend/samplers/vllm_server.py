@@ -34,14 +34,21 @@ _ADAPTER_HINT = (
 )
 
 
+_KEY_HINT = "; set TINKER_LOCAL_VLLM_API_KEY to the key that the server was started with"
+
+
 class _Refused(Exception):
-    """The server's answer is an error."""
+    """The server's answer is an error. status: HTTP's; 200 where the error came in a stream."""
+
+    def __init__(self, message: str, status: int = 200):
+        super().__init__(message)
+        self.status = status
 
 
 class VllmServer:
     """One connection, on a thread with an event loop of its own."""
 
-    def __init__(self, url: str, on_event: OnEvent):
+    def __init__(self, url: str, api_key: str | None, on_event: OnEvent):
         self._url, self._on_event = url, on_event
         self._closed = False
         self._model = ""
@@ -56,6 +63,7 @@ class VllmServer:
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._client = httpx.AsyncClient(
             base_url=url,
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, pool=None),
             limits=httpx.Limits(max_connections=MOST_CONNECTIONS),
         )
@@ -63,9 +71,9 @@ class VllmServer:
         self._call(self._open_soon)
 
     @classmethod
-    def connect(cls, url: str, rank: int, on_event: OnEvent) -> VllmServer:
+    def connect(cls, url: str, api_key: str | None, rank: int, on_event: OnEvent) -> VllmServer:
         """As transport.Connect. The largest rank is the server's own affair."""
-        return cls(url, on_event)
+        return cls(url, api_key, on_event)
 
     def start(self, orders: Sequence[Order]) -> None:
         for order in orders:
@@ -99,6 +107,10 @@ class VllmServer:
         if not self._closed:
             self._on_event(event)
 
+    def _unusable(self, reason: str) -> None:
+        self._tell(Died(f"the vLLM server at {self._url} refuses to be asked: {reason}"))
+        self._closed = True
+
     def _died(self, error: Exception) -> None:
         self._tell(Died(f"the vLLM server at {self._url} cannot be reached ({type(error).__name__}: {error})"))
         self._closed = True
@@ -113,7 +125,9 @@ class VllmServer:
             self._model = base["id"]
             version = (await self._ask("GET", "/version"))["version"]
             self._tell(Ready(version, base["max_model_len"]))
-        except (httpx.HTTPError, _Refused, LookupError, TypeError, ValueError, StopIteration) as error:
+        except _Refused as error:
+            self._unusable(f"{error}{_KEY_HINT if error.status == 401 else ''}")
+        except (httpx.HTTPError, LookupError, TypeError, ValueError, StopIteration) as error:
             self._died(error)
 
     def _begin(self, order: Order) -> None:
@@ -213,7 +227,7 @@ async def _check(response: httpx.Response) -> None:
     text = (await response.aread()).decode(errors="replace")
     with suppress(ValueError, LookupError, TypeError):
         text = json.loads(text)["error"]["message"]
-    raise _Refused(f"HTTP {response.status_code}: {text[:500]}")
+    raise _Refused(f"HTTP {response.status_code}: {text[:500]}", response.status_code)
 
 
 def _part(order: Order, choice: dict[str, Any]) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,11 +18,13 @@ DEFAULT_SHARE = {"cuda": 0.4, "cpu": 0.15}
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """`url` is that of a server; all but `slots` then belong to the server."""
+    """`url` is that of a server; all but `slots` and `api_key` then belong to the server."""
 
     slots: int
     """adapters that are loaded at a time"""
     url: str | None
+    api_key: str | None = field(repr=False)
+    """for the server at `url`"""
     python: str
     memory_share: float
     max_model_len: int | None
@@ -38,6 +40,7 @@ class VllmSettings:
         return cls(
             slots=environment.read("TINKER_LOCAL_VLLM_MAX_LORAS") or DEFAULT_SLOTS,
             url=url,
+            api_key=environment.read("TINKER_LOCAL_VLLM_API_KEY"),
             python=environment.read("TINKER_LOCAL_VLLM_PYTHON") or ("" if url else _own_python()),
             memory_share=environment.read("TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION") or DEFAULT_SHARE[device.type],
             max_model_len=environment.read("TINKER_LOCAL_VLLM_MAX_MODEL_LEN"),
