@@ -71,7 +71,7 @@ def _memory(model: BaseModel) -> dict[str, Any]:
         found["during"].append(held())
 
     handles = [module.register_forward_hook(watch) for module in model._layers]
-    with model.turn():
+    with model.shards.turn():
         train(model, state := new_state(model), (4,))
     for handle in handles:
         handle.remove()
@@ -95,19 +95,19 @@ def _error_in_a_pass(model: BaseModel, rank: int) -> tuple[str, float]:
 
     attention.PackedPlan.attend = failing if rank == 1 else attend  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with model.turn():
+        with model.shards.turn():
             train(model, state, (20,))
     except ValueError as raised:
         error = str(raised)
     attention.PackedPlan.attend = attend
-    with model.turn():
+    with model.shards.turn():
         loss, _ = train(model, state, (20,))
     return error, loss
 
 
 def _forward_alone(model: BaseModel, rank: int) -> dict[str, float]:
     """Rank 0 has a pass without gradients, a head alone to train, and a pass that is recomputed; rank 1 rests."""
-    with model.turn() as turn:
+    with model.shards.turn() as turn:
         if rank == 1:
             return {}
         turn.more = True
@@ -131,13 +131,13 @@ def _failing_load(ranks: Ranks, rank: int) -> str:
 def _gone(model: BaseModel, rank: int) -> tuple[str, str]:
     """Rank 1 dies in the middle of a pass of rank 0, which is told then and at once ever after."""
     if rank == 1:
-        with model.turn():
+        with model.shards.turn():
             model.shards._ranks.agree(Step.FORWARD)  # pyright: ignore[reportOptionalMemberAccess]
             os._exit(3)
     found = []
     for _ in range(2):
         try:
-            with model.turn():
+            with model.shards.turn():
                 train(model, new_state(model), (20,))
         except ReplicaError as error:
             found.append(str(error))
@@ -151,7 +151,7 @@ def main(results: str) -> None:
     found: dict[str, Any] = {"failing_load": _failing_load(ranks, rank)}
     model = ranks.take_part_in_loading(lambda: BaseModel(MODEL, ranks=ranks))
     found["memory"] = _memory(model)
-    with model.turn():
+    with model.shards.turn():
         found["work"] = [train(model, new_state(model), lengths) for lengths in WORK[rank]]
     found["error"] = _error_in_a_pass(model, rank)
     found["metrics"] = _forward_alone(model, rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from tinker_local_backend.engine.lora import (
     text_stack,
 )
 from tinker_local_backend.engine.products import float32_product
-from tinker_local_backend.engine.sharding import Ranks, Shards, Step
+from tinker_local_backend.engine.sharding import Ranks, Shards, Step, Whole
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
 _REFUSED_CONFIG = {
@@ -190,7 +190,7 @@ class BaseModel:
         self.config = model.config.get_text_config()
         self.device, self.dtype = torch.device(model.device) if ranks is None else ranks.device, model.dtype
         self._model: PreTrainedModel = model.eval().requires_grad_(False)
-        self.shards: Shards | None = None
+        self.shards: Shards | Whole = Whole()
         # Before anything of ours is in the module: afterwards it could only be compared with itself.
         expected = self._own_logits() if ranks is None else None
         model.set_attn_implementation(ATTENTION_NAME)
@@ -209,27 +209,16 @@ class BaseModel:
         self._decoder: LlamaLikeDecoder | None = None
         if ranks is not None:
             self.shards = Shards(ranks, self._model, self._layers)
-        with self.turn():
+        with self.shards.turn():
             if expected is None:  # out of reach before: with LoRA linears that have no adapter
                 expected = self._own_logits()
                 model.set_attn_implementation(ATTENTION_NAME)
             self.context_length: int = self._check_passes(expected)
         self.execution = self.start() or self.execution
 
-    def turn(self) -> AbstractContextManager[Any]:
-        """Around all that computes. Where weights are divided, every rank must take the same turns."""
-        return nullcontext() if self.shards is None else self.shards.turn()
-
-    def _forward(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.shards is None else self.shards.computing(Step.FORWARD)
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Around a backward pass."""
-        return nullcontext() if self.shards is None else self.shards.computing(Step.BACKWARD)
-
     def start(self) -> Execution | None:
         """The execution of a model that has passed its checks; None: the reference."""
-        if self.device.type != "cuda" or self.shards is not None:  # the CUDA path keeps weights of its own
+        if self.device.type != "cuda" or not self.shards.whole:  # the CUDA path keeps weights of its own
             return None
         from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 
@@ -305,7 +294,7 @@ class BaseModel:
             raise _refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
-        if self.device.type == "cpu" and self.shards is None:  # joined products are copies of the weights
+        if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
             plan, tokens_R = DecodePlan(cache, tables, np.array([4])), sequences[0][4:]
             hidden_R = self.hidden_states(tokens_R, plan.lengths, plan, None)
             self._decoder = checked_decoder(self.name, self._body, windows, plan, tokens_R, hidden_R)
@@ -329,7 +318,7 @@ class BaseModel:
         model.set_attn_implementation("eager")
         logits = []
         for tokens in self._check_sequences():
-            with self._forward():
+            with self.shards.computing(Step.FORWARD):
                 logits.append(model(input_ids=tokens[None], use_cache=False).logits[0].float())
         return logits
 
@@ -407,7 +396,7 @@ class BaseModel:
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
-        with self.routed(adapters), self._forward():
+        with self.routed(adapters), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
 

@@ -100,6 +100,20 @@ class Turn:
     """afterwards: whether any rank does"""
 
 
+class Whole:
+    """Weights that are not divided: whoever has them computes when he will."""
+
+    whole = True
+
+    @contextmanager
+    def turn(self) -> Iterator[Turn]:
+        yield Turn()
+
+    @contextmanager
+    def computing(self, step: Step) -> Iterator[None]:
+        yield
+
+
 class _Unit(nn.Module):
     """What is gathered at a time. It is never called, so none of FSDP's hooks ever run."""
 
@@ -118,6 +132,8 @@ class Shards:
         model: on any device, with everything of ours in it; its parameters become parts on the device of `ranks`.
         layers: of the model, in the order in which a forward pass runs them.
     """
+
+    whole = False
 
     def __init__(self, ranks: Ranks, model: nn.Module, layers: Sequence[nn.Module]):
         if ranks.device.type == "cuda":

@@ -25,6 +25,7 @@ from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params, global_norm
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer
+from tinker_local_backend.engine.sharding import Step
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
 NAMED_DATUMS = 8
@@ -226,7 +227,7 @@ def backpropagate(
     parameters = adapter.parameters()
     parts: list[torch.Tensor | None] = [None] * len(parameters)
     if hidden.requires_grad and bool(gradient.hidden.any()):
-        with model.backward():
+        with model.shards.computing(Step.BACKWARD):
             parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
     for total, part in zip(gradients, parts, strict=True):
         if part is not None:

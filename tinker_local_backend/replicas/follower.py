@@ -118,7 +118,7 @@ class Follower:
             # For another client of rank 0, which has loaded it anew.
             assert self._ranks is not None
             self._ranks.have_loaded()
-            with self._engine.load(model_name).turn():
+            with self._engine.load(model_name).shards.turn():
                 pass
 
         return self._on_worker(model_name, load)
@@ -167,7 +167,7 @@ class Follower:
 
         def turn() -> None:
             own = self._runs[run_id]
-            with own.model.turn() as turn:
+            with own.model.shards.turn() as turn:
                 if own.progress is not None:
                     own.progress.step(turn)
 
@@ -187,7 +187,7 @@ class Follower:
         """One of the sampler's, in turn with those of the other ranks."""
 
         def step() -> None:
-            with self._engine.load(model_name).turn():
+            with self._engine.load(model_name).shards.turn():
                 self._samplers[model_name].step()
 
         return self._on_worker(model_name, step)

@@ -178,7 +178,7 @@ class Leader:
         """
         with self._together:
             self._ask_for_turn(kind, *arguments)
-            with model.turn() as turn:
+            with model.shards.turn() as turn:
                 act(turn)
         return turn.again
 

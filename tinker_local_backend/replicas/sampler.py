@@ -25,7 +25,7 @@ class ReplicaSampler:
     """
 
     def __init__(self, model: BaseModel, own: Sampler, random_seed: Callable[[], int], post: Post, leader: Leader):
-        if leader.ranks is not None and model.shards is None:
+        if leader.ranks is not None and model.shards.whole:
             raise RequestError(
                 f"model {model.name!r} was made in memory, and TINKER_LOCAL_BASE_WEIGHTS=sharded divides only models that every "
                 "rank loads: save it to a folder and name that"
