@@ -27,7 +27,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         for environment in rank_environments()
     ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
+    try:
+        errors = [process.communicate(timeout=500)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0, 3], errors
     return [pickle.loads(Path(f"{results}{rank}").read_bytes()) for rank in range(2)]
 
