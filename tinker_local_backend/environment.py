@@ -280,4 +280,5 @@ def describe() -> dict[str, str | None]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         **({"sampler": "vllm"} if read("TINKER_LOCAL_SAMPLER") == "vllm" else {}),
+        **({"base_weights": "sharded"} if read("TINKER_LOCAL_BASE_WEIGHTS") == "sharded" else {}),
     }

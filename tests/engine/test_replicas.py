@@ -20,6 +20,7 @@ from tests.engine.replica_program import run
 from tests.engine.torchrun import ROOT, free_port, rank_environments
 from tinker_local_backend import RequestError, ServiceClient
 from tinker_local_backend.engine.losses import LOSSES
+from tinker_local_backend.environment import describe
 from tinker_local_backend.replicas.leader import merged
 from tinker_local_backend.replicas.links import portable
 from tinker_local_backend.replicas.messages import divide
@@ -196,6 +197,12 @@ def test_shards_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("TINKER_LOCAL_BASE_WEIGHTS", "sharded")
     with pytest.raises(RequestError, match=r"TINKER_LOCAL_BASE_WEIGHTS=sharded.*one alone.*torchrun --nproc-per-node"):
         ServiceClient(home=tmp_path)
+
+
+def test_what_a_run_records_of_its_engine_says_that_the_base_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "base_weights" not in describe()
+    monkeypatch.setenv("TINKER_LOCAL_BASE_WEIGHTS", "sharded")
+    assert describe()["base_weights"] == "sharded"
 
 
 @pytest.mark.parametrize("value", ["hybrid", "hsdp"])
