@@ -71,6 +71,7 @@ SHAPES = {
     "small": Shape(hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, mlp=1536, vocab=8192),
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151936, stored_dtype="bfloat16"),
     "qwen3-4b": Shape(2560, 36, 32, 8, 128, 9728, 151936, stored_dtype="bfloat16"),
+    "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288, 151936, stored_dtype="bfloat16"),
 }
 
 

@@ -26,7 +26,7 @@ from tinker.types import (
 from tinker.types.get_info_response import ModelData
 from transformers import PreTrainedTokenizerBase
 
-from tinker_local_backend.engine import trainer
+from tinker_local_backend.engine import execution, trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom, two_passes
 from tinker_local_backend.engine.datums import LossConfig, freeze_data
@@ -143,7 +143,7 @@ class EngineInfo(GetInfoResponse):
     """What the SDK's clients get, and what this engine has to say of itself."""
 
     execution: dict[str, str]
-    """each part of the CUDA path: "on", or "off: " and why; empty where plain torch computes everything (docs/gpu.md)"""
+    """what it runs on, see engine.execution.describe"""
 
 
 class TrainingClient:
@@ -317,7 +317,7 @@ class TrainingClient:
             is_lora=True,
             lora_rank=self._run.state.adapter.spec.rank,
             model_name=model.name,
-            execution=dict(model.execution.parts()),
+            execution=execution.describe(model),
         )
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

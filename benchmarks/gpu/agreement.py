@@ -1,4 +1,4 @@
-"""Section 5: how far sampler and trainer are apart in bfloat16, by depth; one whole GRPO step; where the time goes."""
+"""How far sampler and trainer are apart in bfloat16, by depth; one whole GRPO step; where the time goes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.gpu.case import open_case, teacher_forced
 from benchmarks.gpu.counting import top_kernels
-from benchmarks.gpu.decoding import Cell, fits, started
+from benchmarks.gpu.decoding import Cell, is_captured, started
+from benchmarks.gpu.marks import AGREEMENT
 from benchmarks.gpu.models import fill_adapter, frozen_adapters, random_model
 from benchmarks.gpu.training import training_data
 from benchmarks.gpu.visit import Visit
@@ -22,14 +23,13 @@ from benchmarks.workload import make_workload, random_tokens
 from tinker_local_backend import SamplingClient
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda.decoder import BURST
 from tinker_local_backend.engine.parts import finish
-
-LARGEST_KL = 1e-3
-"""nats per token, at every depth"""
 
 KERNELS = 25
 PROMPT_TOKENS = 32
-PROFILED_STEPS = 8
+PROFILED_TURNS = 4
+"""of the generator"""
 
 
 def run(visit: Visit) -> None:
@@ -86,6 +86,7 @@ def kl_by_depth(
         f"Sampler against trainer, {name}, bfloat16, temperature 1: log q - log p by position in the completion",
         ["positions", "tokens", "KL (k3)", "RMS", "median |d|", "90 %", "99 %", "99.9 %", "largest"],
     )
+    kls: list[float] = []
     borders = [0, *[depth for depth in visit.scale.depths if depth < tokens], tokens]
     for low, high in itertools.pairwise(borders):
         d = difference_RT[:, low:high].reshape(-1)
@@ -93,7 +94,11 @@ def kl_by_depth(
         quantiles = [float(value) for value in np.quantile(np.abs(d), (0.5, 0.9, 0.99, 0.999, 1.0))]
         values = [kl, float(np.sqrt(np.mean(d**2))), *quantiles]
         add([f"{low} to {high - 1}", f"{d.size:,}", *[f"{value:.1e}" for value in values]])
-        visit.findings.check(f"KL of sampler and trainer, {name}, positions {low} to {high - 1}", kl, LARGEST_KL)
+        where = f"{name}, positions {low} to {high - 1}"
+        visit.findings.check(f"KL of sampler and trainer, {where}", kl, AGREEMENT.bound)
+        kls.append(kl)
+    if name == visit.scale.agreement_shape:
+        visit.findings.mark(AGREEMENT.key, float(np.max(kls)))  # NaN stays
 
 
 def grpo_step(visit: Visit, engine: LocalEngine, model: BaseModel) -> None:
@@ -122,19 +127,25 @@ def grpo_step(visit: Visit, engine: LocalEngine, model: BaseModel) -> None:
 
 
 def profile_decoding(visit: Visit, model: BaseModel) -> None:
-    """The kernels of a few decode steps."""
+    """The kernels of a few decode steps, of the largest batch that fits beside the engine's own cache."""
     batch, context = max(visit.scale.batches), visit.scale.contexts[0]
     adapters = frozen_adapters(model, visit.rank, 1)
-    while not fits(visit, model, Cell(batch, context, 1), PROFILED_STEPS + 1):
-        batch //= 2
-    generator = started(visit, model, adapters, Cell(batch, context, 1), PROFILED_STEPS + 1)
+    generator = None
+    while generator is None:
+        try:
+            generator = started(visit, model, adapters, Cell(batch, context, 1), PROFILED_TURNS + 2)
+        except MemoryError:
+            if batch == 1:
+                raise
+            batch //= 2
     generator.step()
 
-    def steps() -> None:
-        for _ in range(PROFILED_STEPS):
+    def turns() -> None:
+        for _ in range(PROFILED_TURNS):
             generator.step()
 
-    _kernel_table(visit, f"{PROFILED_STEPS} decode steps, batch {batch}, context {context}, one adapter", steps)
+    tokens = PROFILED_TURNS * (BURST if is_captured(model) else 1)
+    _kernel_table(visit, f"{tokens} decode steps, batch {batch}, context {context}, one adapter", turns)
 
 
 def profile_training(visit: Visit, engine: LocalEngine, model: BaseModel) -> None:

@@ -1,4 +1,4 @@
-"""Section 6: the same work beside other tools, in turns in one run: transformers with PEFT, and TRL and vLLM where installed."""
+"""The same work beside other tools, in turns in one run: transformers with PEFT, and TRL and vLLM where installed."""
 
 from __future__ import annotations
 

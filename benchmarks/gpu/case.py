@@ -96,18 +96,23 @@ class Case:
         self.findings.check(f"{self.name}: {name}, 99.9 %", float(np.quantile(difference, 0.999)), limit.quantile)
 
     def compare_gradients(self, name: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, Array]) -> None:
-        """The worst matrix counts: norm of the error over the norm of the expected gradient.
-
-        A matrix with less than 1e-3 of the largest norm is measured against that, since rounding dominates it.
-        """
-        norms = {key: float(np.linalg.norm(value)) for key, value in expected.items()}
-        floor = 1e-3 * max(norms.values())
-        errors = {
-            key: float(np.linalg.norm(found[key].double().cpu().numpy() - expected[key])) / max(norm, floor, 1e-30)
-            for key, norm in norms.items()
-        }
+        """The worst matrix counts."""
+        errors = gradient_errors(found, expected)
         worst = max(errors, key=lambda key: errors[key] if np.isfinite(errors[key]) else float("inf"))
         self.findings.check(f"{self.name}: {name}", errors[worst], self.tolerance.gradient, f"worst: {worst}")
+
+
+def gradient_errors(found: Mapping[str, torch.Tensor], expected: Mapping[str, Array]) -> dict[str, float]:
+    """Of each matrix the norm of the error over the norm of the expected gradient.
+
+    A matrix with less than 1e-3 of the largest norm is measured against that, since rounding dominates it.
+    """
+    norms = {key: float(np.linalg.norm(value)) for key, value in expected.items()}
+    floor = 1e-3 * max(norms.values())
+    return {
+        key: float(np.linalg.norm(found[key].double().cpu().numpy() - expected[key])) / max(norm, floor, 1e-30)
+        for key, norm in norms.items()
+    }
 
 
 @contextmanager

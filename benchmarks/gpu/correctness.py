@@ -1,4 +1,4 @@
-"""Section 2: does the engine compute on this device what it computes on a CPU in float64?"""
+"""Does the engine compute on this device what it computes on a CPU in float64?"""
 
 from __future__ import annotations
 

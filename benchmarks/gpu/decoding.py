@@ -1,22 +1,29 @@
-"""Section 3: one token for every running sequence, at real shapes: tokens per second, bandwidth, launches, waits."""
+"""Decoding: one token for every running sequence, at real shapes: tokens per second, bandwidth, launches, waits."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest import mock
+
+import torch
 
 from benchmarks.gpu.counting import Counts, count_step
 from benchmarks.gpu.findings import describe
+from benchmarks.gpu.marks import DECODE_MARKS, percent
 from benchmarks.gpu.models import frozen_adapters, random_model, shape_of
 from benchmarks.gpu.visit import Visit
 from benchmarks.models import Shape
 from benchmarks.report import number
 from benchmarks.workload import random_tokens
-from tinker_local_backend.engine.admission import BESIDE_SHARE
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda.decoder import BURST
+from tinker_local_backend.engine.cuda.execution import DECODING, CudaExecution
+from tinker_local_backend.engine.cuda.generation import BurstGenerator
+from tinker_local_backend.engine.cuda.graphs import Uncaptured
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.memory import free_cuda_memory, most_tokens
@@ -24,7 +31,6 @@ from tinker_local_backend.engine.pages import PAGE_TOKENS
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
 
-WARM_UP_STEPS = 3
 SHARE_FOR_CACHE = 0.85
 """of the free memory; the rest is for the activations of a pass"""
 
@@ -37,15 +43,21 @@ class Cell:
     context: int
     adapters: int
 
+    @property
+    def label(self) -> list[str]:
+        return [str(self.batch), str(self.context), str(self.adapters)]
+
 
 @dataclass(frozen=True)
 class Speed:
-    """Median, shortest and longest decode step in seconds, and what one step does."""
+    """Median, shortest and longest time of a token for all rows, in seconds; what the host does for it."""
 
     median: float
     low: float
     high: float
     counts: Counts
+    """of one turn of the generator, which gives `tokens` tokens to each row"""
+    tokens: int
 
 
 def run(visit: Visit) -> None:
@@ -55,37 +67,62 @@ def run(visit: Visit) -> None:
         model = random_model(name, visit.device, visit.dtype)
         adapters = frozen_adapters(model, visit.rank, max(scale.adapters))
         add = visit.findings.table(
-            f"Decoding, {name}, {visit.dtype_name}, LoRA rank {visit.rank}: one token per sequence and step",
-            ["batch", "context", "adapters", "tokens/s", "ms/step", "copy bandwidth", "launches", "host waits"],
-        )
-        for context, batch, count in itertools.product(scale.contexts, scale.batches, scale.adapters):
-            cell = Cell(batch, context, count)
-            label = [str(batch), str(context), str(count)]
+            f"Decoding, {name}, {visit.dtype_name}, LoRA rank {visit.rank}: one token per sequence, the engine's bookkeeping "
+            f"included; decoding is {'captured' if is_captured(model) else 'the reference'}",
+            ["batch", "context", "adapters", "tokens/s", "ms/token", "copy bandwidth", "launches/token", "waits/token",
+             "ms/token, not captured"],
+        )  # fmt: skip
+        for cell in cells(visit, name):
             if visit.findings.time_is_up:
-                visit.findings.leave_out(f"decoding {name}: batch {batch}, context {context}, {count} adapters")
-                continue
-            if count > batch:  # an adapter needs a row
+                visit.findings.leave_out(f"decoding {name}: batch {cell.batch}, context {cell.context}")
                 continue
             try:
-                row = _figures(visit, shape_of(name), cell, measure(visit, model, adapters[:count], cell))
+                row = _figures(visit, name, cell, model, adapters[: cell.adapters])
             except Exception as error:
                 row = [describe(error)]
             visit.free()  # not in the handler, where the error's frames still hold tensors
-            add([*label, *row])
+            add([*cell.label, *row])
         del model, adapters
         visit.free()
 
 
-def _figures(visit: Visit, shape: Shape, cell: Cell, speed: Speed) -> list[str]:
-    needed = step_bytes(shape, visit.rank, cell, visit.dtype.itemsize)
+def cells(visit: Visit, shape: str) -> Iterator[Cell]:
+    """Those of the marks first, and for all shapes but the first one no others. An adapter needs a row."""
+    scale = visit.scale
+    marked = [mark_cell(visit, i) for i in range(len(scale.mark_batches))]
+    yield from marked
+    if shape == scale.decoding_shapes[0]:
+        grid = itertools.product(scale.contexts, scale.batches, scale.adapters)
+        every = (Cell(batch, context, count) for context, batch, count in grid if count <= batch)
+        yield from (cell for cell in every if cell not in marked)
+
+
+def mark_cell(visit: Visit, index: int) -> Cell:
+    """Where marks.DECODE_MARKS[index] is measured."""
+    return Cell(visit.scale.mark_batches[index], visit.scale.contexts[0], max(visit.scale.adapters))
+
+
+def is_captured(model: BaseModel) -> bool:
+    """Whether this model decodes in captured steps."""
+    return isinstance(model.execution, CudaExecution) and model.execution.runs(DECODING)
+
+
+def _figures(visit: Visit, name: str, cell: Cell, model: BaseModel, adapters: Sequence[Adapter]) -> list[str]:
+    speed, eager = measure(visit, model, adapters, cell)
+    needed = step_bytes(shape_of(name), visit.rank, cell, visit.dtype.itemsize)
     share = needed / speed.median / visit.rates["copy"] if "copy" in visit.rates else float("nan")
+    if name == visit.scale.decoding_shapes[0]:
+        for i, mark in enumerate(DECODE_MARKS):
+            if cell == mark_cell(visit, i):
+                visit.findings.mark(mark.key, share)
     milliseconds = [1e3 * value for value in (speed.median, speed.low, speed.high)]
     return [
         number(cell.batch / speed.median),
         f"{milliseconds[0]:.2f} ({milliseconds[1]:.2f} to {milliseconds[2]:.2f})",
-        f"{share:.0%}",
-        str(speed.counts.launches),
-        str(speed.counts.waits),
+        percent(share),
+        number(speed.counts.launches / speed.tokens),
+        number(speed.counts.waits / speed.tokens),
+        "" if eager is None else f"{1e3 * eager:.2f}",
     ]
 
 
@@ -95,55 +132,84 @@ def step_bytes(shape: Shape, rank: int, cell: Cell, itemsize: int) -> float:
     return weights + cell.batch * cell.context * shape.kv_bytes_per_token(itemsize)
 
 
-def measure(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell) -> Speed:
-    """Time the steps of the engine's own generator, its bookkeeping included. The cache holds `context` tokens on average.
+def measure(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell) -> tuple[Speed, float | None]:
+    """Time the turns of the engine's own generator. The cache holds `context` tokens on average.
+
+    The second result is the time of a token when Python runs the same step; None for a generator that captures nothing.
+    Raises MemoryError when the batch does not fit.
+    """
+    turns = visit.scale.bursts
+    generator = started(visit, model, adapters, cell, turns=2 * turns + 3)
+    tokens = BURST if isinstance(generator, BurstGenerator) else 1
+    generator.step()  # captures
+    times = [_seconds(visit, generator) / tokens for _ in range(turns)]
+    counts = count_step(visit.device, generator.step)
+    speed = Speed(statistics.median(times), min(times), max(times), counts, tokens)
+    if not isinstance(generator, BurstGenerator):
+        return speed, None
+    uncapture(generator)
+    generator.step()
+    return speed, statistics.median(_seconds(visit, generator) / tokens for _ in range(turns))
+
+
+def uncapture(generator: BurstGenerator) -> None:
+    """From now on Python runs its steps."""
+    generator.decoder._graphs = Uncaptured()
+    generator.decoder._captured.clear()
+
+
+def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell, turns: int) -> Generator:
+    """A generator in which the whole batch runs and can take so many turns, with `context` tokens in the middle of them.
+
+    Each row has a prompt of its own: the keys of a common one would be read once for all rows. Prompts are admitted as ever,
+    but nothing computes them: what the cache holds (zeros) does not matter for the time that reading it takes.
 
     Raises MemoryError when the batch does not fit.
     """
-    steps = WARM_UP_STEPS + visit.scale.decode_steps
-    generator = started(visit, model, adapters, cell, steps)
-    times = [_timed_step(visit, generator) for _ in range(steps)][WARM_UP_STEPS:]
-    counts = count_step(visit.device, generator.step)
-    return Speed(statistics.median(times), min(times), max(times), counts)
-
-
-def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell, steps: int) -> Generator:
-    """A generator that has prefilled the whole batch and can take `steps` steps more, and one to be counted.
-
-    Each row has a prompt of its own: the keys of a common one would be read once for all rows.
-    """
-    pass_tokens = max(most_tokens(visit.device), cell.context)
-    passes = -(-cell.batch * cell.context // (pass_tokens // BESIDE_SHARE))  # those that have joined decode meanwhile
-    before, tokens = max(1, cell.context - (steps + passes) // 2), steps + passes + 2
-    needed = cell.batch * (before + tokens + PAGE_TOKENS)
-    if not fits(visit, model, cell, steps):
+    tokens = turns * (BURST if is_captured(model) else 1) + 2
+    before = max(1, cell.context - tokens // 2)
+    needed = cell.batch * (before + tokens + 2 * PAGE_TOKENS)
+    if needed > _cache_tokens(visit, model):
         size = needed * model.kv_bytes_per_token() / 2**30
         raise MemoryError(f"the cache of this batch takes {size:.0f} GiB and does not fit")
-    generator = Generator(model, needed, itertools.count(1).__next__, pass_tokens, max_running=cell.batch)
+    generator = _generator(visit, model, needed, max(most_tokens(visit.device), before), cell.batch)
     errors: list[BaseException] = []
 
     def complete(outcome: SamplingResult | BaseException) -> None:
         if isinstance(outcome, BaseException):
             errors.append(outcome)
 
+    def nothing(tokens_T: torch.Tensor, *rest: object) -> torch.Tensor:
+        return torch.zeros(len(tokens_T), model.config.hidden_size, dtype=model.dtype, device=model.device)
+
     kinds: list[Adapter | None] = [*adapters] or [None]
     for i in range(cell.batch):
         prompt = tuple(random_tokens(model.vocab_size, before, seed=i))
         request = SamplingRequest(prompt, kinds[i * len(kinds) // cell.batch], 1, max_tokens=tokens, seed=i)
         generator.add(Ticket(request, complete, lambda: False))
-    while generator.running < cell.batch:
-        generator.step()
-        if errors:
-            raise errors[0]
+    generator._recover = _raise  # what fails is this row's result: nothing begins again
+    joined = mock.patch.object(model, "hidden_states", nothing), mock.patch.object(generator, "_decode", lambda: None)
+    with joined[0], joined[1]:
+        while generator.running < cell.batch:
+            generator.step()
+            if errors:
+                raise errors[0]
     return generator
 
 
-def fits(visit: Visit, model: BaseModel, cell: Cell, steps: int) -> bool:
-    """Whether the cache of this batch fits into what is free."""
-    return cell.batch * (cell.context - steps // 2 + steps + 2 + PAGE_TOKENS) <= _cache_tokens(visit, model)
+def _raise(affected: Sequence[Ticket], rows: int, error: Exception) -> None:
+    raise error
 
 
-def _timed_step(visit: Visit, generator: Generator) -> float:
+def _generator(visit: Visit, model: BaseModel, tokens: int, pass_tokens: int, batch: int) -> Generator:
+    seeds = itertools.count(1).__next__
+    if is_captured(model):
+        assert isinstance(model.execution, CudaExecution)
+        return BurstGenerator(model, tokens, seeds, model.execution._graphs, pass_tokens, batch)
+    return Generator(model, tokens, seeds, pass_tokens, batch)
+
+
+def _seconds(visit: Visit, generator: Generator) -> float:
     start = time.perf_counter()
     generator.step()
     visit.synchronize()

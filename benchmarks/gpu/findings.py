@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import Table, number, write_atomically
 from tinker_local_backend.engine.memory import out_of_memory
@@ -53,6 +54,13 @@ class Findings:
     @property
     def time_is_up(self) -> bool:
         return time.monotonic() - self._started > self.limit
+
+    def mark(self, key: str, value: float) -> None:
+        """What was measured for a mark (marks.py)."""
+        measured = self.data.setdefault("marks", {})
+        assert isinstance(measured, dict)
+        measured[key] = value
+        self.save()
 
     def leave_out(self, what: str) -> None:
         """Note something that was not measured because the time was up."""
@@ -106,7 +114,12 @@ class Findings:
 
     @classmethod
     def read(cls, path: Path) -> Findings:
-        value = json.loads(path.read_text())
+        return cls.from_json(json.loads(path.read_text()))
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Findings:
+        """The reverse of `to_json`."""
+        value = dict(value)
         value["checks"] = [Check(**check) for check in value["checks"]]
         value["tables"] = [Table(**table) for table in value["tables"]]
         return cls(**value)

@@ -1,4 +1,4 @@
-"""Section 1: what the machine is and what it can do at most."""
+"""What the machine is and what it can do at most."""
 
 from __future__ import annotations
 

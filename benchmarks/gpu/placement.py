@@ -1,4 +1,4 @@
-"""Section 7: is every tensor of a decode step and a training pass on the device, and where does the engine read from it?
+"""Is every tensor of a decode step and a training pass on the device, and where does the engine read from it?
 
 With a GPU the actions run there. Without one they run on a pretended GPU (pretended_gpu.py), which refuses what mixes devices.
 """

@@ -17,11 +17,16 @@ class Scale:
     correctness_layers: int
     """layers of the random model whose losses a float64 model on the CPU computes again"""
     decoding_shapes: tuple[str, ...]
+    """the first one in all cells, the others where the marks are"""
+    mark_batches: tuple[int, ...]
+    """in the order of marks.DECODE_MARKS, with the first context and the most adapters"""
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     adapters: tuple[int, ...]
-    decode_steps: int
+    bursts: int
+    """measured ones of a cell"""
     training_shapes: tuple[str, ...]
+    """the first one with all numbers of tokens, the others with the largest"""
     training_tokens: tuple[int, ...]
     training_sequence: int
     """tokens of one sequence; half of it is the prompt"""
@@ -42,13 +47,14 @@ SCALES: dict[str, Scale] = {
         name="full",
         correctness_shape="qwen3-0.6b",
         correctness_layers=4,
-        decoding_shapes=("qwen3-4b", "qwen3-0.6b"),
-        batches=(64, 1, 256, 8),
-        contexts=(512, 2048),
-        adapters=(1, 0, 8),
-        decode_steps=12,
-        training_shapes=("qwen3-4b", "qwen3-0.6b"),
-        training_tokens=(4096, 8192, 16384),
+        decoding_shapes=("qwen3-4b", "qwen3-8b", "qwen3-0.6b"),
+        mark_batches=(64, 256),
+        batches=(64, 256, 1, 8),
+        contexts=(1024, 512, 2048),
+        adapters=(8, 0, 1),
+        bursts=4,
+        training_shapes=("qwen3-4b", "qwen3-8b", "qwen3-0.6b"),
+        training_tokens=(16384, 8192, 4096),
         training_sequence=1024,
         training_repetitions=3,
         agreement_shape="qwen3-4b",
@@ -65,12 +71,13 @@ SCALES: dict[str, Scale] = {
         correctness_shape="tiny",
         correctness_layers=2,
         decoding_shapes=("tiny",),
-        batches=(4, 1),
-        contexts=(32, 64),
-        adapters=(1, 0, 2),
-        decode_steps=4,
+        mark_batches=(4, 8),
+        batches=(4, 8, 1),
+        contexts=(64, 32),
+        adapters=(2, 0, 1),
+        bursts=1,
         training_shapes=("tiny",),
-        training_tokens=(256, 512),
+        training_tokens=(512, 256),
         training_sequence=64,
         training_repetitions=2,
         agreement_shape="tiny",

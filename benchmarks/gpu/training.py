@@ -1,4 +1,4 @@
-"""Section 4: forward and backward passes of LoRA training at real shapes: tokens per second, matrix rate, memory."""
+"""LoRA training at real shapes, forward and backward: tokens per second, matrix rate, memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tinker
 import torch
 
 from benchmarks.gpu.findings import describe
+from benchmarks.gpu.marks import TRAINING_SHARE, TRAINING_TOKENS, percent
 from benchmarks.gpu.models import random_model, shape_of
 from benchmarks.gpu.visit import Visit
 from benchmarks.models import Shape
@@ -49,14 +50,18 @@ def run(visit: Visit) -> None:
             ["tokens", "prompts", "computed", "passes", "tokens/s", "TFLOP/s", "matrix rate", "peak memory"],
         )
         with LocalEngine.of(model, visit.rank) as engine:
-            for tokens in scale.training_tokens:
+            for tokens in scale.training_tokens if name == scale.training_shapes[0] else scale.training_tokens[:1]:
                 for shared in (False, True):
                     label = [f"{tokens:,}", "8 to a prompt" if shared else "1 to a prompt"]
                     if visit.findings.time_is_up:
                         visit.findings.leave_out(f"training {name}: {' tokens, '.join(label)}")
                         continue
                     try:
-                        row = _figures(visit, shape_of(name), measure(visit, engine, model, tokens, shared))
+                        result = measure(visit, engine, model, tokens, shared)
+                        row = _figures(visit, shape_of(name), result)
+                        if (name, tokens, shared) == (scale.training_shapes[0], scale.training_tokens[0], False):
+                            visit.findings.mark(TRAINING_SHARE.key, _share(visit, shape_of(name), result))
+                            visit.findings.mark(TRAINING_TOKENS.key, result.tokens / result.seconds)
                     except Exception as error:
                         row = [describe(error)]
                     visit.free()  # not in the handler, where the error's frames still hold tensors
@@ -65,15 +70,23 @@ def run(visit: Visit) -> None:
         visit.free()
 
 
+def _rate(shape: Shape, result: Pass) -> float:
+    """Operations per second."""
+    return OPERATIONS_PER_WEIGHT * shape.parameters * result.computed / result.seconds
+
+
+def _share(visit: Visit, shape: Shape, result: Pass) -> float:
+    """Of the rate of a large matrix product."""
+    return _rate(shape, result) / visit.rates.get(visit.dtype_name, float("nan"))
+
+
 def _figures(visit: Visit, shape: Shape, result: Pass) -> list[str]:
-    rate = OPERATIONS_PER_WEIGHT * shape.parameters * result.computed / result.seconds
-    peak = visit.rates.get(visit.dtype_name, float("nan"))
     return [
         f"{result.computed:,}",
         str(result.passes),
         number(result.tokens / result.seconds),
-        number(rate / 1e12),
-        f"{rate / peak:.0%}",
+        number(_rate(shape, result) / 1e12),
+        percent(_share(visit, shape, result)),
         NOT_MEASURED if result.peak is None else f"{result.peak / 2**30:.1f} GiB",
     ]
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.scale import Scale
 
 @dataclass(frozen=True)
 class Visit:
-    """The device, the sizes, and where what is found goes. `rates` holds what the machine section measured, by name."""
+    """The device, the sizes, and where what is found goes. `rates` holds what the section `hardware` measured, by name."""
 
     device: torch.device
     scale: Scale
@@ -62,12 +62,15 @@ class Section:
 
 
 SECTIONS = (
-    Section("hardware", "Machine", 0.06),
-    Section("correctness", "Correctness on the device", 0.26, is_correctness=True),
-    Section("decoding", "Decoding", 0.20),
-    Section("training", "Training", 0.16),
-    Section("agreement", "Sampler against trainer by depth, one GRPO step, profiles", 0.18, is_correctness=True),
-    Section("beside", "Beside other tools", 0.10),
-    Section("placement", "Placement of tensors", 0.04, is_correctness=True),
+    Section("hardware", "Machine", 0.05),
+    Section("checks", "The checks that a model makes at its start", 0.06, is_correctness=True),
+    Section("correctness", "Correctness on the device", 0.18, is_correctness=True),
+    Section("decoding", "Decoding", 0.18),
+    Section("training", "Training", 0.14),
+    Section("parts", "Each part of the CUDA path on and off", 0.12),
+    Section("agreement", "Sampler against trainer by depth, one GRPO step, profiles", 0.14, is_correctness=True),
+    Section("equality", "Each part against float64", 0.05, is_correctness=True),
+    Section("beside", "Beside other tools", 0.06),
+    Section("placement", "Placement of tensors", 0.02, is_correctness=True),
 )
 """In order of worth: what comes last is lost first."""

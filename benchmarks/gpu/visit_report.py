@@ -1,4 +1,4 @@
-"""The report of a visit: one table of sections, then every section's checks and tables, as JSON and markdown."""
+"""The report of a visit: the marks, one table of sections, then every section's checks and tables, as JSON and markdown."""
 
 from __future__ import annotations
 
@@ -6,28 +6,77 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.gpu import marks
 from benchmarks.gpu.findings import COMPLETE, Findings
-from benchmarks.gpu.visit import Section
+from benchmarks.gpu.visit import SECTIONS, Section
 from benchmarks.machine import facts
 from benchmarks.report import Report, Table, show
 
 NOT_REACHED = "not reached"
+PASSING = ("date", "command", "gpu")
+"""Facts in which two visits of one machine may differ, or of which nothing is known before the first section."""
 
 
 @dataclass
 class VisitReport:
-    """What the sections have found so far. `add` writes the files anew, so that they are true at any moment."""
+    """What the sections have found so far. `add` writes the files anew, so that they are true at any moment.
+
+    `kept`: sections that an earlier visit has found, and this one does not repeat.
+    """
 
     report: Report
     sections: Sequence[Section]
     folder: str
     found: dict[str, Findings] = field(default_factory=dict)
+    kept: list[Section] = field(default_factory=list)
 
     @classmethod
     def start(cls, device: str, scale: str, threads: int, sections: Sequence[Section], folder: str) -> VisitReport:
+        """Whatever of SECTIONS is not among `sections` is taken over from the report in the folder, if the machine, the
+        versions and the commit were these.
+        """
         dtype = "bfloat16" if device == "cuda" else "float32"
-        about = facts(threads, ask_gpu=False)
-        return cls(Report("gpu", scale, dtype, device, about, []), sections, folder)
+        report = Report("gpu", scale, dtype, device, facts(threads, ask_gpu=False), [])
+        visit = cls(report, sections, folder)
+        earlier = Path(folder).expanduser() / f"{report.name}.json"
+        if earlier.is_file() and len(sections) < len(SECTIONS):
+            visit._keep(Report.read(earlier))
+        return visit
+
+    def _keep(self, earlier: Report) -> None:
+        own, theirs = ({k: v for k, v in r.facts.items() if k not in PASSING} for r in (self.report, earlier))
+        if own != theirs:
+            different = sorted(key for key in own.keys() | theirs.keys() if own.get(key) != theirs.get(key))
+            print(f"the report that is there has another {', '.join(different)}: it is replaced")
+            return
+        running = {section.name for section in self.sections}
+        for section in SECTIONS:
+            values = earlier.measurements.get(section.name)
+            if section.name not in running and isinstance(values, dict):
+                self.kept.append(section)
+                self.found[section.name] = Findings.from_json(values)
+        if "gpu" in earlier.facts:
+            self.report.facts["gpu"] = earlier.facts["gpu"]
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """What the machine can do, measured now or earlier."""
+        return self._gathered("rates")
+
+    @property
+    def _all(self) -> list[Section]:
+        """In the order of SECTIONS."""
+        order = {section.name: i for i, section in enumerate(SECTIONS)}
+        return sorted((*self.sections, *self.kept), key=lambda section: order.get(section.name, 0))
+
+    def _gathered(self, key: str) -> dict[str, float]:
+        """The numbers that sections have put under this key, together."""
+        together: dict[str, float] = {}
+        for found in self.found.values():
+            own = found.data.get(key, {})
+            assert isinstance(own, dict)
+            together |= own
+        return together
 
     def add(self, found: Findings) -> None:
         """Take in a section's findings, in place of its earlier ones."""
@@ -37,7 +86,7 @@ class VisitReport:
         self.write()
 
     def write(self) -> list[Path]:
-        self.report.tables = [self._overview(), *self._tables()]
+        self.report.tables = [self._overview(), *self._marks(), *self._tables()]
         self.report.measurements = {name: found.to_json() for name, found in self.found.items()}
         return self.report.write(self.folder)
 
@@ -61,19 +110,24 @@ class VisitReport:
                 problems += [f"no time for {what}" for what in found.left_out]
         return problems
 
+    def _marks(self) -> list[Table]:
+        """Once something was measured that a mark asks for."""
+        measured = self._gathered("marks")
+        return [marks.table(measured, self.report.device == "cuda")] if measured else []
+
     def _overview(self) -> Table:
         rows = []
-        for section in self.sections:
+        for section in self._all:
             found = self.found.get(section.name)
             if found is None:
                 rows.append([section.title, NOT_REACHED, "", "", "", ""])
                 continue
             held = sum(check.ok for check in found.checks)
-            left_out = f"{len(found.left_out)} for want of time" if found.left_out else ""
+            left_out = str(len(found.left_out)) if found.left_out else ""
             rows.append(
                 [
                     section.title,
-                    found.status,
+                    f"{found.status}, earlier" if section in self.kept else found.status,
                     f"{found.seconds:.0f}",
                     str(held),
                     str(len(found.checks) - held),
@@ -85,7 +139,7 @@ class VisitReport:
 
     def _tables(self) -> list[Table]:
         tables = []
-        for section in self.sections:
+        for section in self._all:
             found = self.found.get(section.name)
             if found is None:
                 continue
@@ -94,6 +148,9 @@ class VisitReport:
                 rows = [check.row for check in sorted(found.checks, key=lambda check: check.ok)]
                 tables.append(Table(f"{section.title}: checks (failed ones first)", columns, rows))
             tables += [_padded(table) for table in found.tables]
+            if found.left_out:
+                title = f"{section.title}: left out for want of time"
+                tables.append(Table(title, ["what"], [[what] for what in found.left_out]))
         return tables
 
 

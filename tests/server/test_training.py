@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
 import torch
 
 from tests.server.data import ATOL, DATA, assert_same_output, random_tokens, supervised
-from tests.server.serving import TINY_CHAT
+from tests.server.serving import KEY, TINY_CHAT, Serving, Wire
 from tinker_local_backend import ServiceClient
 
 STEP = tinker.AdamParams(learning_rate=1e-3)
@@ -138,7 +139,19 @@ def test_info_and_tokenizer(sdk: tinker.ServiceClient) -> None:
     client = sdk.create_lora_training_client(TINY_CHAT, rank=3, seed=1).result()
     info = client.get_info()
     assert (info.model_id, info.lora_rank, info.model_data.model_name) == (client.model_id, 3, TINY_CHAT)
+    assert not hasattr(info, "execution"), "the SDK has begun to read it: say so in docs/server.md"
     assert client.get_tokenizer().decode(client.get_tokenizer().encode("two and two")) == "two and two"
+
+
+def test_what_a_model_runs_on_goes_over_the_wire(pair: Pair, server: Serving) -> None:
+    found, own = pair
+    status, info = Wire(server.url).post("/get_info", model_id=found.model_id)
+    assert status == 200
+    assert info["execution"] == own.get_info().execution
+    assert {"device", "dtype", "path"} <= info["execution"].keys()
+    text = httpx.get(f"{server.url}/metrics", headers={"X-API-Key": KEY}).text
+    for what, value in info["execution"].items():
+        assert f'tinker_execution_info{{model="{TINY_CHAT}",value="{value}",what="{what}"}} 1.0' in text
 
 
 def test_state_saved_and_continued_with_and_without_the_optimizer(

@@ -79,7 +79,7 @@ def _one_pass(
         hidden = trainer.batch_hidden(model, state.adapter, batch)
         scorer = Scorer(model, state.adapter)
         logprobs = batch.of_positions(scorer.logprobs(hidden.detach(), batch.score_targets))
-        arrays = list(split_positions(logprobs, batch, examples))
+        arrays = list(split_positions(logprobs.cpu().numpy(), batch, examples))
         loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)
         weights = torch.from_numpy(np.concatenate([widen(slope, logprobs.shape[1]) for slope in slopes])).to(logprobs)
         surrogate = float((weights * logprobs).sum())

@@ -41,6 +41,19 @@ class Execution(Protocol):
         ...
 
 
+def describe(model: BaseModel) -> dict[str, str]:
+    """What this model runs on, for whoever asks: `device`, `dtype`, `path` ("reference": plain torch computes everything;
+    "cuda"), and on the latter each part: "on", or "off: " and why.
+    """
+    parts = model.execution.parts()
+    return {
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "path": "cuda" if parts else "reference",
+        **parts,
+    }
+
+
 class Reference:
     """Plain torch."""
 

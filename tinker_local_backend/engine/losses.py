@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -117,12 +118,12 @@ def _clip(ratio: torch.Tensor, config: Config) -> torch.Tensor:
     return ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
 
 
-def was_sampled(inputs: Inputs) -> torch.Tensor:
+def was_sampled(inputs: Mapping[str, Any]) -> Any:
     """Where a policy loss has a term: all but positions with neither an advantage nor a sampled logprob."""
     return _active(inputs) | (inputs["logprobs"] != 0)
 
 
-def _active(inputs: Inputs) -> torch.Tensor:
+def _active(inputs: Mapping[str, Any]) -> Any:
     """Where the advantage is not 0. Elsewhere a ratio, which may overflow, would be multiplied by 0."""
     return inputs["advantages"] != 0
 
@@ -146,8 +147,8 @@ class LossFn:
     ratio: Callable[[torch.Tensor, Inputs], torch.Tensor] = probability_ratio
     clip_binds: Callable[[torch.Tensor, Inputs, Config], torch.Tensor] | None = None
 
-    def trained(self, inputs: Inputs) -> torch.Tensor:
-        """Which positions can have a gradient."""
+    def trained(self, inputs: Mapping[str, Any]) -> Any:
+        """Which positions can have a gradient: bool, of arrays or tensors as the inputs are."""
         if self.trains_without_advantage:
             return was_sampled(inputs)
         return inputs["advantages" if self.is_policy_loss else "weights"] != 0
@@ -204,6 +205,7 @@ class RatioStats:
         self._sums: list[torch.Tensor] = []
         self._extremes: list[torch.Tensor] = []
 
+    @torch.no_grad()
     def add(self, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> None:
         """Stays on the device: nothing waits for the numbers before `metrics`."""
         loss, sampled = self._loss, was_sampled(inputs)

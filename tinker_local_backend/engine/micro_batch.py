@@ -41,6 +41,10 @@ class MicroBatch:
     """(P,) int64: the score of each position"""
     inputs: dict[str, torch.Tensor]
     """(P, K) each; `sequence_index` says which example (0, 1, ... within the batch) a position belongs to"""
+    host_scored: npt.NDArray[np.int64]
+    """`scored`, and"""
+    host_inputs: dict[str, npt.NDArray]
+    """`inputs` in the host's memory: what is asked of these does not wait for a GPU"""
 
     def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores (S, K) as values of the positions (P, K)."""
@@ -144,22 +148,25 @@ def make_micro_batch(
             scored[member] = own
     device = model.device
     inputs = {
-        key: torch.from_numpy(np.concatenate([widen(example.inputs[key], width) for example in chosen])).to(device)
+        key: np.concatenate([widen(example.inputs[key], width) for example in chosen])
         for key in chosen[0].inputs
         if key != "target_tokens"
     }
     score_rows = np.concatenate(rows)
     in_order = np.array_equal(score_rows, np.arange(len(packed.tokens)))
     sequence = np.repeat(np.arange(len(chosen)), [len(example.tokens) for example in chosen])
-    inputs["sequence_index"] = torch.from_numpy(sequence)[:, None].to(device)
+    inputs["sequence_index"] = sequence[:, None]
+    host_scored = np.concatenate(scored)
     return MicroBatch(
         indices=indices,
         packed=packed,
         tokens=len(packed.tokens),
         score_rows=None if in_order else torch.from_numpy(score_rows).to(device),
         score_targets=torch.from_numpy(np.concatenate(kept)).to(device),
-        scored=torch.from_numpy(np.concatenate(scored)).to(device),
-        inputs=inputs,
+        scored=torch.from_numpy(host_scored).to(device),
+        inputs={key: torch.from_numpy(value).to(device) for key, value in inputs.items()},
+        host_scored=host_scored,
+        host_inputs=inputs,
     )
 
 
@@ -173,9 +180,8 @@ def widen(array: npt.NDArray, width: int) -> npt.NDArray:
     return np.pad(matrix, ((0, 0), (0, width - matrix.shape[1])))
 
 
-def split_positions(values: torch.Tensor, batch: MicroBatch, examples: Sequence[Example]) -> Iterator[npt.NDArray]:
+def split_positions(array: npt.NDArray, batch: MicroBatch, examples: Sequence[Example]) -> Iterator[npt.NDArray]:
     """Per-position values (P, K) as one array per example, each of the shape of its targets."""
-    array = values.cpu().numpy()
     start = 0
     for i in batch.indices:
         targets = examples[i].inputs["target_tokens"]

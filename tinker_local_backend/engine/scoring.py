@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tinker_local_backend.engine.base_model import BaseModel
@@ -38,6 +40,28 @@ class ScoreGradient:
 
     hidden: torch.Tensor
     head: list[torch.Tensor]
+    is_zero: bool = True
+    """no row had a slope"""
+
+
+@dataclass(frozen=True, eq=False)
+class SlopedRows:
+    """The rows whose slope may not be 0, in order, where the host knows them before anything is scored.
+
+    A GPU is then not asked for them chunk after chunk. A slope among these may still be 0.
+    """
+
+    rows: npt.NDArray[np.int64]
+    on_device: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: npt.NDArray[np.int64], device: torch.device) -> SlopedRows:
+        return cls(rows, torch.from_numpy(rows).to(device))
+
+    def within(self, start: int, end: int) -> torch.Tensor:
+        """Those of start, ..., end - 1, counted from `start`."""
+        first, last = np.searchsorted(self.rows, (start, end)).tolist()
+        return self.on_device[first:last] - start
 
 
 class Scorer:
@@ -63,15 +87,19 @@ class Scorer:
 
     @torch.no_grad()
     def logprobs_and_gradient(
-        self, hidden: torch.Tensor, targets: torch.Tensor, slope_fn: SlopeFn
+        self, hidden: torch.Tensor, targets: torch.Tensor, slope_fn: SlopeFn, sloped: SlopedRows | None = None
     ) -> tuple[torch.Tensor, ScoreGradient]:
-        """Both in one go, for a loss of which every row's slope depends on that row alone."""
+        """Both in one go, for a loss of which every row's slope depends on that row alone.
+
+        sloped: None: the slopes themselves are looked at, which on a GPU waits for every chunk.
+        """
         parts, gradient = [], self._zeros(hidden)
         for start, end in self._chunks(len(hidden)):
             part, total, cap_slope = self._score(hidden[start:end], targets[start:end])
             parts.append(part)
             slopes = slope_fn(start, end, part)
-            index = slopes.ne(0).any(dim=1).nonzero()[:, 0]
+            index = _rows_with_slope(slopes) if sloped is None else sloped.within(start, end)
+            gradient.is_zero &= not len(index)
             if len(index) == end - start:
                 gradient.hidden[start:end] = self._backward(
                     hidden[start:end], targets[start:end], slopes, total, cap_slope, gradient.head
@@ -85,11 +113,14 @@ class Scorer:
         return torch.cat(parts), gradient
 
     @torch.no_grad()
-    def gradient(self, hidden: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor) -> ScoreGradient:
+    def gradient(
+        self, hidden: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor, sloped: SlopedRows | None = None
+    ) -> ScoreGradient:
         """The gradient for known dL/d logprobs (S, K). Scores again the rows where that is not zero."""
         gradient = self._zeros(hidden)
-        for index in slopes.ne(0).any(dim=1).nonzero()[:, 0].split(self._rows):
+        for index in (_rows_with_slope(slopes) if sloped is None else sloped.on_device).split(self._rows):
             if len(index):
+                gradient.is_zero = False
                 part, wanted = hidden[index], targets[index]
                 _, total, cap_slope = self._score(part, wanted)
                 gradient.hidden[index] = self._backward(part, wanted, slopes[index], total, cap_slope, gradient.head)
@@ -188,3 +219,7 @@ class Scorer:
             by_b.add_(linear(inner.t(), by_logits.t()).t(), alpha=head.scale)
             by_hidden += (by_inner @ head.a).to(hidden.dtype)
         return by_hidden
+
+
+def _rows_with_slope(slopes: torch.Tensor) -> torch.Tensor:
+    return slopes.ne(0).any(dim=1).nonzero()[:, 0]

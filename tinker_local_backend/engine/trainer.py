@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import tinker
 import torch
 
@@ -24,7 +26,7 @@ from tinker_local_backend.engine.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch, split_positions
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params, global_norm
 from tinker_local_backend.engine.parts import Parts
-from tinker_local_backend.engine.scoring import ScoreGradient, Scorer
+from tinker_local_backend.engine.scoring import ScoreGradient, Scorer, SlopedRows
 from tinker_local_backend.engine.sharding import Step
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
@@ -121,11 +123,12 @@ def forward_backward(
         batch: MicroBatch, recompute: bool, into: list[torch.Tensor] = gradients
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and elementwise loss of a micro-batch; its gradient is added to those of `into`."""
+        sloped = sloped_rows(loss, batch) if backward else None  # copied to the device before it has anything to do
         with torch.set_grad_enabled(backward), model.routed(state.adapter), model.recompute(recompute):
             hidden = batch_hidden(model, state.adapter, batch)
             scorer = Scorer(model, state.adapter, temperature)
             if backward:
-                scores, gradient = _scores_and_gradient(scorer, hidden.detach(), batch, loss, config)
+                scores, gradient = _scores_and_gradient(scorer, hidden.detach(), batch, loss, config, sloped)
             else:
                 scores, gradient = scorer.logprobs(hidden, batch.score_targets), None
             with torch.no_grad():
@@ -136,17 +139,16 @@ def forward_backward(
         return logprobs, elementwise
 
     for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
-        batch_loss = float(elementwise.double().sum())
+        scores, batch_loss = _read(logprobs, elementwise)
         loss_sum += batch_loss
         if not math.isfinite(batch_loss):
             rows = batch.inputs["sequence_index"][~elementwise.isfinite().all(dim=1)]
             broken += [batch.indices[i] for i in rows.unique().tolist()]
         passed += batch.tokens
-        trained += int(loss.trained(batch.inputs).sum())
+        trained += int(loss.trained(batch.host_inputs).sum())
         if loss.is_policy_loss:
-            with torch.no_grad():
-                ratios.add(logprobs, batch.inputs, config)
-        for i, array in zip(batch.indices, split_positions(logprobs, batch, examples), strict=True):
+            ratios.add(logprobs, batch.inputs, config)
+        for i, array in zip(batch.indices, split_positions(scores, batch, examples), strict=True):
             outputs[i] = {"logprobs": tinker.TensorData.from_numpy(array)}
         if more:
             yield
@@ -194,23 +196,41 @@ def batch_hidden(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> torch
     return hidden_TH if batch.score_rows is None else hidden_TH[batch.score_rows]
 
 
+def _read(logprobs: torch.Tensor, elementwise: torch.Tensor) -> tuple[npt.NDArray[np.float32], float]:
+    """Logprobs and the sum of the losses, brought from the device at once: float64 holds both exactly."""
+    both = torch.cat([logprobs.double().flatten(), elementwise.double().sum()[None]]).cpu().numpy()
+    return both[:-1].astype(np.float32).reshape(logprobs.shape), float(both[-1])
+
+
+def sloped_rows(loss: LossFn, batch: MicroBatch) -> SlopedRows | None:
+    """Which scores may have a slope, for a GPU. None on a CPU: slopes themselves tell of more rows that can be left out, and
+    nothing waits.
+    """
+    device = batch.score_targets.device
+    if device.type == "cpu":
+        return None
+    trained = loss.trained(batch.host_inputs).any(axis=1)
+    return SlopedRows.of(np.unique(batch.host_scored[trained]), device)
+
+
 def _scores_and_gradient(
-    scorer: Scorer, hidden: torch.Tensor, batch: MicroBatch, loss: LossFn, config: Config
+    scorer: Scorer, hidden: torch.Tensor, batch: MicroBatch, loss: LossFn, config: Config, sloped: SlopedRows | None
 ) -> tuple[torch.Tensor, ScoreGradient]:
     if not loss.is_elementwise:
         scores = scorer.logprobs(hidden, batch.score_targets)
         slopes = _slopes(loss, batch.of_positions(scores), batch.inputs, config)
-        return scores, scorer.gradient(hidden, batch.score_targets, batch.of_scores(slopes))
+        return scores, scorer.gradient(hidden, batch.score_targets, batch.of_scores(slopes), sloped)
     # Positions in the order of their scores, so that those of a range of scores are neighbours.
     by_score, order = batch.scored.sort(stable=True)
+    on_host = np.sort(batch.host_scored)
 
     def slope_fn(start: int, end: int, part: torch.Tensor) -> torch.Tensor:
-        first, last = torch.searchsorted(by_score, torch.tensor([start, end], device=by_score.device)).tolist()
+        first, last = np.searchsorted(on_host, (start, end)).tolist()
         own, index = order[first:last], by_score[first:last] - start
         slopes = _slopes(loss, part[index], {key: value[own] for key, value in batch.inputs.items()}, config)
         return torch.zeros_like(part).index_add_(0, index, slopes)
 
-    return scorer.logprobs_and_gradient(hidden, batch.score_targets, slope_fn)
+    return scorer.logprobs_and_gradient(hidden, batch.score_targets, slope_fn, sloped)
 
 
 def _slopes(loss: LossFn, logprobs: torch.Tensor, inputs: Mapping[str, torch.Tensor], config: Config) -> torch.Tensor:
@@ -226,7 +246,7 @@ def backpropagate(
     """Carry a gradient by the scored hidden states to the adapter's matrices and add it to `gradients`."""
     parameters = adapter.parameters()
     parts: list[torch.Tensor | None] = [None] * len(parameters)
-    if hidden.requires_grad and bool(gradient.hidden.any()):
+    if hidden.requires_grad and not gradient.is_zero:
         with model.shards.computing(Step.BACKWARD):
             parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
     for total, part in zip(gradients, parts, strict=True):

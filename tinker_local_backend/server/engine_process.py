@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any, NoReturn
 
+from tinker_local_backend.engine import execution
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import (
@@ -69,6 +70,7 @@ class EngineProcess:
             "arch": model.config.model_type,
             "context_length": model.context_length,
             "eos_token_ids": sorted(model.eos_token_ids),
+            "execution": execution.describe(model),
         }
 
     def _take(self, frame: Frame) -> None:

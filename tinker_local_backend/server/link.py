@@ -30,6 +30,8 @@ class ServedModel:
     context_length: int
     eos_token_ids: list[int]
     """each of them ends the model's turn"""
+    execution: dict[str, str]
+    """see engine.execution.describe"""
 
 
 class EngineLink:

@@ -102,6 +102,18 @@ class Metrics:
             gauge = Gauge(f"tinker_live_{name}", f"{name.replace('_', ' ')} there are now", registry=self._registry)
             gauge.set_function(lambda name=name: live()[name])
 
+    def serves(self, executions: Mapping[str, Mapping[str, str]]) -> None:
+        """Show what each model runs on, which is settled once it is loaded."""
+        info = Gauge(
+            "tinker_execution_info",
+            "device, dtype, path and parts of each model, see engine.execution.describe",
+            ["model", "what", "value"],
+            registry=self._registry,
+        )
+        for model, execution in executions.items():
+            for what, value in execution.items():
+                info.labels(model, what, value).set(1)
+
     def answered(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
 

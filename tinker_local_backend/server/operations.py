@@ -90,7 +90,12 @@ class Operations:
             self._models[fields["model_id"]] = client
             info = client.get_info()
             return Frame(
-                {"base_model": info.model_data.model_name, "rank": info.lora_rank, "arch": info.model_data.arch}
+                {
+                    "base_model": info.model_data.model_name,
+                    "rank": info.lora_rank,
+                    "arch": info.model_data.arch,
+                    "execution": info.execution,
+                }
             )
 
         return self._engine.make_client(create), keep

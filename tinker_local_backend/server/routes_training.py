@@ -93,6 +93,7 @@ def _add_models(routes: APIRouter) -> None:
             "is_lora": True,
             "lora_rank": model.info["rank"],
             "model_name": name,
+            "execution": model.info["execution"],  # beyond the protocol: the SDK ignores it
         }
 
 

@@ -66,6 +66,7 @@ async def _serve(config: ServerConfig, access: Access) -> None:
     metrics = Metrics()
     service = Service(config, link, metrics)
     metrics.watch(lambda: service.live)
+    metrics.serves({model.name: model.execution for model in link.models})
     server = _Server(_uvicorn_config(config, make_app(service, access)), service)
     sock.listen(BACKLOG)
     _announce(config, access, sock, link)

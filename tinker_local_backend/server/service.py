@@ -122,7 +122,7 @@ class Service:
         if model.session.session_id not in self._sessions:  # it ended in the meantime
             self._drop([model.model_id], [])
             return reply
-        model.info = {key: reply.fields[key] for key in ("base_model", "rank", "arch")}
+        model.info = {key: reply.fields[key] for key in ("base_model", "rank", "arch", "execution")}
         model.sequence.is_open = True
         self._advance(model)
         kind = "create_model" if model.creation.kind == "create_model" else "load_weights"

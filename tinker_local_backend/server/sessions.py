@@ -141,7 +141,7 @@ class Model:
     queued: int = 0
     """requests that are held or with the engine"""
     info: dict[str, Any] | None = None
-    """base_model, rank and arch, once it is made"""
+    """base_model, rank, arch and execution, once it is made"""
 
 
 @dataclass(eq=False)

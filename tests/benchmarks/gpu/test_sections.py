@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import agreement, decoding, placement, visit_report
+from benchmarks.gpu import agreement, decoding, marks, placement, visit_report
 from benchmarks.gpu.counting import count_step, top_kernels
 from benchmarks.gpu.decoding import Cell, step_bytes
 from benchmarks.gpu.findings import COMPLETE, Check, Findings, describe
@@ -22,6 +22,7 @@ from benchmarks.models import SHAPES, Shape
 from benchmarks.report import Report
 from benchmarks.workload import random_tokens
 from tinker_local_backend.engine import generation, sampler
+from tinker_local_backend.engine.cuda.decoder import BURST
 from tinker_local_backend.engine.generation import Generator
 
 CPU = torch.device("cpu")
@@ -121,7 +122,7 @@ def test_rates_of_the_machine_reach_the_next_section(monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_section_is_an_error_that_lists_those_there_are() -> None:
-    with pytest.raises(command.BenchmarkError, match=r"only=decodign.*hardware, correctness, decoding"):
+    with pytest.raises(command.BenchmarkError, match=r"only=decodign.*hardware, checks, correctness"):
         command.chosen_sections(["decodign"])
 
 
@@ -161,11 +162,11 @@ def test_decoding_names_a_batch_that_runs_out_of_memory_and_measures_the_others(
     (table,) = visit.findings.tables
     for row in table.rows:
         assert ("out of memory" in row[3]) == (row[0] == "4"), row
-    assert {row[0] for row in table.rows} == {"1", "4"}
+    assert {row[0] for row in table.rows} == {"1", "4", "8"}
 
 
 def test_a_batch_that_cannot_fit_is_not_tried(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "_cache_tokens", lambda visit, model: 100)
+    monkeypatch.setattr(decoding, "_cache_tokens", lambda visit, model: 120)
     decoding.run(visit)
     assert any("does not fit" in row[3] for row in visit.findings.tables[0].rows)
     assert any(row[0] == "1" and row[1] == "32" and "/s" not in row[3] for row in visit.findings.tables[0].rows)
@@ -261,8 +262,11 @@ def test_scales_name_shapes_that_exist_and_fit() -> None:
         names = {*scale.decoding_shapes, *scale.training_shapes, scale.agreement_shape, scale.peer_shape}
         for name in {*names, scale.correctness_shape}:
             shape = shape_of(name)
-            assert max(scale.contexts) + scale.decode_steps < shape.max_positions
+            assert max(scale.contexts) + 2 * BURST * scale.bursts < shape.max_positions
         assert all(tokens % scale.training_sequence == 0 for tokens in scale.training_tokens)
         assert scale.depths[-1] == scale.agreement_tokens
-        assert max(scale.adapters) <= max(scale.batches)
+        assert len(scale.mark_batches) == len(marks.DECODE_MARKS)
+        assert set(scale.mark_batches) <= set(scale.batches)
+        assert max(scale.adapters) <= min(scale.mark_batches)
+    assert SCALES["full"].contexts[0] == 1024 and SCALES["full"].mark_batches == (64, 256), "as the marks say"
     assert sum(section.share for section in SECTIONS) == pytest.approx(1.0)

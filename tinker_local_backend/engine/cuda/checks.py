@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import ops, plain
 from tinker_local_backend.engine.cuda.decoder import Decoder
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
-from tinker_local_backend.engine.cuda.graphs import Graphs
+from tinker_local_backend.engine.cuda.graphs import Graphs, Uncaptured
 from tinker_local_backend.engine.cuda.slots import SLOTS, lay_out_rows
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
@@ -143,19 +142,11 @@ def _adapters(model: BaseModel, number: int) -> list[Adapter]:
     return frozen
 
 
-class _Eager:
-    """Captures nothing: every replay runs the step."""
-
-    def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        tempered = step()
-        return lambda: tempered.copy_(step()), tempered
-
-
 @torch.inference_mode()
 def replay_against_eager(model: BaseModel, graphs: Graphs) -> float:
     rows = _rows([*_adapters(model, 2), None])
     bursts = [
-        Decoder(model, model.new_cache(len(rows)), way, PAGE_TOKENS).run(rows, STEPS) for way in (graphs, _Eager())
+        Decoder(model, model.new_cache(len(rows)), way, PAGE_TOKENS).run(rows, STEPS) for way in (graphs, Uncaptured())
     ]
     replayed, eager = bursts
     if (replayed.tokens != eager.tokens).any():

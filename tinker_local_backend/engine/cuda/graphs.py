@@ -55,6 +55,18 @@ class CudaGraphs:
         return graph.replay, result
 
 
+class Uncaptured:
+    """Captures nothing: every replay runs the step, Python and all. What a captured step is compared with."""
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        result = step()
+
+        def again() -> None:
+            result.copy_(step())
+
+        return again, result
+
+
 _WAITS = ("_local_scalar_dense", "nonzero", "unique_dim", "_unique", "_unique2", "masked_select", "equal")
 _FROM_PYTHON = ("lift_fresh", "lift_fresh_copy")
 

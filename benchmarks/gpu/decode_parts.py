@@ -1,0 +1,195 @@
+"""What each part of a decode step is worth: the same burst of the same rows again and again, one thing off at a time."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from benchmarks.gpu.ablation import ALL_ON, Variation, fused_variations, reference
+from benchmarks.gpu.counting import count_step
+from benchmarks.gpu.decoding import Cell, mark_cell, started
+from benchmarks.gpu.findings import describe
+from benchmarks.gpu.models import frozen_adapters
+from benchmarks.gpu.visit import Visit
+from benchmarks.report import number
+from tinker_local_backend.engine import base_model, noise
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda import ops, plain, step
+from tinker_local_backend.engine.cuda.decoder import BURST, Burst, Decoder
+from tinker_local_backend.engine.cuda.execution import DECODING, CudaExecution
+from tinker_local_backend.engine.cuda.generation import BurstGenerator, _decode_row
+from tinker_local_backend.engine.cuda.graphs import Uncaptured
+from tinker_local_backend.engine.cuda.step import DecodeRow
+from tinker_local_backend.engine.pages import pages_of
+
+UNCAPTURED, ALL = "captured steps", "all: the reference, its bookkeeping included"
+COLUMNS = ["off", "ms/token", "x of the time with", "launches/token", "waits/token", "logprobs of the first step"]
+
+
+@dataclass(frozen=True)
+class DecodeVariation(Variation):
+    """`captured`: a step that can be; else it is compared with the whole path without capture."""
+
+    captured: bool = True
+    steps: int = BURST
+    """between two looks of the host"""
+    adapters: bool = True
+
+    @property
+    def beside(self) -> str:
+        return ALL_ON if self.captured or self.off == UNCAPTURED else UNCAPTURED
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, launches and waits of a token of all rows, and what the first burst gave."""
+
+    seconds: float
+    launches: float
+    waits: float
+    burst: Burst | None
+
+
+def variations(model: BaseModel, execution: CudaExecution, context: int) -> list[DecodeVariation]:
+    """In order; what others are compared with comes before them."""
+    pages = pages_of(context + BURST)
+
+    def narrow(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, *rest: object):
+        # Plain torch gathers whole tables, of which the most part is empty.
+        return plain.paged_attention(query, keys, values, tables[:, :pages].contiguous(), *rest)  # pyright: ignore
+
+    def kernel(name: str, by: Callable[..., object]) -> Callable[[], AbstractContextManager[object]]:
+        return lambda: mock.patch.object(ops, name, by)
+
+    return [
+        DecodeVariation(ALL_ON),
+        DecodeVariation(UNCAPTURED, captured=False),
+        DecodeVariation("bursts: the host looks after every step", steps=1),
+        DecodeVariation("split keys: one program for all keys of a head", _unsplit, needs_gpu=True),
+        DecodeVariation("kernel of paged attention: plain torch", kernel("paged_attention", narrow)),
+        DecodeVariation("adapters: the base model alone", adapters=False),
+        DecodeVariation("LoRA by slot: products of plain torch, block by block", kernel("lora_add", plain.lora_add),
+                        captured=False),
+        DecodeVariation("kernel that stores keys: plain torch", kernel("store_keys", plain.store_keys), captured=False),
+        DecodeVariation("random numbers on the device: numpy on the host",
+                        lambda: mock.patch.object(step, "uniforms", _on_the_host), captured=False),
+        DecodeVariation("float32 logits: rounded to the model's dtype",
+                        lambda: mock.patch.object(base_model, "float32_product", _rounded)),
+        *(DecodeVariation(v.off, v.setting, v.part) for v in fused_variations(model, execution)),
+    ]  # fmt: skip
+
+
+def _unsplit() -> AbstractContextManager[object]:
+    return mock.patch.object(importlib.import_module("tinker_local_backend.engine.cuda.attention_kernels"), "SPLITS", 1)
+
+
+def _on_the_host(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
+    seeds, positions = (tensor.cpu().numpy().astype(np.int64).view(np.uint64) for tensor in (seeds_R, positions_R))
+    return torch.from_numpy(noise.uniforms(seeds, positions)).to(seeds_R.device)
+
+
+def _rounded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight).to(x.dtype).float()
+
+
+@torch.inference_mode()
+def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> None:
+    """One row for each variation, and one for the engine's reference."""
+    cell = mark_cell(visit, 0)
+    add = visit.findings.table(
+        f"Parts of decoding, {name}, {visit.dtype_name}: batch {cell.batch}, context {cell.context}, {cell.adapters} adapters, "
+        "without the generator's bookkeeping",
+        COLUMNS,
+    )
+    if not execution.runs(DECODING):
+        add(["captured decoding", execution.parts()[DECODING]])
+        return
+    adapters = frozen_adapters(model, visit.rank, cell.adapters)
+    generator = started(visit, model, adapters, cell, turns=4)
+    assert isinstance(generator, BurstGenerator)
+    generator._room_ahead()
+    rows = [_decode_row(row) for row in generator._running]
+    found: dict[str, Measured] = {}
+    for variation in variations(model, execution, cell.context):
+        if visit.findings.time_is_up:
+            visit.findings.leave_out(f"parts of decoding: {variation.off}")
+            continue
+        missing = variation.missing(execution, visit.on_gpu)
+        if missing is not None:
+            add([variation.off, missing])
+            continue
+        try:
+            found[variation.off] = _measured(visit, generator.decoder, rows, variation)
+            row = _row(variation.off, variation.beside, found)
+        except Exception as error:
+            row = [variation.off, describe(error)]
+        visit.free()
+        add(row)
+    del generator
+    visit.free()
+    with reference(model, execution):
+        found[ALL] = _of_the_reference(visit, model, adapters, cell)
+    add(_row(ALL, ALL_ON, found))
+
+
+def _measured(visit: Visit, decoder: Decoder, rows: Sequence[DecodeRow], variation: DecodeVariation) -> Measured:
+    if not variation.adapters:
+        rows = [replace(row, adapter=None) for row in rows]
+    graphs = decoder._graphs
+    decoder._captured.clear()
+    decoder._graphs = graphs if variation.captured else Uncaptured()
+    try:
+        with variation.setting():
+            burst = decoder.run(rows, variation.steps)  # captures
+            burst = Burst(burst.tokens, burst.logprobs, burst.tempered.clone())
+            looks = visit.scale.bursts * BURST // variation.steps
+            times = [_seconds(visit, lambda: decoder.run(rows, variation.steps)) for _ in range(looks)]
+            counts = count_step(visit.device, lambda: decoder.run(rows, variation.steps))
+    finally:
+        decoder._captured.clear()
+        decoder._graphs = graphs
+    per = variation.steps
+    kept = burst if variation.adapters else None
+    return Measured(statistics.median(times) / per, counts.launches / per, counts.waits / per, kept)
+
+
+def _of_the_reference(visit: Visit, model: BaseModel, adapters: Sequence, cell: Cell) -> Measured:
+    turns = visit.scale.bursts * BURST
+    generator = started(visit, model, adapters, cell, turns + 3)
+    generator.step()
+    times = [_seconds(visit, generator.step) for _ in range(turns)]
+    counts = count_step(visit.device, generator.step)
+    return Measured(statistics.median(times), counts.launches, counts.waits, None)
+
+
+def _seconds(visit: Visit, action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    visit.synchronize()
+    return time.perf_counter() - start
+
+
+def _row(off: str, beside: str, found: dict[str, Measured]) -> list[str]:
+    own, other = found[off], found.get(beside)
+    ratio = "" if other is None else f"{own.seconds / other.seconds:.2f}"
+    ratio += f" (without {beside})" if ratio and beside != ALL_ON else ""
+    counts = number(own.launches), number(own.waits)
+    return [off, f"{1e3 * own.seconds:.2f}", ratio, *counts, _difference(own, found.get(ALL_ON))]
+
+
+def _difference(own: Measured, all_on: Measured | None) -> str:
+    """Largest difference of a logprob of the first step, among rows that drew the same token, and how many did not."""
+    if own.burst is None or all_on is None or all_on.burst is None or own is all_on:
+        return ""
+    same = own.burst.tokens[0] == all_on.burst.tokens[0]
+    largest = np.abs(own.burst.logprobs[0] - all_on.burst.logprobs[0])[same].max(initial=0.0)
+    return f"{largest:.1e}" + (f", {int((~same).sum())} other tokens" if not same.all() else "")
