@@ -122,6 +122,14 @@ def test_verifiers_has_an_environment_of_its_own(checkout: Checkout) -> None:
     assert checkout.make("test-verifiers") == (0, [run])
 
 
+def test_the_older_verifiers_has_an_environment_of_its_own(checkout: Checkout) -> None:
+    pip = "-m pip install --quiet --disable-pip-version-check"
+    install = ["-m venv .venv-verifiers-legacy", f"{pip} {TORCH}", f"{pip} -e .[dev,verifiers-legacy]"]
+    run = "-m pytest tests/environments/verifiers/test_legacy.py -m verifiers -q"
+    assert checkout.make("test-verifiers-legacy") == (0, [*install, run])
+    assert checkout.make("test-verifiers-legacy") == (0, [run])
+
+
 def test_vllm_has_an_environment_of_its_own_without_what_breaks_it(checkout: Checkout) -> None:
     checkout.make("test")
     pip = "-m pip install --quiet --disable-pip-version-check"

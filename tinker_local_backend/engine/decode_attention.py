@@ -48,6 +48,8 @@ class LayerAttention:
     scaling: float
     softcap: float | None
     window: int | None
+    sinks: torch.Tensor | None = None
+    """(H,): of each query head, a score that takes part in the softmax and has no value"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,7 +337,12 @@ def decode_attention(
         values = all_values[part.pages].view(n * kv_heads, PAGE_TOKENS, dim)
         into = results.view(units, group * dim)[part.units].view(n * kv_heads, width * group, dim)
         _multiply(weights[part.units].view(n * kv_heads, width * group, PAGE_TOKENS), values, into)
-    shares = masses.index_select(0, layout.padded).view(rows * heads, -1).softmax(dim=-1).view(-1)
+    by_row = masses.index_select(0, layout.padded).view(rows * heads, -1)
+    if layer.sinks is None:
+        shares = by_row.softmax(dim=-1).view(-1)
+    else:
+        sinks = layer.sinks.to(by_row.dtype).repeat(rows)[:, None]
+        shares = torch.cat((by_row, sinks), dim=1).softmax(dim=-1)[:, :-1].reshape(-1)
     if layout.present is not None:
         shares = shares.index_select(0, layout.present)
     out = F.embedding_bag(layout.in_order, results, layout.offsets, mode="sum", per_sample_weights=shares)

@@ -33,15 +33,15 @@ def policy() -> Any:
 
 
 def dataset(taskset: str, **fields: Any) -> VerifiersDatasetBuilder:
-    renderer = model_info.get_recommended_renderer_name(TINY)
     given: dict[str, Any] = {
+        "renderer_name": model_info.get_recommended_renderer_name(TINY),
         "groups_per_batch": 2,
         "group_size": 2,
         "num_batches": 2,
         "num_test": 2,
         "seed": 0,
     } | fields
-    return VerifiersDatasetBuilder(taskset=taskset, model_name=TINY, renderer_name=renderer, **given)
+    return VerifiersDatasetBuilder(taskset=taskset, model_name=TINY, **given)
 
 
 def played(policy: TokenCompleter, taskset: str, *, strategy: Any = None, **fields: Any) -> Any:
@@ -111,7 +111,7 @@ def test_an_episode_with_an_error_fills_no_group(policy: TokenCompleter) -> None
     ("args", "message"),
     [
         ({"kind": "image"}, "holds image_url; only text can be trained on"),
-        ({"kind": "tools"}, "tool 'look': calls of tools"),
+        ({"kind": "forced"}, "tool_choice='required': a call cannot be forced"),
         ({"agent": {"sampling": {"temperature": 0.3}}}, "sampling.temperature=0.3: the policy samples as the run says"),
     ],
 )
