@@ -42,6 +42,7 @@ from tinker_local_backend.engine.lora import (
 )
 from tinker_local_backend.engine.products import float32_product
 from tinker_local_backend.engine.sharding import Ranks, Shards, Step, Whole
+from tinker_local_backend.engine.trained_layers import TrainedLayers, checked_layers
 from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,7 @@ class BaseModel:
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self._decoder: LlamaLikeDecoder | None = None
+        self._trained: TrainedLayers | None = None
         if ranks is not None:
             self.shards = Shards(ranks, self._model, self._layers)
         with self.shards.turn():
@@ -141,6 +143,7 @@ class BaseModel:
                 expected = self._own_logits()
                 self._set_functions()
             self.context_length: int = self._check_passes(expected)
+        self._trained = checked_layers(self, self._decoder, self._check_sequences())
         self.execution = self.start() or self.execution
 
     def _set_functions(self) -> None:
@@ -356,6 +359,8 @@ class BaseModel:
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
+            if self._trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
+                return self._trained.hidden_states(tokens_T, positions_T, plan, adapters, self._recompute)
         with self.routed(adapters), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]

@@ -49,6 +49,7 @@ class JoinedLinear:
 
     def __init__(self, parts: Sequence[LoraLinear]):
         self._parts = parts
+        self.names = [part.name for part in parts]
         self.sizes = [part.out_features for part in parts]
         weights: tuple[torch.Tensor, ...] = tuple(part.weight for part in parts)
         self.weight = torch.cat(weights) if len(parts) > 1 else weights[0]
@@ -137,6 +138,11 @@ class LlamaLikeDecoder:
     def __init__(self, body: Any, windows: Sequence[int | None]):
         self._embedding, self._rotary, self._final_norm = body.embed_tokens, body.rotary_emb, body.norm
         self._layers = [_Layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
+
+    @property
+    def parts(self) -> tuple[nn.Module, nn.Module, Sequence[_Layer], nn.Module]:
+        """Embedding, rotary embedding, layers and last norm, for the pass that trains (trained_layers.py)."""
+        return self._embedding, self._rotary, self._layers, self._final_norm
 
     @classmethod
     def of(cls, body: nn.Module, windows: Sequence[int | None]) -> LlamaLikeDecoder | None:
