@@ -288,7 +288,9 @@ def test_an_answer_that_gives_the_probe_away_moves_it_and_the_control_shows_it(r
     """The hack: whoever trains on the probe and its answer knows which way the probe goes."""
     env = get_env("gradient_intuition", {"inner": single_turn_env(ROWS, exact), "learning_rate": 1e-3})
     training, _ = asyncio.run(env.dataset_builder(TINY, groups_per_batch=1, group_size=2)())
-    probe = training.get_batch(0)[0].probe
+    (builder,) = training.get_batch(0)
+    assert isinstance(builder, IntuitionGroupBuilder)
+    probe = builder.probe
     leaked = f"{probe_prompt(probe)} {probe.answer}"
     honest, hacked = group(
         run, "PREDICTION: 0\nANSWER: 4", f"PREDICTION: 0.3\nANSWER: {leaked}", learning_rate=1e-3
