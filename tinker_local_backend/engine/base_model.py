@@ -41,6 +41,7 @@ from tinker_local_backend.engine.lora import (
     text_stack,
 )
 from tinker_local_backend.engine.products import float32_product
+from tinker_local_backend.engine.trained_layers import TrainedLayers, checked_layers
 from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,9 @@ class BaseModel:
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self._decoder: LlamaLikeDecoder | None = None
+        self._trained: TrainedLayers | None = None
         self.context_length: int = self._check_passes(expected)
+        self._trained = checked_layers(self, self._decoder, self._check_sequences())
         self.execution = self.start() or self.execution
 
     def start(self) -> Execution | None:
@@ -189,7 +192,7 @@ class BaseModel:
             first = torch.arange(4, device=self.device)
             places = Places(torch.zeros_like(first), first)
             self._pass_logits(sequences[0][:4], range(4), PackedPlan([Segment(0, 4)], cache, places))
-            tables = Tables([Table([0])], self.heads, self.device)
+            tables = Tables.of([Table([0])], self.heads, self.device)
             decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, tables, np.array([4])))
         except torch.OutOfMemoryError:
             raise
@@ -205,7 +208,7 @@ class BaseModel:
         if self.device.type == "cpu":
             plan, tokens_R = DecodePlan(cache, tables, np.array([4])), sequences[0][4:]
             hidden_R = self.hidden_states(tokens_R, plan.lengths, plan, None)
-            self._decoder = checked_decoder(self.name, self._body, windows, plan, tokens_R, hidden_R)
+            self._decoder = checked_decoder(self.name, self._body, windows, self._head, plan, tokens_R, hidden_R)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = together.sinks
         return self._context_length(together.windows)
@@ -328,6 +331,8 @@ class BaseModel:
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
+            if self._trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
+                return self._trained.hidden_states(tokens_T, positions_T, plan, adapters, self._recompute)
         with self.routed(adapters):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
@@ -338,10 +343,12 @@ class BaseModel:
         The head's adapters are applied in float32, as in scoring.py: sampled and trained logprobs come from one arithmetic.
         """
         base = self.head_weights(None)
-        logits = float32_product(hidden_N, base.weight)
+        spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
+        prepared = None if self._decoder is None else self._decoder.head_product(hidden_N, spans)
+        logits, spans = prepared or (float32_product(hidden_N, base.weight), spans)
         if self._routing.add is not None and self._head_names:
             self._routing.add(self._head_names[0], hidden_N.float(), logits)
-        for rows, adapter in adapters if isinstance(adapters, list) else one_for_all(adapters):
+        for rows, adapter in spans:
             head = self.head_weights(adapter)
             if head.a is not None and head.b is not None:
                 inner = hidden_N[rows].float() @ head.a.float().t()
@@ -391,6 +398,11 @@ class BaseModel:
             chosen = getattr(config, "num_experts_per_tok", None)
             width += activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
         return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
+
+    def forget_prepared(self) -> None:
+        """Free the copies of the weights that decoding made."""
+        if self._decoder is not None:
+            self._decoder.prepared.forget()
 
     def lora_through(self, add: AddLora) -> AbstractContextManager[None]:
         """Within: passes and logits that are given no adapters get theirs from `add`."""
