@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GptOssConfig,
     JetMoeConfig,
+    Mxfp4Config,
     NemotronHConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
@@ -35,6 +37,7 @@ from tinker_local_backend.engine.experts import EXPERTS_NAME
 from tinker_local_backend.engine.loading import refuse_unsupported
 from tinker_local_backend.merge import merge_adapter
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 TOKENS, CHOSEN, WIDTH, NUMBER = 13, 3, 8, 7
 SMALL: dict[str, Any] = {"hidden_size": WIDTH, "num_experts_per_tok": CHOSEN}
 KINDS: dict[str, tuple[Any, PretrainedConfig]] = {
@@ -199,6 +202,48 @@ def test_quantized_experts_are_refused_by_name() -> None:
         ModelLoadError, match=r"\(gpt_oss\) has quantized experts \(mxfp4\).*Mxfp4Config\(dequantize=True\)"
     ):
         refuse_unsupported("openai/gpt-oss-20b", config)
+
+
+@pytest.mark.slow
+def test_a_copy_in_bfloat16_of_a_quantized_model_loads(tmp_path: Path) -> None:
+    """Made as docs/models.md says; written without `save_original_format` its experts would be missing."""
+    shape = {**SHAPE, "hidden_size": 64, "intermediate_size": 64}  # blocks have 32 numbers
+    config: Any = GptOssConfig(**shape, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN_ROPE)
+    path = write_model(config, tmp_path / "quantized", 0)
+    weights, quantized = load_file(f"{path}/model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            size = (len(weight), weight.shape[2], weight.shape[1] // 32)
+            quantized[f"{name}_blocks"] = torch.randint(256, (*size, 16), generator=generator, dtype=torch.uint8)
+            quantized[f"{name}_scales"] = torch.full(size, 124, dtype=torch.uint8)
+        else:
+            quantized[name] = weight.bfloat16()
+    save_file(quantized, f"{path}/model.safetensors", metadata={"format": "pt"})
+    config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    config.save_pretrained(path)
+    with pytest.raises(ModelLoadError, match="has quantized experts"):
+        BaseModel(path)
+    copied = AutoModelForCausalLM.from_pretrained(
+        path, dtype="bfloat16", quantization_config=Mxfp4Config(dequantize=True)
+    )
+    copied.save_pretrained(tmp_path / "copy", save_original_format=False)
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "copy")
+    loaded = BaseModel(str(tmp_path / "copy"), dtype=torch.bfloat16).module
+    for name, weight in copied.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), weight)
+    copied.save_pretrained(tmp_path / "wrong")
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "wrong")
+    with pytest.raises(ModelLoadError, match=r"has no weights for .*experts"):
+        BaseModel(str(tmp_path / "wrong"))
 
 
 def test_experts_that_are_none_of_the_interface_are_sampled_from_but_not_trained(

@@ -31,7 +31,7 @@ from tinker_local_backend.engine.sampler import next_tokens
 from tinker_local_backend.engine.stopping import append_token
 from tinker_local_backend.engine.tickets import Ticket, diverged
 from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
-from tinker_local_backend.errors import RequestError, SamplingError
+from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
 
 AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
@@ -148,11 +148,11 @@ class Generator:
         retry = out_of_memory(error) and (rows > 1 or self._allowance.prefill_tokens > 1)
         if not retry:
             # As text: the traceback's frames would keep the failed pass's tensors alive.
-            cause = f"{type(error).__name__}: {error}"
+            cause = f"a sampling pass failed: {type(error).__name__}: {error}"
             if out_of_memory(error):
                 cause += " (use a smaller model or max_tokens, or lower TINKER_LOCAL_KV_CACHE_TOKENS)"
             for ticket in affected:
-                ticket.finish(SamplingError(f"a sampling pass failed: {cause}"))
+                ticket.finish(error if isinstance(error, ReplicaError) else SamplingError(cause))
             return
         self._failures += 1
         self._allowance.reduce(rows, self._pool.capacity)
