@@ -13,18 +13,21 @@ UNFINISHED := $(VENV)/.unfinished
 VLLM := .venv-vllm
 # verifiers brings a hundred packages, an older openai among them.
 VERIFIERS := .venv-verifiers
+# The last verifiers whose environments have load_environment, with yet another openai.
+VERIFIERS_LEGACY := .venv-verifiers-legacy
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
 TRITON := triton==3.9.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow test-verifiers test-vllm smoke lint llms test-kernels test-trackers
+.PHONY: help demo test test-browser screenshots test-distributed test-ecosystem test-faults test-gpu test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
 	@echo "make test         run the tests"
 	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
+	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
 	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
@@ -34,6 +37,7 @@ help:
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
 	@echo "make test-verifiers  tasksets of verifiers, in an environment that it makes (1.4 GB): a few minutes"
+	@echo "make test-verifiers-legacy  environments of verifiers 0.3.1, in an environment that it makes (1.4 GB)"
 	@echo "make test-vllm    sampling with vLLM, in an environment that it makes (3.4 GB): some minutes"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
 	@echo "make lint         ruff (rules and format) and pyright"
@@ -59,6 +63,9 @@ screenshots: $(STAMP)
 	@$(PIP) -e '.[browser]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m tools.screenshots
 
+test-distributed: $(STAMP)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -m distributed -q
+
 test-ecosystem: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/ecosystem -m ecosystem -q
 
@@ -82,6 +89,10 @@ test-server: $(STAMP)
 
 test-verifiers: $(VERIFIERS)/.installed
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/environments/verifiers -m verifiers -q
+
+test-verifiers-legacy: $(VERIFIERS_LEGACY)/.installed
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS_LEGACY)/bin/python -m pytest \
+		tests/environments/verifiers/test_legacy.py -m verifiers -q
 
 test-vllm: $(STAMP) $(VLLM)/.installed
 	@TINKER_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
@@ -135,4 +146,12 @@ $(VERIFIERS)/.installed: pyproject.toml
 	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@echo "[2/2] installing verifiers and the project"
 	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,verifiers]'
+	@touch $@
+
+$(VERIFIERS_LEGACY)/.installed: pyproject.toml
+	@echo "[1/2] making the environment $(VERIFIERS_LEGACY)"
+	@rm -rf $(VERIFIERS_LEGACY) && $(PYTHON) -m venv $(VERIFIERS_LEGACY)
+	@$(VERIFIERS_LEGACY)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "[2/2] installing verifiers 0.3.1 and the project"
+	@$(VERIFIERS_LEGACY)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,verifiers-legacy]'
 	@touch $@

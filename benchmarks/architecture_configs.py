@@ -26,6 +26,15 @@ _ALL_HEADS = {**_LLAMA, "num_key_value_heads": 4}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
 _SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 _LATENT = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -45,6 +54,15 @@ _LONGROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0] * 4,
     "long_factor": [2.0] * 4,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": CONTEXT // 4,
 }
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -118,10 +136,32 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": CONTEXT},
     "mixtral": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 16},
-    "qwen3_moe": {**_LLAMA, **_EXPERTS},
-    "olmoe": {**_LLAMA, **_EXPERTS},
-    "granitemoe": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {**_LLAMA, **_SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_LLAMA, **_EXPERTS, "norm_topk_prob": True},
+    "olmoe": {**_LLAMA, **_EXPERTS, "intermediate_size": 16},
+    "flex_olmo": {**_LLAMA, **_EXPERTS, "intermediate_size": 16},
+    "granitemoe": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.5},
+    "granitemoeshared": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+    "phimoe": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **_LLAMA,
+        **_SLIDING,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        "rope_parameters": _YARN,
+    },
+    "glm4_moe": {**_LLAMA, **_ROUTED, "partial_rotary_factor": 0.5},
+    "dots1": {**_LLAMA, **_ROUTED},
+    "ernie4_5_moe": {
+        **_LLAMA,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "hunyuan_v1_moe": {**_LLAMA, "num_experts": 4, "moe_topk": 2},
+    "minimax_m2": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
     "deepseek_v3": {**_LLAMA, **_LATENT, "head_dim": None},
     "qwen3_next": {**_LLAMA, **_EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {**_LLAMA, "layer_types": ["conv", "full_attention"]},

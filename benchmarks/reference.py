@@ -16,7 +16,7 @@ class Reference:
 
     def __init__(self, model_path: str):
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float64, attn_implementation="eager"
+            model_path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         ).requires_grad_(False)
 
     def adapter_of(self, client: TrainingClient) -> dict[str, torch.Tensor]:

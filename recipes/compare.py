@@ -25,11 +25,11 @@ from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.report.compare import (
     COLUMNS,
-    Curve,
+    Series,
     Way,
     at_equal_tokens,
     picture,
-    read_curve,
+    read_series,
     seed_of,
     table_rows,
 )
@@ -76,15 +76,15 @@ class CLIConfig:
 
 def way_of_folders(name: str, folders: list[str], metric: str) -> Way:
     """Raises ConfigurationError for a folder without the metric, and for two runs of one seed."""
-    curves: dict[int, Curve] = {}
+    found: dict[int, Series] = {}
     for i, folder in enumerate(folders):
         place = Path(folder).expanduser() / CONFIG_BASE_NAME
         config = read_json_object(place, "give another folder") if place.is_file() else {}
         seed = seed_of(config, -1 - i)
-        if seed in curves:
+        if seed in found:
             raise ConfigurationError(f"runs.{name}: two of its runs have the seed {seed}; give runs of different seeds")
-        curves[seed] = read_curve(folder, metric)
-    return Way(name, curves)
+        found[seed] = read_series(folder, metric)
+    return Way(name, found)
 
 
 async def run_way(name: str, command: str, cli: CLIConfig, folder: Path) -> Way:
@@ -98,7 +98,7 @@ async def run_way(name: str, command: str, cli: CLIConfig, folder: Path) -> Way:
     for result in results:
         if result.status == "failed":
             raise TrainingError(f"recipes.{name}, {result.name}: {result.error}; see {result.log_path}")
-    return Way(name, {int(str(result.point["seed"])): read_curve(result.log_path, cli.metric) for result in results})
+    return Way(name, {int(str(result.point["seed"])): read_series(result.log_path, cli.metric) for result in results})
 
 
 async def compare(cli: CLIConfig, folder: Path) -> list[Way]:

@@ -61,7 +61,7 @@ FREE = (
     "name",
     "behavior_if_log_dir_exists",
     "num_groups_to_log",
-    "quiet",
+    "write_records",
 )
 """Keys that may change when a study goes on."""
 

@@ -6,7 +6,8 @@
     python -m recipes.env_rl env=my_envs.py:Guess play=True
 
 docs/environments.md shows what such a class or function looks like, and how a package offers one. env.key=value is short for
-env_args.key=value. A shipped environment takes the keys of its own recipe; there is no supervised stage before it here.
+env_args.key=value. A shipped environment takes the keys of its own recipe, without its supervised stage; warm_up_data=FILE names
+conversations for one.
 """
 
 import re
@@ -20,8 +21,8 @@ import chz
 
 from recipes import guess_number, tool_use, twenty_questions
 from recipes.common import prompt_room, settle
-from recipes.rl_common import RLConfig, train_and_show, train_config
-from recipes.warm_up import WarmUpConfig
+from recipes.rl_common import train_and_show, train_config
+from recipes.warm_up import WarmUpConfig, WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.environments import DatasetSettings, Environment, get_env, known_envs, register_env
 from tinker_cookbook.environments.base import fill_with_args
@@ -60,7 +61,7 @@ for _recipe in (guess_number, twenty_questions, tool_use):
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(RLConfig):
+class CLIConfig(WarmUpDataConfig):
     """Keys of `python -m recipes.env_rl`."""
 
     ARGS_KEYS = {"env": "env_args"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
@@ -95,7 +96,8 @@ async def main(cli: CLIConfig) -> None:
     if cli.play:
         await play_episode(make_dataset_builder(cli), get_tokenizer(cli.model_name))
     else:
-        await train_and_show(build_config(cli), ["reward/total", "turns_per_episode"])
+        first = given_conversations(cli)
+        await train_and_show(await warm_up_on(cli, build_config(cli), first), ["reward/total", "turns_per_episode"])
 
 
 if __name__ == "__main__":

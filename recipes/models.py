@@ -72,8 +72,10 @@ def facts(model_name: str, lora_rank: int, may_download: bool = False) -> dict[s
     if not may_download and not hyperparam_utils.is_known(model_name):
         return found
     try:
-        refusal = backends.why_not_local(model_name, hyperparam_utils.model_config(model_name))
-        found["local engine"] = "trains and samples" if refusal is None else _reason(refusal)
+        config = hyperparam_utils.model_config(model_name)
+        refusal = backends.why_not_local(model_name, config)
+        trains = "trains (not the experts)" if backends.leaves_experts(config) else "trains"
+        found["local engine"] = f"{trains} and samples" if refusal is None else _reason(refusal)
     except ConfigurationError:
         pass
     return found

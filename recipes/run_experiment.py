@@ -8,6 +8,7 @@ Tables of the file:
 
     [env]       id (name, module, folder or file), weight, name, and [env.args], the arguments of load_environment
     [[envs]]    instead: several of them, of which each step takes groups in proportion to their weights
+    [warm_up]   data (conversations that show the form of replies, JSONL), steps: a supervised stage that comes first
     [trainer]   every key of this recipe, nested ones as tables; [trainer.args] is the same table
     [model]     base_model, renderer_name, lora_rank, load_checkpoint_path
     [tinker]    backend, base_url, api_key_env (the variable that holds the key) or api_key
@@ -26,7 +27,8 @@ from typing import Any
 import chz
 
 from recipes.common import prompt_room, settle
-from recipes.rl_common import RLConfig, train_and_show, train_config
+from recipes.rl_common import train_and_show, train_config
+from recipes.warm_up import WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import keys_and_values, with_default
 from tinker_cookbook.environments import DatasetSettings, Environment, get_env
@@ -42,14 +44,16 @@ OTHER_NAMES = {
     "trainer": {"max_new_tokens": "max_tokens", "output_dir": "log_path", "steps": "max_steps"},
     "model": {"base_model": "model_name"},
     "tinker": {},
+    "warm_up": {"data": "warm_up_data", "steps": "warm_up_steps"},
 }
 """Keys of a table that are called otherwise in the library."""
 OWN_KEYS = {
     "model": ("base_model", "model_name", "renderer_name", "lora_rank", "load_checkpoint_path"),
     "tinker": ("backend", "base_url", "api_key_env", "api_key"),
+    "warm_up": ("data", "steps"),
     "env": ("id", "name", "weight", "args"),
 }
-TABLES = ("env", "envs", "trainer", "model", "tinker")
+TABLES = ("env", "envs", "warm_up", "trainer", "model", "tinker")
 
 
 @chz.chz(typecheck=True)
@@ -63,7 +67,7 @@ class EnvEntry:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(RLConfig):
+class CLIConfig(WarmUpDataConfig):
     """Keys of `python -m recipes.run_experiment`."""
 
     experiment: str | None = chz.field(default=None, doc="the TOML file, also as the first argument")
@@ -137,21 +141,25 @@ def experiment_keys(tables: Mapping[str, Any], path: str) -> dict[str, Any]:
             _check_known(key, OWN_KEYS["env"], f"{path}: {where} has no key {key}")
         if "id" not in entry:
             raise ConfigurationError(f"{path}: {where} needs id: a name, module, folder or file of an environment")
-        values |= _flat({**entry, "id": _place(str(entry["id"]), path)}, f"envs.{i}.")
+        own = {**entry, "id": _place(str(entry["id"]), path)}
+        if isinstance(args := entry.get("args"), dict):  # an argument may be a table of its own, and stays one
+            own = {key: value for key, value in own.items() if key != "args"}
+            own |= {f"args.{key}": value for key, value in args.items()}
+        values |= {f"envs.{i}.{key}": value for key, value in own.items()}
     trainer = dict(tables.get("trainer", {}))
     args = trainer.pop("args", {})
     if twice := sorted(trainer.keys() & args.keys()):
         raise ConfigurationError(f"{path}: {twice[0]} stands in [trainer] and in [trainer.args]; give it once")
     own = [key for key in chz.chz_fields(CLIConfig) if key not in ("envs", "experiment", "api_key", "api_key_env")]
     sections = {"trainer": ({**trainer, **args}, [*OTHER_NAMES["trainer"], *own])}
-    sections |= {table: (tables.get(table, {}), list(OWN_KEYS[table])) for table in ("model", "tinker")}
+    sections |= {table: (tables.get(table, {}), list(OWN_KEYS[table])) for table in ("warm_up", "model", "tinker")}
     for table, (entries, known) in sections.items():
         for key, value in entries.items():
             _check_known(key, known, f"{path}: [{table}] has no key {key}")
             name = OTHER_NAMES[table].get(key, key)
             if name in values:
                 raise ConfigurationError(f"{path}: [{table}] {key}: {name} is given twice; give it once")
-            values |= _flat({name: value}, "")
+            values |= _flat({name: _place(str(value), path) if name == "warm_up_data" else value}, "")
     return values
 
 
@@ -183,7 +191,7 @@ def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _place(said: str, path: str) -> str:
     """A relative folder or file that is not here, but beside the experiment file."""
     beside = Path(path).expanduser().parent / said
-    looks_like_one = "/" in said or said.endswith(".py")
+    looks_like_one = "/" in said or said.endswith((".py", ".jsonl"))
     return str(beside) if looks_like_one and not Path(said.partition(":")[0]).exists() and beside.exists() else said
 
 
@@ -237,8 +245,9 @@ async def main(cli: CLIConfig) -> None:
     use_key(cli)
     cli = settle(cli)
     name = Path(cli.experiment).stem if cli.experiment is not None else "own"
-    builder = make_dataset_builder(cli)
-    await train_and_show(train_config(cli, RECIPE, builder, [name]), ["reward/total"])
+    builder, first = make_dataset_builder(cli), given_conversations(cli)
+    config = await warm_up_on(cli, train_config(cli, RECIPE, builder, [name]), first)
+    await train_and_show(config, ["reward/total"])
 
 
 if __name__ == "__main__":

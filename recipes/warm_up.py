@@ -1,7 +1,7 @@
 """A supervised stage before reinforcement learning, for a model that does not know the form of a game or of tool calls.
 
-What it trains on is written by a player that is a plain function: it knows the form and plays badly, so that what the
-policy learns afterwards is its own. Its learning rate is a constant of this module: the key learning_rate is that of
+What it trains on is written by a player that is a plain function, or stands in a file: it has the form and plays badly, so that
+what the policy learns afterwards is its own. Its learning rate is a constant of this module: the key learning_rate is that of
 reinforcement learning alone. The conversations stay in the run's folder, as warm_up.jsonl beside the folder warm_up of
 the supervised run itself. A model that knows the form needs none of this: warm_up_steps=0.
 """
@@ -14,6 +14,7 @@ import chz
 
 from recipes.common import RL_LEARNING_RATE, RL_SHARE, SL_LEARNING_RATE, CommonConfig, by_model
 from recipes.rl_common import RLConfig, train_and_show, train_config
+from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl import train
@@ -23,6 +24,7 @@ from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.supervised import train as supervised_train
+from tinker_cookbook.supervised.conversations import read_conversations
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -37,6 +39,8 @@ WriteConversation = Callable[[Renderer, random.Random], Awaitable[list[Message]]
 
 BATCH_SIZE = 16
 TINY_STEPS = 40
+FORM_STEPS = 56
+"""On given conversations, whose form is longer than a move in a game."""
 TINY_RATE = 3e-3
 """Higher than what suits the shipped model otherwise: it has a form to learn from scratch, and few steps."""
 GENTLE_RATE = 3e-4
@@ -44,20 +48,43 @@ GENTLE_RATE = 3e-4
 
 
 @chz.chz(typecheck=True)
-class WarmUpConfig(RLConfig):
+class WarmUpStepsConfig(RLConfig):
     """Keys of the recipes that may begin with a supervised stage."""
 
     warm_up_steps: int | None = chz.field(
         default=None,
-        doc=f"supervised steps, on {BATCH_SIZE} generated conversations each; default: what tiny_chat needs, 0 for other "
-        "models and with load_checkpoint_path",
+        doc=f"supervised steps, on {BATCH_SIZE} conversations each; default: what tiny_chat needs, 0 for other models and with "
+        "load_checkpoint_path",
     )
-    play: bool = chz.field(default=False, doc="play an episode yourself in the terminal; no model is loaded")
 
     @chz.validate
     def _check_warm_up_steps(self) -> None:
         if self.warm_up_steps is not None and self.warm_up_steps < 0:
             raise ConfigurationError(f"warm_up_steps={self.warm_up_steps}: must be 0 (no warm-up) or more")
+
+
+@chz.chz(typecheck=True)
+class WarmUpConfig(WarmUpStepsConfig):
+    """Keys of the recipes with a game, which writes the conversations of the supervised stage."""
+
+    play: bool = chz.field(default=False, doc="play an episode yourself in the terminal; no model is loaded")
+
+
+@chz.chz(typecheck=True)
+class WarmUpDataConfig(WarmUpStepsConfig):
+    """Keys of the recipes whose supervised stage is given its conversations."""
+
+    warm_up_data: str | None = chz.field(
+        default=None,
+        doc="JSONL file of conversations that show the form of replies, for the supervised stage; None: no stage",
+    )
+
+    @chz.validate
+    def _check_warm_up_data(self) -> None:
+        if self.warm_up_data is None and self.warm_up_steps:
+            raise ConfigurationError(
+                f"warm_up_steps={self.warm_up_steps}: there is nothing to learn from; give warm_up_data, a file of conversations"
+            )
 
 
 @chz.chz(typecheck=True)
@@ -67,7 +94,7 @@ class GentleConfig(WarmUpConfig):
     learning_rate: float | None = by_model("Adam's learning rate", GENTLE_RATE, RL_LEARNING_RATE, RL_SHARE)
 
 
-def warm_up_steps(cli: WarmUpConfig, tiny_steps: int) -> int:
+def warm_up_steps(cli: WarmUpStepsConfig, tiny_steps: int) -> int:
     """The number asked for, else `tiny_steps` for the shipped model and none for others."""
     if cli.warm_up_steps is not None:
         return cli.warm_up_steps
@@ -106,6 +133,28 @@ async def warm_up(
         conversations.append(await write(renderer, rng))
     path = await train_first(cli, config, conversations, episodes.renderer_name)
     return chz.replace(config, load_checkpoint_path=path)
+
+
+def given_conversations(cli: WarmUpDataConfig) -> list[list[Message]]:
+    """Those of the supervised stage from `warm_up_data`, in drawn order, as often as its steps need them; empty: no stage.
+
+    Raises ConfigurationError or DataFormatError for a file that is not there, or holds something else.
+    """
+    if cli.warm_up_data is None:
+        return []
+    rows = read_conversations(cli.warm_up_data)
+    epochs = Epochs(ShuffledItems(rows), cli.seed, "warm-up")
+    return [epochs.draw(i).messages for i in range(warm_up_steps(cli, FORM_STEPS) * BATCH_SIZE)]
+
+
+async def warm_up_on(
+    cli: CommonConfig, config: train.Config, conversations: Sequence[Sequence[Message]]
+) -> train.Config:
+    """Train on these conversations, if there are any, and return the config of a run that starts from what this gave."""
+    if not conversations:
+        return config
+    assert cli.renderer_name is not None
+    return chz.replace(config, load_checkpoint_path=await train_first(cli, config, conversations, cli.renderer_name))
 
 
 async def train_first(

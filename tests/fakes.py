@@ -266,10 +266,12 @@ class FakeServiceClient:
         base_model: str,
         rank: int = 32,
         seed: int | None = None,
+        train_mlp: bool = True,
         *,
         user_metadata: dict[str, str] | None = None,
     ) -> Awaitable[FakeTrainingClient]:
-        return self._new_trainer(0, "lora", base_model, rank, seed)
+        how = () if train_mlp else ("without mlp",)
+        return self._new_trainer(0, "lora", base_model, rank, seed, *how)
 
     def create_training_client_from_state(
         self, path: str, *, user_metadata: dict[str, str] | None = None

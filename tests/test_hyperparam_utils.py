@@ -86,6 +86,9 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_hidden_layers": 1}))
     with pytest.raises(NotImplementedError, match="experts"):
         hyper.get_lora_param_count(str(tmp_path))
+    assert hyper.get_lora_param_count(str(tmp_path), 2, train_mlp=False, train_unembed=False) == 2 * (
+        2 * (4096 + 4096) + 2 * (4096 + 1024)
+    )
     shutil.copy(Path(TINY) / "config.json", tmp_path / "config.json")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mistral", "architectures": []}))

@@ -81,6 +81,7 @@ class ServiceClient(Protocol):
         base_model: str,
         rank: int = 32,
         seed: int | None = None,
+        train_mlp: bool = True,
         *,
         user_metadata: dict[str, str] | None = None,
     ) -> Awaitable[TrainingClient]: ...

@@ -128,7 +128,7 @@ def get_lora_param_count(
     """Parameters of an adapter: rank * (inputs + outputs), summed over the linears that it is put on.
 
     For models with experts, and for those whose layers are not all attention, as the hosted service adapts and counts
-    them (lora_counts); the local engine trains none of these.
+    them (lora_counts); the local engine trains no routed experts, and none of the latter models.
 
     Raises:
         ConfigurationError: nothing is known of the model, the rank is below 1, or nothing would train.
@@ -141,14 +141,14 @@ def get_lora_param_count(
         raise ConfigurationError("train_mlp, train_attn and train_unembed are all False: nothing would train; set one")
     counted = count_lora(model_config(model_name))
     if counted is None:
-        linears = _linears(model_name)
+        linears = _linears(model_name, train_mlp)
         return sum(lora_rank * sum(sizes) for path, sizes in linears.items() if path.rpartition(".")[2] in chosen)
     mlp = _STATED_MLP.get(base_model_of(model_name), counted.mlp)
     return lora_rank * (mlp * train_mlp + counted.attn * train_attn + counted.unembed * train_unembed)
 
 
-def _linears(model_name: str) -> dict[str, tuple[int, int]]:
-    """Path -> (inputs, outputs) of every linear of the model."""
+def _linears(model_name: str, train_mlp: bool) -> dict[str, tuple[int, int]]:
+    """Path -> (inputs, outputs) of every linear of the model but gates of single numbers."""
     from torch import nn
 
     skeleton = _skeleton(model_name)
@@ -156,10 +156,10 @@ def _linears(model_name: str) -> dict[str, tuple[int, int]]:
     linears = {
         path: (module.in_features, module.out_features)
         for path, module in skeleton.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear) and module.out_features > 1
     }
     strange = [path for path in linears if path.rpartition(".")[2] not in known]
-    strange += [path for path, parameter in skeleton.named_parameters() if parameter.dim() > 2]
+    strange += [path for path, parameter in skeleton.named_parameters() if parameter.dim() > 2 and train_mlp]
     if strange:
         raise NotImplementedError(
             f"model_name={model_name!r}: adapters on {strange[0]} (and {len(strange) - 1} more) are not counted; only "

@@ -113,6 +113,7 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
         "head_dim": 64,
         "num_local_experts": experts,
         "vocab_size": 201088,
+        "quantization_config": {"quant_method": "mxfp4"},  # as released
     }
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tinker_local_backend.engine.base_model import check_model_name
+from tinker_local_backend.engine.loading import check_model_name
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
 from tinker_local_backend.storage.checkpoints import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.files import staging_folder, writing
@@ -110,7 +110,7 @@ def merge_adapter(
     _untie_adapted_head(model, tensors)
     adapted = _with_adapter(model, config, tensors, folder)
     with_adapter = _logits(adapted, probe)
-    modules = len(adapted.targeted_module_names)
+    modules = len(adapted.targeted_module_names) + len(adapted.targeted_parameter_names)
     model = adapted.merge_and_unload()
     _check("in memory", _logits(model, probe), with_adapter, TOLERANCES[torch.float32])
     for key, tensor in model.state_dict(keep_vars=True).items():

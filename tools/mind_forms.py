@@ -9,9 +9,17 @@ them is the form, and what reinforcement learning adds is the rest.
 import json
 import random
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
-from tinker_cookbook.environments import entropy_intuition, ghost_trace, gradient_prophet, self_prediction
+from tinker_cookbook.environments import (
+    entropy_intuition,
+    ghost_trace,
+    gradient_prophet,
+    intuition_env,
+    self_prediction,
+)
+from tinker_cookbook.environments.lessons import shipped_lessons
 from tinker_cookbook.environments.model_scores import MINDS
 from tinker_cookbook.renderers import Message
 
@@ -33,6 +41,10 @@ def _entropy_intuition(row: Row, rng: random.Random) -> str:
     return f"NUMBER: {number}\nFEELING: {feeling}\nENTROPY: {rng.randint(0, 10) / 10}"
 
 
+def _gradient_intuition(row: Row, rng: random.Random) -> str:
+    return f"PREDICTION: {rng.randint(-100, 100) / 100}\nANSWER: {_self_prediction(row, rng)}"
+
+
 def _in_context(row: Row, rng: random.Random) -> str:
     return f"[{rng.randint(-20, 40) / 2}]"
 
@@ -42,15 +54,25 @@ def _surprise(row: Row, rng: random.Random) -> str:
     return json.dumps(rng.sample(range(1, count + 1), count))
 
 
+def _small_sums() -> Any:
+    return self_prediction.load_environment(questions=50, highest=9, hard_share=0, operations="+")
+
+
+def _sums_with_probes() -> Any:
+    """Each sum with a drawn probe."""
+    env, rng = _small_sums(), random.Random(0)
+    probes = [probe for lesson in shipped_lessons() for probe in lesson.probes]
+    rows = [{**row, "prompt": row["prompt"] + intuition_env.meta_task(rng.choice(probes))} for row in env.dataset * 4]
+    return SimpleNamespace(dataset=rows, system_prompt=env.system_prompt)
+
+
 FORMS: dict[str, tuple[Callable[[], Any], Callable[[Row, random.Random], str]]] = {
     "ghost_trace": (ghost_trace.load_environment, _ghost_trace),
-    "self_prediction": (
-        lambda: self_prediction.load_environment(questions=50, highest=9, hard_share=0, operations="+"),
-        _self_prediction,
-    ),
+    "self_prediction": (_small_sums, _self_prediction),
     "entropy_intuition": (lambda: entropy_intuition.load_environment(highest=9, most=4), _entropy_intuition),
     "in_context": (gradient_prophet.load_environment, _in_context),
     "surprise": (lambda: gradient_prophet.load_environment("surprise"), _surprise),
+    "gradient_intuition": (_sums_with_probes, _gradient_intuition),
 }
 
 

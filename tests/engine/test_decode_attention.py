@@ -47,15 +47,18 @@ class Cache:
         return torch.randn(shape, generator=self.generator).to(here().device, here().dtype)
 
     def make_tables(self) -> Tables:
-        return Tables(self.tables, (KV_HEADS, GROUP), here().device)
+        return Tables.of(self.tables, (KV_HEADS, GROUP), here().device)
 
-    def attend_and_compare(self, tables: Tables, window: int | None = None, softcap: float | None = None) -> None:
+    def attend_and_compare(
+        self, tables: Tables, window: int | None = None, softcap: float | None = None, sinks: bool = False
+    ) -> None:
         """One token more for each sequence."""
         rows = len(self.lengths)
         query = self.random(1, KV_HEADS * GROUP, rows, DIM)
         new = self.random(2, 1, KV_HEADS, rows, DIM)
         plan = DecodePlan(self.cache, tables, np.array(self.lengths))
-        found = decode_attention(LayerAttention(0, 0.7, softcap, window), query, new[0], new[1], plan)
+        of_heads = self.random(KV_HEADS * GROUP) if sinks else None
+        found = decode_attention(LayerAttention(0, 0.7, softcap, window, of_heads), query, new[0], new[1], plan)
         assert found.shape == (1, rows, KV_HEADS * GROUP, DIM) and found.dtype == here().dtype
         for row in range(rows):
             keys, values = torch.cat([self.keys[row], new[:, 0, :, row, None]], dim=2).double().cpu()
@@ -64,7 +67,9 @@ class Cache:
             scores = (keys @ query[0, :, row].double().cpu()[:, :, None])[:, :, 0] * 0.7
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            expected = (scores.softmax(dim=-1)[:, None] @ values)[:, 0]
+            if of_heads is not None:
+                scores = torch.cat([scores, of_heads.double().cpu()[:, None]], dim=-1)
+            expected = (scores.softmax(dim=-1)[:, None, : keys.shape[1]] @ values)[:, 0]
             assert_near(found[0, row].double().cpu().numpy(), expected.numpy(), atol=1e-5)
 
 
@@ -72,15 +77,17 @@ LENGTHS = [70, 64, 31, 100, 1, 0, 32, 69, 68, 67, 66, 65]
 SHARED = [2, 2, 0, 2, 0, 0, 1, 2, 2, 2, 1, 1]
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    ("softcap", "sinks"), [(None, False), (2.0, False), (None, True)], ids=["plain", "capped", "sinks"]
+)
 @pytest.mark.parametrize("window", [None, 1, 20, 33, 90])
 @pytest.mark.parametrize("shared", [[0] * 12, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("spread", [1, 4])
 def test_attention_over_pages_is_attention(
-    shared: list[int], window: int | None, softcap: float | None, spread: int
+    shared: list[int], window: int | None, softcap: float | None, sinks: bool, spread: int
 ) -> None:
     cache = Cache(LENGTHS, shared, seed=1, spread=spread)
-    cache.attend_and_compare(cache.make_tables(), window, softcap)
+    cache.attend_and_compare(cache.make_tables(), window, softcap, sinks)
 
 
 @pytest.mark.parametrize(("padding", "widths"), [(0, [1, 12, 4, 2]), (10_000, [1, 12])])

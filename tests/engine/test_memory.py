@@ -29,6 +29,7 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import LoraLinear
 from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
 from tinker_local_backend.engine.parts import finish
+from tinker_local_backend.engine.trained_layers import _Layer
 
 
 @pytest.fixture
@@ -109,17 +110,25 @@ def always_recompute() -> Iterator[None]:
 
 
 def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[int, int]:
-    """Bytes of activations that the graph of a call keeps, and how often a linear of the body was applied."""
+    """Bytes of activations that the graph of a call keeps, and how often a linear of the body was applied.
+
+    Through the modules, or with those of one input as one product (trained_layers.py).
+    """
     model = client._run.model._model
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
     calls = 0
-    original = LoraLinear.forward
+    original, original_joined = LoraLinear.forward, _Layer.forward
 
     def forward(self: LoraLinear, x: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += self.name != "lm_head"
         return original(self, x)
+
+    def joined_forward(self: _Layer, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        nonlocal calls
+        calls += len(self.names)
+        return original_joined(self, x)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -129,6 +138,7 @@ def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[
 
     with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         patch.setattr(LoraLinear, "forward", forward)
+        patch.setattr(_Layer, "forward", joined_forward)
         call()
     return sum(kept.values()), calls
 
@@ -150,7 +160,7 @@ def test_recomputation_keeps_less_and_gives_equal_gradients(
     with always_recompute():
         kept_less, calls_again = kept_and_calls(client, call)
     assert_repeats(gradients(client), expected)
-    assert calls_again == 2 * calls
+    assert calls_again == 2 * calls > 0
     assert kept_less < kept / 5
 
 
@@ -213,10 +223,10 @@ def test_no_tensor_has_tokens_times_vocabulary_elements(
         run = client._run
         with VocabularyWatch() as watch:
             finish(trainer.forward_backward(run.model, run.state, data, loss_fn, {"temperature": 0.7}, backward=True))
-        # The embedding (or its view) is the largest thing there is. Where no fused kernel takes the heads as they are, the
-        # scores of attention exist as a matrix of each sequence.
+        # The embedding (or its view), or gate and up of all tokens, is the largest thing there is. Where no fused kernel takes
+        # the heads as they are, the scores of attention exist as a matrix of each sequence.
         scores = 0 if here().keeps_bits else 4 * max(lengths) ** 2
-        assert watch.largest <= max(VOCABULARY * 32, sum(lengths) * 48, scores) < sum(lengths) * VOCABULARY
+        assert watch.largest <= max(VOCABULARY * 32, sum(lengths) * 96, scores) < sum(lengths) * VOCABULARY
         most_alive.append(watch.most_alive)
     matrices = VOCABULARY * 32 + 3 * 4 * VOCABULARY
     assert chunk <= most_alive[0] <= 4 * chunk + matrices

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,11 +22,10 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     MambaConfig,
-    MixtralConfig,
     NemotronConfig,
     Phi3Config,
     PretrainedConfig,
-    Qwen3MoeConfig,
+    Qwen3NextConfig,
     StableLmConfig,
     Starcoder2Config,
     T5Config,
@@ -45,8 +45,10 @@ LONGROPE = {
 }
 
 BY_CONFIG: dict[str, tuple[PretrainedConfig, str]] = {
-    "mixtral": (MixtralConfig(**SHAPE), r"\(mixtral\) has mixture-of-experts layers \(config\.num_local_experts\)"),
-    "qwen3-moe": (Qwen3MoeConfig(**SHAPE), r"\(qwen3_moe\) has mixture-of-experts layers"),
+    "linear attention": (
+        Qwen3NextConfig(**SHAPE, layer_types=["linear_attention", "full_attention"]),
+        r"\(qwen3_next\) has layers of type linear_attention,",
+    ),
     "t5": (T5Config(vocab_size=1536, d_model=32), r"\(t5\) has an encoder \(config\.is_encoder_decoder\)"),
     "mamba": (MambaConfig(vocab_size=1536, hidden_size=32), r"\(mamba\) states no max_position_embeddings"),
     "convolution": (
@@ -127,6 +129,16 @@ def test_an_unknown_architecture_is_a_model_that_cannot_be_loaded(tmp_path: Path
         BaseModel(str(tmp_path))
 
 
+def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
+    """transformers itself would go on with random ones."""
+    path = write_model(LlamaConfig(**SHAPE), tmp_path, 0)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight and 0 more"):
+        BaseModel(path)
+
+
 def test_where_long_sequences_turn_the_positions_of_short_ones_the_context_ends(tmp_path: Path) -> None:
     """longrope has two sets of frequencies and takes one for a whole pass, by its longest sequence."""
     path = write_model(Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64), tmp_path, 0)
@@ -142,10 +154,10 @@ def test_a_sliding_window_that_the_attention_never_hears_of_ends_the_context(tmp
 def test_the_refusal_reaches_the_caller_and_the_service_goes_on(
     service: ServiceClient, tied_model: str, tmp_path: Path
 ) -> None:
-    BY_CONFIG["mixtral"][0].save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match="mixture-of-experts"):
+    BY_CONFIG["linear attention"][0].save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="linear_attention"):
         service.create_sampling_client(base_model=str(tmp_path)).result()
-    with pytest.raises(ModelLoadError, match="mixture-of-experts"):
+    with pytest.raises(ModelLoadError, match="linear_attention"):
         service.create_lora_training_client(str(tmp_path), 4).result()
     sampler = service.create_sampling_client(base_model=tied_model).result()
     with pytest.raises(RequestError, match="256"):

@@ -67,3 +67,27 @@ def test_in_half_precision_the_adapter_keeps_float32() -> None:
     wanted = [adapter.a["q_proj"], adapter.b["q_proj"]]
     y, by_a, by_b = gradients(layer, adapter, x.bfloat16(), by_y.bfloat16(), wanted)
     assert (y.dtype, by_a.dtype, by_b.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def test_a_model_may_change_the_result_in_place() -> None:
+    """OLMo clips queries, keys and values so."""
+    layer, adapter, x, by_y = make(700, bias=False)
+    a = adapter.a["q_proj"]
+    results = []
+    for clip in (torch.Tensor.clamp, torch.Tensor.clamp_):
+        with layer.routing.use([(slice(None), adapter)]):
+            y = clip(layer(x), -0.5, 0.5)
+        results.append((y.detach(), *torch.autograd.grad(y, a, by_y)))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_rows_without_a_batch_get_the_same(training: bool) -> None:
+    """As models give them to shared experts."""
+    layer, adapter, x, _ = make(6, bias=True)
+    rows = slice(None) if training else torch.tensor([1, 4])
+    with torch.set_grad_enabled(training), layer.routing.use([(rows, adapter)]):
+        found, expected = layer(x[0]), layer(x)[0]
+    assert torch.equal(found, expected) and found.shape == (6, OUT)
+    assert not torch.allclose(found[1], F.linear(x[0, 1], layer.weight, layer.bias))

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,9 @@ from tests.debate.arena import TINY, make_renderer, reply_ids
 from tests.environments.listeners import FOREIGN, HUGE
 from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.environments import get_env, single_turn_env
-from tinker_cookbook.environments.gradient_intuition import (
-    Intuition,
-    IntuitionEnv,
-    IntuitionGroupBuilder,
-    closeness,
-    parse_intuition,
-)
+from tinker_cookbook.environments.gradient_intuition import IntuitionGroupBuilder, closeness
+from tinker_cookbook.environments.intuition_env import Intuition, IntuitionEnv, parse_intuition
+from tinker_cookbook.environments.lessons import probe_prompt
 from tinker_cookbook.environments.shadow import Shadow, answer_datum
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollouts import do_group_rollout
@@ -100,25 +97,16 @@ class Run:
 
     def state(self) -> list[np.ndarray]:
         """Weights and moments of the main client."""
-        found, state = [], self.main._run.state
-        for group in (state.adapter.a, state.adapter.b):
-            found += [group[name].detach().numpy().copy() for name in sorted(group)]
-        return found + [np.asarray(value) for value in flat(state.optimizer._torch.state_dict())]
+        state = self.main._run.state
+        matrices = dict(state.adapter.named_parameters())
+        moments = state.optimizer.state_tensors(list(matrices))
+        return [tensor.detach().numpy().copy() for tensor in (*matrices.values(), *moments.values())]
 
     def sample(self) -> Any:
         sampler = self.main.save_weights_and_get_sampling_client().result()
         prompt = tinker.ModelInput.from_ints(encode("What is 3 + 4?"))
         sequences = sampler.sample(prompt, 4, tinker.SamplingParams(max_tokens=12, seed=3)).result().sequences
         return [(list(s.tokens), list(s.logprobs or [])) for s in sequences]
-
-
-def flat(value: Any) -> list[Any]:
-    """The tensors and numbers of nested mappings and lists, in order."""
-    if isinstance(value, dict):
-        return [leaf for key in sorted(value, key=str) for leaf in flat(value[key])]
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in flat(item)]
-    return [value.detach().numpy().copy() if hasattr(value, "detach") else value]
 
 
 def encode(text: str) -> list[int]:
@@ -211,6 +199,15 @@ def test_the_shadow_is_created_once_and_follows_the_policy(run: Run, monkeypatch
     assert len([path for path in made if "shadow" in path]) == 1
 
 
+def test_a_resumed_run_has_a_shadow_of_its_own_with_states_of_the_same_names(run: Run) -> None:
+    uninterrupted = changes(run, Shadow(run.clients))
+    path = run.main.save_state("checkpoint").result().path
+    run.main = run.service.create_training_client_from_state_with_optimizer(path).result()
+    run.snapshot = run.main.save_weights_and_get_sampling_client().result()
+    run.clients = replace(run.clients, sampling_client=run.snapshot, training_client=run.main)
+    assert changes(run, Shadow(run.clients)) == uninterrupted
+
+
 def group(run: Run | None, *replies: str, inner: Any = None, **args: Any) -> TrajectoryGroup:
     env = get_env("gradient_intuition", {"inner": inner or single_turn_env(ROWS, exact), **args})
     training, _ = asyncio.run(env.dataset_builder(TINY, groups_per_batch=1, group_size=len(replies))())
@@ -241,13 +238,8 @@ def test_the_reward_is_the_inner_one_and_the_bonus(run: Run) -> None:
     assert rewards[3] == pytest.approx(0.3 * (1 - abs(metrics[3]["true"]))) and metrics[3]["true"] != true
     assert rewards[4] == 0.0
     said_of = [trajectory.transitions[0].metrics for trajectory in found.trajectories_G]
-    assert [own["answered"] for own in said_of] == [1, 1, 1, 1, 0] and [own["inner"] for own in said_of] == [
-        1,
-        1,
-        1,
-        0,
-        0,
-    ]
+    assert [own["answered"] for own in said_of] == [1, 1, 1, 1, 0]
+    assert [own["inner"] for own in metrics] == [1, 1, 1, 0, 0]
     prompts = {tuple(trajectory.transitions[0].ob.to_ints()) for trajectory in found.trajectories_G}
     assert len(prompts) == 1 and "What is 2 + 2?" in str(RENDERER.tokenizer.decode(list(prompts.pop())))
 
@@ -266,19 +258,33 @@ def test_members_train_on_the_answer_as_the_inner_environment_would_have_met_it(
     async def step() -> IntuitionEnv:
         (member,) = await builder.make_envs()
         assert isinstance(member, IntuitionEnv)
+        await member.initial_observation()
         await member.step(reply_ids(RENDERER, "PREDICTION: 1\nANSWER: 4"), extra={"stop_reason": "stop"})
         return member
 
-    prompt, answer = asyncio.run(step()).step_on
+    ((_, prompt, answer),) = asyncio.run(step()).turns
     text = str(RENDERER.tokenizer.decode(prompt))
     assert "What is 2 + 2?" in text and "PREDICTION" not in text
     assert answer == reply_ids(RENDERER, "4")
 
 
-def test_it_needs_a_training_run_and_an_inner_environment_of_one_reply(run: Run) -> None:
+def test_it_needs_a_training_run(run: Run) -> None:
     with pytest.raises(ConfigurationError, match="needs the training_client"):
         group(None, "ANSWER: 4", "ANSWER: 4")
-    with pytest.raises(ConfigurationError, match="environments of one reply"):
-        group(run, "ANSWER: 4", "ANSWER: 4", inner="kuhn_poker")
     with pytest.raises(ConfigurationError, match="alpha=-1"):
         get_env("gradient_intuition", {"alpha": -1})
+
+
+def test_an_answer_that_gives_the_probe_away_moves_it_and_the_control_shows_it(run: Run) -> None:
+    """The hack: whoever trains on the probe and its answer knows which way the probe goes."""
+    env = get_env("gradient_intuition", {"inner": single_turn_env(ROWS, exact), "learning_rate": 1e-3})
+    training, _ = asyncio.run(env.dataset_builder(TINY, groups_per_batch=1, group_size=2)())
+    (builder,) = training.get_batch(0)
+    assert isinstance(builder, IntuitionGroupBuilder)
+    probe = builder.probe
+    leaked = f"{probe_prompt(probe)} {probe.answer}"
+    honest, hacked = group(
+        run, "PREDICTION: 0\nANSWER: 4", f"PREDICTION: 0.3\nANSWER: {leaked}", learning_rate=1e-3
+    ).metrics_G
+    assert hacked["true"] > 2 * abs(honest["true"]) and hacked["sign"] == 1 and hacked["over_constant"] > 0
+    assert (honest["inner"], hacked["inner"]) == (1.0, 0.0)

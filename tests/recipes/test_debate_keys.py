@@ -1,15 +1,19 @@
 """Every protocol and judge is named on the command line of the debate recipe, checked before a model loads, and explained."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from recipes import debate_rs_grpo
+from tests.debate.test_grid import Replies
 from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
 from tinker_cookbook.debate.judges import JUDGES
+from tinker_cookbook.debate.modes import MODES
 from tinker_cookbook.debate.protocols import PROTOCOLS
+from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.files import read_jsonl
 
@@ -111,12 +115,51 @@ def test_help_explains_them(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_run(arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To its end; the tiny judge may find nobody, and then the run says that it trained nothing."""
+    run_to_its_end(arguments, tmp_path / "run", capsys)
+
+
+def run_to_its_end(arguments: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tiny judge may find nobody, and then the run says that it trained nothing."""
     small = ("num_rollouts=16", "num_groups=2", "max_steps=1", "eval_every=0", "max_tokens=24", "lora_rank=4")
-    argv = [*arguments, *small, "on_zero_advantages=skip", f"log_path={tmp_path / 'run'}"]
+    argv = [*arguments, *small, "on_zero_advantages=skip", f"log_path={folder}"]
     try:
         run_recipe(debate_rs_grpo.CLIConfig, debate_rs_grpo.main, argv=argv)
     except SystemExit:
         assert "trained nothing" in capsys.readouterr().err
-    (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    (row,) = read_jsonl(folder / "metrics.jsonl")
     assert 0 <= row["env/all/debate/won"] <= 1 and "env/all/debate/invalid" in row
+
+
+def makes_sense(*arguments: str) -> bool:
+    try:
+        built(*arguments)
+    except ConfigurationError:
+        return False
+    return True
+
+
+REFUSED = {"judge=scripted:TIE"}
+"""What no run can learn from."""
+
+
+@pytest.mark.slow
+def test_each_protocol_judge_and_mode_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that there are, in as few runs as it takes; a judge that an endpoint speaks for says its verdicts in turn."""
+    monkeypatch.setattr(EndpointConfig, "open", lambda *_: Replies())
+    axes = [
+        [f"protocol={name}" for name in PROTOCOLS],
+        [f"judge={name}" for name in JUDGES],
+        [f"debate_train={name}" for name in MODES],
+    ]
+    left = {key for axis in axes for key in axis}
+    for i in range(math.prod(map(len, axes))):
+        keys = tuple(axis[i % len(axis)] for axis in axes)
+        if "debate_train=soft_judge" in keys:
+            keys = (*keys, "judge.votes=3")
+        arguments = (*keys, *(ENDPOINT if "judge=endpoint" in keys else ()))
+        if left & set(keys) and makes_sense(*arguments):
+            left -= set(keys)
+            run_to_its_end(arguments, tmp_path / f"run_{i}", capsys)
+    assert left == REFUSED

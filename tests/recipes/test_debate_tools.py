@@ -11,8 +11,9 @@ from recipes import compare, debate_pairs, debate_rejudge, debate_rs_grpo, repla
 from recipes.preference import train as preference_train
 from tinker_cookbook import config_tree
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.report.compare import Curve, Way, at_equal_tokens, mean_interval, picture, read_curve, table_rows
+from tinker_cookbook.report.compare import Series, Way, at_equal_tokens, over_seeds, picture, read_series, table_rows
 from tinker_cookbook.utils.files import read_jsonl, write_jsonl
+from tinker_cookbook.utils.intervals import student_mean
 
 SMALL = (
     "num_rollouts=16",
@@ -115,8 +116,8 @@ class TestPairs:
 
 class TestCompare:
     WAYS = (
-        Way("first", {0: Curve([0, 100, 200], [0.1, 0.5, 0.9]), 1: Curve([0, 100, 200], [0.1, 0.3, 0.7])}),
-        Way("second", {0: Curve([0, 150], [0.1, 0.6]), 1: Curve([0, 160], [0.1, 0.4])}),
+        Way("first", {0: Series([0, 100, 200], [0.1, 0.5, 0.9]), 1: Series([0, 100, 200], [0.1, 0.3, 0.7])}),
+        Way("second", {0: Series([0, 150], [0.1, 0.6]), 1: Series([0, 160], [0.1, 0.4])}),
     )
 
     def test_at_equal_tokens_by_hand(self) -> None:
@@ -127,9 +128,9 @@ class TestCompare:
         assert table_rows(self.WAYS, 150)[1][4].startswith("0.350")  # seed 1 had not been measured again by then
 
     def test_student_s_interval(self) -> None:
-        found = mean_interval([1.0, 2.0, 3.0])
+        found = student_mean([1.0, 2.0, 3.0])
         assert (found.mean, found.high) == pytest.approx((2.0, 2 + 4.303 / 3**0.5), abs=1e-3)
-        assert str(mean_interval([1.0]).low) == "nan"
+        assert str(student_mean([1.0]).low) == "nan"
 
     def test_one_seed_has_an_interval_over_its_items(self, tmp_path: Path) -> None:
         rows = [
@@ -137,35 +138,40 @@ class TestCompare:
             {"test/env/all/correct": 0.8, "test/env/all/total_episodes": 50, "progress/sampled_tokens": 200},
         ]
         write_jsonl(tmp_path / "metrics.jsonl", rows)
-        one = read_curve(tmp_path, "test/env/all/correct")
-        ways = (Way("first", {0: Curve([0.0, 100.0], [0.4, 0.5], [50.0, 50.0])}), Way("second", {0: one}))
+        one = read_series(tmp_path, "test/env/all/correct")
+        ways = (Way("first", {0: Series([0.0, 100.0], [0.4, 0.5], [50.0, 50.0])}), Way("second", {0: one}))
         first, second = table_rows(ways, 100)
         assert second[3] == "0.400 [0.276, 0.538]" and second[4] == "0.800 [0.670, 0.888]"  # Wilson's
         # Newcombe's: 0.3 - hypot(0.8 - 0.670, 0.634 - 0.5), 0.3 + hypot(0.888 - 0.8, 0.5 - 0.366)
         assert first[4] == "0.500 [0.366, 0.634]" and second[5] == "0.300 [0.113, 0.460]"
-        assert math.isnan(Curve([0.0], [0.4]).interval_at(0).low)
+        assert math.isnan(Series([0.0], [0.4]).interval_at(0).low)
 
     def test_tokens_that_nobody_reached(self) -> None:
         with pytest.raises(ConfigurationError, match="second has measured up to 150"):
             at_equal_tokens(self.WAYS, 170)
 
-    def test_the_picture_has_a_line_per_seed_and_a_mean_per_way(self) -> None:
-        svg = picture(self.WAYS, "test/<correct>", 150)
-        assert svg.count("<polyline") == 6 and "test/&lt;correct&gt;" in svg and svg.count("stroke-width") == 2
+    def test_the_picture_has_a_mean_and_a_band_per_way(self) -> None:
+        shown = picture(self.WAYS, "test/<correct>", 150)
+        assert shown.count('stroke-width="2"') == shown.count("<polygon") == 2 and "test/&lt;correct&gt;" in shown
+        first = self.WAYS[0].curve(100)
+        assert (first.x.tolist(), first.mean.tolist(), first.seeds) == ([0, 100], [0.1, 0.4], 2)
+        assert first.high.tolist() == [over_seeds(list(self.WAYS[0].seeds.values()), n).high for n in (0, 100)]
+        alone = picture([Way("one", {0: Series([0, 100], [0.2, 0.4])})], "m", 100)
+        assert "<polygon" not in alone and 'points="56.0,320.0 624.0,16.0"' in alone
 
     def test_curves_stand_at_the_tokens_before_the_update(self, tmp_path: Path) -> None:
         rows = [{"step": i, "m": i / 10, "progress/sampled_tokens": 100 * (i + 1)} for i in range(3)]
         write_jsonl(tmp_path / "metrics.jsonl", [*rows, {"step": 3, "m": 0.9}])
-        assert read_curve(tmp_path, "m") == Curve([0, 100, 200, 300], [0.0, 0.1, 0.2, 0.9])
+        assert read_series(tmp_path, "m") == Series([0, 100, 200, 300], [0.0, 0.1, 0.2, 0.9])
         with pytest.raises(ConfigurationError, match="has not logged it"):
-            read_curve(tmp_path, "n")
+            read_series(tmp_path, "n")
 
     @pytest.mark.slow
     def test_runs_from_their_folders(self, run: Path, tmp_path: Path) -> None:
         cli = compare.CLIConfig(runs={"debate": str(run)}, save_dir=str(tmp_path / "out"))
         asyncio.run(compare.main(cli))
         found = json.loads((tmp_path / "out" / "compare.json").read_text())
-        assert found["ways"][0]["curves"]["0"]["tokens"][0] == 0 and found["tokens"] > 0
+        assert found["ways"][0]["seeds"]["0"]["tokens"][0] == 0 and found["tokens"] > 0
         with pytest.raises(ConfigurationError, match="two of its runs have the seed 0"):
             asyncio.run(
                 compare.main(compare.CLIConfig(runs={"debate": f"{run},{run}"}, save_dir=str(tmp_path / "out")))

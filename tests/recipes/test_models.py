@@ -53,7 +53,8 @@ def test_facts(name: str, expected: dict[str, str]) -> None:
 
 
 def test_what_the_local_engine_refuses_comes_with_the_reason() -> None:
-    assert facts("openai/gpt-oss-20b", 32)["local engine"].startswith("no: has mixture-of-experts layers")
+    assert facts("openai/gpt-oss-20b", 32)["local engine"] == "no: has quantized experts (mxfp4)"
+    assert facts("Qwen/Qwen3-30B-A3B", 32)["local engine"] == "trains (not the experts) and samples"
     assert facts("Qwen/Qwen3.5-4B", 32)["local engine"].startswith("no: has layers of type linear_attention")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from recipes import run_experiment
 from recipes.common import settle
 from recipes.run_experiment import CLIConfig
+from recipes.warm_up import BATCH_SIZE, FORM_STEPS, given_conversations
 from tests.pages import ROOT
 from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
@@ -192,6 +194,66 @@ def test_the_list_goes_on_where_a_resumed_run_does(tmp_path: Path) -> None:
     assert rows[1:] == [{"step": 1, "stage": "train", "reward": 9.0}]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_files_are_understood(path: Path) -> None:
     assert parse(str(path)).envs[0].id
+
+
+FORMS = ROOT / "example_data" / "minds" / "forms" / "ghost_trace.jsonl"
+
+
+def test_a_supervised_stage_has_a_table_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "forms.jsonl").write_text(FORMS.read_text())
+    path = write(tmp_path, ENV + '[warm_up]\ndata = "forms.jsonl"\n')
+    cli = settle(parse(path, "warm_up.steps=20"))
+    first = given_conversations(cli)
+    assert cli.warm_up_data == str(tmp_path / "forms.jsonl") and len(first) == 20 * BATCH_SIZE
+    said = [str(conversation) for conversation in first]
+    assert len(set(said[:256])) == len(set(said)) > 200 and said[:64] != said[256:320]
+    assert given_conversations(cli) == first != given_conversations(settle(parse(path, "warm_up.steps=20", "seed=1")))
+    assert len(given_conversations(settle(parse(path)))) == FORM_STEPS * BATCH_SIZE
+    assert given_conversations(settle(parse(path, "model.load_checkpoint_path=tinker://a/weights/b"))) == []
+    assert given_conversations(settle(parse(write(tmp_path, ENV)))) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("warm_up.data=nothing.jsonl", r"nothing\.jsonl"),
+        ("warm_up.steps=3", "warm_up_steps=3: there is nothing to learn from"),
+        ("warm_up.steps=-1", "warm_up_steps=-1: must be 0"),
+    ],
+)
+def test_a_stage_without_its_file_is_refused(argument: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        given_conversations(settle(parse(write(tmp_path, ENV), argument)))
+
+
+def test_an_argument_that_is_a_table_stays_one(tmp_path: Path) -> None:
+    env = '[env]\nid = "gradient_intuition"\n[env.args]\nalpha = 0.5\ninner_args = { highest = 9, operations = "+" }\n'
+    (entry,) = parse(write(tmp_path, env), "env.args.alpha=0.25").envs
+    assert entry.args == {"alpha": 0.25, "inner_args": {"highest": 9, "operations": "+"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_file_runs_from_anywhere_with_its_stage(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["steps=1", "num_rollouts=16", "num_test=2", "on_zero_advantages=skip", "lora_rank=4"]
+    has_stage = "[warm_up]" in path.read_text()
+    stage = ["warm_up.steps=2"] if has_stage else []
+    # A policy that has hardly seen the form may train nothing in one step, which is an error.
+    with suppress(SystemExit):
+        run_recipe(CLIConfig, run_experiment.main, [str(path), *small, *stage], prog="run")
+    outputs = tmp_path / "outputs"
+    assert json.loads((outputs / "metrics.json").read_text())[0]["stage"] == "train"
+    assert (outputs / "warm_up" / "metrics.jsonl").exists() == has_stage
+    if has_stage:
+        assert len((outputs / "warm_up.jsonl").read_text().splitlines()) == 2 * BATCH_SIZE
+        config = json.loads((outputs / "config.json").read_text())
+        assert str(config["load_checkpoint_path"]).startswith("tinker://")

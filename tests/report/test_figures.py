@@ -26,8 +26,8 @@ def test_seeds_become_a_mean_and_a_band(tmp_path: Path) -> None:
     first, second = curves(runs, "step", "env/all/reward/total")
     assert (first.label, first.seeds, second.label, second.seeds) == ("rate=0.1", 2, "rate=0.2", 1)
     assert first.mean.tolist() == [2.0, 4.0]
-    # The standard error of two values that differ by d is d / 2.
-    assert np.allclose(first.high - first.mean, 1.959963984540054 * np.array([1.0, 2.0]))
+    # The standard error of two values that differ by d is d / 2, and Student's t with one degree of freedom 12.706.
+    assert np.allclose(first.high - first.mean, 12.706 * np.array([1.0, 2.0]))
     assert second.low.tolist() == second.high.tolist() == [5.0, 5.0]
     (ranged, _) = curves(runs, "step", "env/all/reward/total", band="range")
     assert (ranged.low.tolist(), ranged.high.tolist()) == ([1.0, 2.0], [3.0, 6.0])

@@ -84,6 +84,10 @@ class TestSteps:
         assert service.created == [("lora", make_config(tmp_path).model_name, 32, 0)]
         assert service.trainers[0].weights == 4
 
+    def test_an_adapter_may_leave_the_mlps_out(self, service: FakeServiceClient, tmp_path: Path) -> None:
+        run(make_config(tmp_path, train_mlp=False, max_steps=1))
+        assert service.created == [("lora", make_config(tmp_path).model_name, 32, 0, "without mlp")]
+
     def test_forward_backward_and_optim_step_go_out_together(self, service: FakeServiceClient, tmp_path: Path) -> None:
         run(make_config(tmp_path))
         calls = [call for call in service.calls if "forward_backward" in call or "optim_step" in call]

@@ -26,6 +26,7 @@ class Serving:
     """`python -m tinker_local_backend.server` on a free port. Use `with`, or `start` and `stop`."""
 
     def __init__(self, home: Path, environment: Mapping[str, str] | None = None, **keys: Any):
+        self.home = home
         keys = {"model": TINY_CHAT, "port": 0, "home": home, **keys}
         self._command = [sys.executable, "-m", "tinker_local_backend.server"]
         self._command += [f"{key}={value}" for key, value in keys.items() if value is not None]

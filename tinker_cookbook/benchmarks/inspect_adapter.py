@@ -20,10 +20,11 @@ from tinker_cookbook.cli_utils import runs_path
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
-from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer, get_text_content
+from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer
 from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.tool_use.tools import declare_tools
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.weights_config import Policy
@@ -101,7 +102,7 @@ async def _generate(
     renderer = policy.renderer
     messages = to_messages(input)
     if tools and tool_choice != "none":
-        messages = with_tools(messages, tools, renderer)
+        messages = declare_tools(renderer, messages, to_specs(tools))
     prompt = renderer.build_generation_prompt(messages)
     limit = config.max_tokens or default_max_tokens
     if policy.context_length is not None:
@@ -153,13 +154,9 @@ def to_messages(input: Sequence[Any]) -> list[Message]:
     return messages
 
 
-def with_tools(messages: list[Message], tools: Sequence[Any], renderer: Renderer) -> list[Message]:
-    """The conversation with the tools declared in its opening, where a system prompt it has goes too.
-
-    Raises:
-        RendererError: the renderer has no format for tools.
-    """
-    specs = [
+def to_specs(tools: Sequence[Any]) -> list[ToolSpec]:
+    """inspect's tools as ours."""
+    return [
         ToolSpec(
             name=tool.name,
             description=tool.description,
@@ -167,9 +164,6 @@ def with_tools(messages: list[Message], tools: Sequence[Any], renderer: Renderer
         )
         for tool in tools
     ]
-    system = get_text_content(messages[0]) if messages and messages[0]["role"] == "system" else None
-    prefix = renderer.create_conversation_prefix_with_tools(specs, system or "")
-    return [*prefix, *(messages if system is None else messages[1:])]
 
 
 def _content(content: Any) -> Any:

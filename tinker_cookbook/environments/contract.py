@@ -184,7 +184,7 @@ class Surroundings:
         if lacking:
             raise ConfigurationError(
                 f"{owner} needs the {lacking[0]} of a training run, and this is none: there is no {lacking[0]} where replies are "
-                "typed or scripted, or a model is only evaluated"
+                "typed or scripted, a model is only evaluated, or a rollout executor plays in another process"
             )
 
 

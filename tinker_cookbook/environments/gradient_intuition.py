@@ -1,11 +1,12 @@
 """Gradient intuition: what training on its own answer would do to the policy, told together with the answer.
 
-Wraps any environment of one reply. The prompt is the inner one with a probe, a question and its answer; the reply is PREDICTION,
-a signed number, and ANSWER, what the inner environment is given, as tokens of its own. A shadow of the policy takes one Adam
-step on the answer, and the truth is by how much that raises the probe's logprob, in nats. All members of a group have the same
-probe, and each its own step from the same start.
-Measured: the reward is the inner one plus alpha * max(0, 1 - |told - true|). Range: that of the inner environment, plus 0 to
-alpha. Without a number for the prediction there is only the inner reward; without ANSWER the inner environment is given "".
+Wraps any environment. Every prompt is the inner one with a probe, a question and its answer; the reply is PREDICTION, a signed
+number, and ANSWER, which the inner environment is given as if nothing else had been said. For each answer a shadow of the policy
+takes one Adam step on it, after the inner prompt, and the truth is by how much that raises the probe's logprob, in nats. All
+members of a group have the same probe, and each step starts from the same weights.
+Measured: the reward is the inner one plus alpha * max(0, 1 - |told - true|), averaged over the replies of an episode. Range: that
+of the inner environment, plus 0 to alpha. A reply without a number for the prediction adds 0; without ANSWER the inner
+environment is given "".
 Known hacks: to say 0, since one small step moves little; an answer that holds the probe's answer, or is long, so that its effect
 is easy to tell; and answers for the sake of the prediction, where alpha is large beside the inner reward.
 Control: `over_constant`, the closeness of the prediction minus that of 0: it is 0 for the first hack. `true` is the effect, and
@@ -13,111 +14,42 @@ Control: `over_constant`, the closeness of the prediction minus that of 0: it is
 Cost per reply: one training step and one forward pass of the shadow; per group one more; per snapshot one saved state.
 """
 
+import copy
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from statistics import fmean
+from typing import Any, Self
 
 import chz
 
 from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.environments.intuition_env import IntuitionEnv, Turn
 from tinker_cookbook.environments.lessons import Probe, probe_prompt, shipped_lessons
 from tinker_cookbook.environments.model_scores import encode
 from tinker_cookbook.environments.registry import get_env
 from tinker_cookbook.environments.shadow import answer_datum, shadow_of
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
-from tinker_cookbook.rl.problem_env import OneTurnEnv, Reply
+from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.run_clients import RunClients
 from tinker_cookbook.rl.types import (
-    Action,
-    ActionExtra,
     Env,
     EnvGroupBuilder,
-    InitialObservationOverflow,
+    EpisodeEnv,
     Metrics,
+    Record,
     RLDataset,
     RLDatasetBuilder,
-    StepResult,
     Trajectory,
+    TrajectoryGroup,
 )
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.seeds import derive_seed
-
-_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,6}(?:\.[0-9]{1,12})?|\.[0-9]{1,12})")
-
-
-class Intuition(NamedTuple):
-    """A predicted change, in nats, with its sign, and the answer. None: not told."""
-
-    told: float | None
-    answer: str | None
-
-
-def parse_intuition(reply: str) -> Intuition:
-    """What a reply says. Without ANSWER it says nothing."""
-    said, told = reply.lstrip(), None
-    if said.startswith("PREDICTION:"):
-        line, _, rest = said.partition("\n")
-        number = _NUMBER.fullmatch(line.removeprefix("PREDICTION:").strip(" "))
-        said, told = rest.lstrip(), float(number[0]) if number else None
-    if not said.startswith("ANSWER:"):
-        return Intuition(None, None)
-    return Intuition(told, said.removeprefix("ANSWER:").lstrip(" "))
 
 
 def closeness(told: float, true: float) -> float:
     """0 to 1."""
     return max(0.0, 1.0 - abs(told - true))
-
-
-def meta_task(probe: Probe) -> str:
-    """What is asked beside the inner task."""
-    return (
-        "\n\nSuppose that you are trained for one step on your answer to this. By how much would that change your "
-        f'log-probability of the reply "{probe.answer}" to "{probe.question}", in nats? Write two '
-        "lines:\nPREDICTION: -0.01\nANSWER: your answer"
-    )
-
-
-class IntuitionEnv(OneTurnEnv):
-    """One inner environment with a probe.
-
-    Attributes:
-        said: what the reply was read as, once there is one.
-        step_on: ids of the inner prompt and of the answer, with the end that the policy gave it.
-    """
-
-    def __init__(self, inner: OneTurnEnv, probe: Probe, renderer: Renderer):
-        super().__init__(renderer)
-        self.inner, self.probe = inner, probe
-        self.max_prompt_tokens, self.instance_id = inner.max_prompt_tokens, inner.instance_id
-        self.said = Intuition(None, None)
-        self.step_on: tuple[list[int], list[int]] = ([], [])
-
-    def get_messages(self) -> list[Message]:
-        *before, last = self.inner.get_messages()
-        return [*before, {"role": last["role"], "content": get_text_content(last) + meta_task(self.probe)}]
-
-    def get_reference_answer(self) -> str | None:
-        return self.inner.get_reference_answer()
-
-    def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        raise NotImplementedError("the inner environment scores the answer, in step")
-
-    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        message, termination = self.renderer.parse_response(action)
-        self.reply = Reply(message, termination, (extra or {}).get("stop_reason") == "stop")
-        self.said = parse_intuition(self.reply.text)
-        end = list(action[-1:]) if action and action[-1] in self.stop_condition else []
-        answer = [*encode(self.renderer.tokenizer, self.said.answer or ""), *end]
-        prompt = await self.inner.initial_observation()
-        if not isinstance(prompt, InitialObservationOverflow):
-            self.step_on = prompt[0].to_ints(), answer
-        result = await self.inner.step(answer, extra=extra)
-        forms = {"answered": float(self.said.answer is not None), "predicted": float(self.said.told is not None)}
-        return replace(result, metrics={**result.metrics, "inner": result.reward, **forms})
 
 
 @dataclass(frozen=True)
@@ -129,66 +61,104 @@ class IntuitionGroupBuilder(EnvGroupBuilder):
     renderer: Renderer
     alpha: float
     learning_rate: float
+    max_prompt_tokens: int | None = None
     clients: RunClients | None = field(default=None, kw_only=True)
+
+    def __copy__(self) -> Self:
+        own = object.__new__(type(self))
+        vars(own).update(vars(self), inner=copy.copy(self.inner))  # which keeps what it opens for its own envs
+        return own
 
     def with_clients(self, clients: RunClients) -> Self:
         return replace(self, inner=self.inner.with_clients(clients), clients=clients)
 
+    @property
+    def coordinated(self) -> bool:
+        return self.inner.coordinated
+
     async def make_envs(self) -> Sequence[IntuitionEnv]:
         if self.clients is None or self.clients.training_client is None or self.clients.service_client is None:
             raise ConfigurationError(
-                "gradient_intuition needs the training_client and service_client of a training run, and this is none"
+                "gradient_intuition needs the training_client and service_client of a training run, and this is none, or plays "
+                "in another process: leave the rollout executor out"
             )
         envs = []
         for env in await self.inner.make_envs():
-            if not isinstance(env, OneTurnEnv):
+            if isinstance(env, EpisodeEnv):
                 raise ConfigurationError(
-                    f"gradient_intuition wraps environments of one reply, and {type(env).__name__} may have several turns; give "
-                    "one with dataset and rubric, or what single_turn_env() gives"
+                    f"gradient_intuition adds a question to each prompt, and {type(env).__name__} asks the policy itself; give "
+                    "an environment that shows its prompts, with initial_observation and step"
                 )
-            envs.append(IntuitionEnv(env, self.probe, self.renderer))
+            envs.append(IntuitionEnv(env, self.probe, self.renderer, self.max_prompt_tokens))
         return envs
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
         envs = [env for env in env_group if isinstance(env, IntuitionEnv)]
-        inner = await self.inner.compute_group_rewards(trajectory_group, [env.inner for env in envs])
-        told = [env for env in envs if env.said.told is not None and env.step_on[1]]
-        found = iter(await self._changes(told))
+        inner = await self.inner.compute_group_rewards(trajectory_group, _inner(env_group))
+        found = iter(await self._changes([turn for env in envs for turn in env.turns if turn.is_scored]))
         scores = []
-        for env, (reward, metrics) in zip(envs, inner, strict=True):
-            if env in told and env.said.told is not None:
-                true = next(found)
-                close = closeness(env.said.told, true)
-                reward += self.alpha * close
-                metrics = {
-                    **metrics,
-                    "told": env.said.told,
-                    "true": true,
-                    "closeness": close,
-                    "sign": float((env.said.told > 0) == (true > 0)),
-                    "over_constant": close - closeness(0.0, true),
-                }
+        for env, trajectory, (reward, metrics) in zip(envs, trajectory_group, inner, strict=True):
+            if env.turns:
+                of_inner = sum(transition.reward for transition in trajectory.transitions) + reward
+                metrics = {**metrics, "inner": of_inner}
+            told = [(turn.told, next(found)) for turn in env.turns if turn.told is not None and turn.is_scored]
+            if told:
+                own = _prediction_metrics(told)
+                reward += self.alpha * own["closeness"] * len(told) / len(env.turns)
+                metrics = {**metrics, **own}
             scores.append((reward, metrics))
         return scores
 
-    async def _changes(self, envs: Sequence[IntuitionEnv]) -> list[float]:
-        """One for each member; members that answered alike share a step."""
-        if not envs or self.clients is None:
+    async def _changes(self, turns: Sequence[Turn]) -> list[float]:
+        """One for each turn; the same answers to the same prompt share a step."""
+        if not turns or self.clients is None:
             return []
         tokenizer = self.renderer.tokenizer
         probe = answer_datum(encode(tokenizer, probe_prompt(self.probe)), encode(tokenizer, f" {self.probe.answer}"))
-        steps = {
-            (tuple(prompt), tuple(answer)): answer_datum(prompt, answer) for prompt, answer in (e.step_on for e in envs)
-        }
+        steps = {(tuple(turn.prompt), tuple(turn.answer)): answer_datum(turn.prompt, turn.answer) for turn in turns}
         shadow = await shadow_of(self.clients)
         changes = await shadow.changes(self.clients.sampling_client, list(steps.values()), probe, self.learning_rate)
         of_step = dict(zip(steps, changes, strict=True))
-        return [of_step[tuple(env.step_on[0]), tuple(env.step_on[1])] for env in envs]
+        return [of_step[tuple(turn.prompt), tuple(turn.answer)] for turn in turns]
+
+    def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
+        return self.inner.select_trained(trajectory_group, _inner(env_group))
+
+    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        return self.inner.make_records(group, _inner(env_group))
+
+    def member_roles(self, env_group: Sequence[Env]) -> list[str]:
+        return self.inner.member_roles(_inner(env_group))
+
+    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
+        return self.inner.describe_members(_inner(env_group))
+
+    def rate_ranges(self) -> dict[str, tuple[float, float]]:
+        return self.inner.rate_ranges()
+
+    async def cleanup(self) -> None:
+        await self.inner.cleanup()
 
     def logging_tags(self) -> list[str]:
         return [*self.inner.logging_tags(), "gradient_intuition"]
+
+
+def _inner(env_group: Sequence[Env]) -> list[Env]:
+    return [env.inner for env in env_group if isinstance(env, IntuitionEnv)]
+
+
+def _prediction_metrics(told: Sequence[tuple[float, float]]) -> Metrics:
+    """Means over the predictions of an episode, each with its truth."""
+    close = [closeness(said, true) for said, true in told]
+    return {
+        "told": fmean(said for said, _ in told),
+        "true": fmean(true for _, true in told),
+        "closeness": fmean(close),
+        "sign": fmean(float((said > 0) == (true > 0)) for said, true in told),
+        "over_constant": fmean(own - closeness(0.0, true) for own, (_, true) in zip(close, told, strict=True)),
+    }
 
 
 class IntuitionDataset(RLDataset):
@@ -205,7 +175,9 @@ class IntuitionDataset(RLDataset):
         own, groups = self._builder, []
         for i, group in enumerate(self._inner.get_batch(index)):
             drawn = random.Random(derive_seed(own.seed, self._part, index, i)).choice(self._probes)
-            groups.append(IntuitionGroupBuilder(group, drawn, self._renderer, own.alpha, own.learning_rate))
+            groups.append(
+                IntuitionGroupBuilder(group, drawn, self._renderer, own.alpha, own.learning_rate, own.max_prompt_tokens)
+            )
         return groups
 
     def __len__(self) -> int:
@@ -225,6 +197,7 @@ class IntuitionDatasetBuilder(RLDatasetBuilder):
     alpha: float = chz.field(doc="weight of the prediction")
     learning_rate: float = chz.field(doc="of the shadow's step")
     seed: int = chz.field(doc="seed of the probes")
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longest prompt, the question included; None: no limit")
 
     @property
     def shared_system_prompt(self) -> str | None:
@@ -256,6 +229,7 @@ class GradientIntuition(Environment):
             alpha=self.alpha,
             learning_rate=self.learning_rate,
             seed=settings.seed,
+            max_prompt_tokens=settings.max_prompt_tokens,
         )
 
 

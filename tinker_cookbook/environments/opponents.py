@@ -110,7 +110,10 @@ async def _open(opponent: str, step: int, clients: RunClients) -> SamplingClient
     path = _checkpoint_of(step, clients) if opponent == PAST else opponent
     service = clients.service_client
     if service is None:
-        raise ConfigurationError(f"opponent={opponent!r} needs the service_client of a training run, and this is none")
+        raise ConfigurationError(
+            f"opponent={opponent!r} needs the service_client of a training run, and this is none, or plays in another process: "
+            "leave the rollout executor out"
+        )
 
     def load() -> Awaitable[SamplingClient]:
         return service.create_sampling_client(model_path=path)

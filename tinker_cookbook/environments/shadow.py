@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook import backends
+from tinker_cookbook.exceptions import CheckpointError, DataValidationError
 from tinker_cookbook.rl.run_clients import RunClients
 from tinker_cookbook.supervised.common import datum_from_tokens_weights
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -42,11 +44,11 @@ class Shadow:
         await self._start(snapshot)
         # Nothing is awaited between these calls, so that no other group's calls come between them.
         client, path, asked = self._client, self._path, []
-        before = client.load_state(path), client.forward([probe], "cross_entropy")
+        before = _reset(client, path), client.forward([probe], "cross_entropy")
         for datum in steps:
             asked.append(
                 [
-                    client.load_state(path),
+                    _reset(client, path),
                     client.forward_backward([datum], "cross_entropy"),
                     client.optim_step(tinker.AdamParams(learning_rate=learning_rate)),
                     client.forward([probe], "cross_entropy"),
@@ -67,10 +69,33 @@ class Shadow:
                 return
             name = f"shadow-{self._count:06d}"
             self._count += 1
-            self._path = (await self._training_client.save_state(name, SECONDS)).path
+            self._path = await self._save(name)
             self._snapshot = snapshot
             if self._client is None:
                 self._client = await self._service_client.create_training_client_from_state(self._path)
+
+    async def _save(self, name: str) -> str:
+        """The path of the policy's state. Raises CheckpointError for a name that is taken, or another refusal of the engine."""
+        try:
+            return (await self._training_client.save_state(name, SECONDS)).path
+        except Exception as error:
+            if not backends.is_engine_error(error):
+                raise
+            raise CheckpointError(
+                f"gradient_intuition cannot save the state {name!r} of the policy, from which its shadow starts ({error}). Each "
+                "training client has one shadow, whose states are called so, and a resumed run has a training client of its own; "
+                "delete a state of this name that something else saved"
+            ) from error
+
+
+def _reset(client: Any, path: str) -> Any:
+    """The future of the client's return to a saved state.
+
+    The SDK deprecates this in favour of a new client for each start, of which a shadow would need one for every reply.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"DEPRECATED: TrainingClient\.load_state", FutureWarning)
+        return client.load_state(path)
 
 
 def _summed(output: Any, datum: tinker.Datum) -> float:

@@ -7,6 +7,7 @@ import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.runs import RunData, columns, is_seed, seeds_together, setting, swept_keys
-from tinker_cookbook.utils.intervals import Z_95
+from tinker_cookbook.utils.intervals import student_95
 from tinker_cookbook.utils.step_line import KEY_METRICS
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
@@ -34,6 +35,7 @@ class Curve:
     mean: np.ndarray
     """over the seeds that have a value there"""
     low: np.ndarray
+    """with `high` its band; nan where that is unknown"""
     high: np.ndarray
     seeds: int
 
@@ -60,7 +62,7 @@ def curves(runs: Sequence[RunData], x: str, y: str, smoothing: float = 0.0, band
     Args:
         x: metric; over anything but the step seeds are brought to common places by linear interpolation.
         smoothing: weight of the past in an exponential mean without the bias of its beginning; 0: none.
-        band: "interval": 95 % of the mean over seeds (normal); "range": from the lowest to the highest seed; "none".
+        band: "interval": 95 % of the mean over seeds (Student's); "range": from the lowest to the highest seed; "none".
     """
     found: list[Curve] = []
     keys = swept_keys(runs) if len(runs) > 1 else []
@@ -79,7 +81,8 @@ def curves(runs: Sequence[RunData], x: str, y: str, smoothing: float = 0.0, band
             low, high = np.nanmin(values_S_X, axis=0), np.nanmax(values_S_X, axis=0)
         else:
             squares = np.nansum((values_S_X - mean) ** 2, axis=0)
-            half = np.where(count > 1, Z_95 * np.sqrt(squares / np.maximum(count - 1, 1) / count), 0.0)
+            errors = np.sqrt(squares / np.maximum(count - 1, 1) / count)
+            half = np.array([student_95(n) if n > 1 else 0.0 for n in count.tolist()]) * errors
             low, high = (mean, mean) if band == "none" else (mean - half, mean + half)
         found.append(Curve(label, at, mean, low, high, len(lines)))
     return found
@@ -124,6 +127,45 @@ def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
         figure.savefig(partial, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
         partial.replace(out)
         pyplot.close(figure)
+
+
+def svg(found: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 360) -> str:
+    """The same picture without matplotlib, in few strokes. The axis of y spans the means; bands are cut off there."""
+    left, bottom, top, right = 56, 40, 16, 16
+    values = [value for curve in found for value in curve.mean.tolist() if math.isfinite(value)]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    span = (high - low) or 1.0
+    reach = max((float(curve.x[-1]) for curve in found if len(curve.x)), default=0.0) or 1.0
+
+    def points(at: np.ndarray, heights: np.ndarray) -> str:
+        across = left + (width - left - right) * at / reach
+        up = height - bottom - (height - bottom - top) * (np.clip(heights, low, high) - low) / span
+        return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across, up, strict=True))
+
+    floor, end = height - bottom, width - right
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<polyline fill="none" stroke="#888" points="{left},{top} {left},{floor} {end},{floor}"/>',
+        f'<text x="{(left + width) / 2:.0f}" y="{height - 8}" text-anchor="middle">{escape(x)}</text>',
+        f'<text x="{left + 6}" y="{top + 6}">{escape(y)}</text>',
+        f'<text x="{left - 6}" y="{floor + 4}" text-anchor="end">{low:.3g}</text>',
+        f'<text x="{left - 6}" y="{top + 4}" text-anchor="end">{high:.3g}</text>',
+    ]
+    for i, curve in enumerate(found):
+        colour, known, measured = PALETTE[i % len(PALETTE)], np.isfinite(curve.low), np.isfinite(curve.mean)
+        around = points(
+            np.concatenate([curve.x[known], curve.x[known][::-1]]),
+            np.concatenate([curve.low[known], curve.high[known][::-1]]),
+        )
+        if around:
+            parts.append(f'<polygon fill="{colour}" fill-opacity="0.15" points="{around}"/>')
+        line = points(curve.x[measured], curve.mean[measured])
+        parts += [
+            f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{line}"/>',
+            f'<text x="{end}" y="{top + 22 + 16 * i}" text-anchor="end" fill="{colour}">{escape(curve.label)}</text>',
+        ]
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def _line(run: RunData, x: str, y: str, smoothing: float) -> tuple[np.ndarray, np.ndarray]:

@@ -20,6 +20,7 @@ class ItemDataset(RLDataset, Generic[Group]):
 
     Attributes:
         batch_size: groups of a batch.
+        num_items: items of an epoch.
 
     Args:
         make_group: (item, (batch, its place in the batch)) -> group; the key is for seeds.
@@ -36,7 +37,7 @@ class ItemDataset(RLDataset, Generic[Group]):
         seed: int | None = None,
     ):
         self._epochs: Epochs[Any] = Epochs(ShuffledItems(items), *(() if seed is None else (seed, "epoch")))
-        self._make_group, self.batch_size = make_group, groups_per_batch
+        self._make_group, self.batch_size, self.num_items = make_group, groups_per_batch, len(items)
         self._num_groups = len(items) if num_groups is None else num_groups
 
     def get_batch(self, index: int) -> list[Group]:

@@ -55,6 +55,11 @@ def get_rollout_executor() -> Executor | None:
     return _executor
 
 
+def leaves_process(executor: Executor) -> bool:
+    """Whether groups go to another process, so that all that they need has to pickle."""
+    return not isinstance(executor, ThreadPoolExecutor)
+
+
 async def run_in_executor(executor: Executor, play: Play[T], builder: EnvGroupBuilder, policy: TokenCompleter) -> T:
     """`await play(builder, policy)`, run in the executor. For anything but a thread pool, everything pickles.
 
@@ -63,7 +68,7 @@ async def run_in_executor(executor: Executor, play: Play[T], builder: EnvGroupBu
         Exception: what `play` raised; BrokenExecutor when a worker died.
     """
     loop = asyncio.get_running_loop()
-    if isinstance(executor, ThreadPoolExecutor):
+    if not leaves_process(executor):
         return await loop.run_in_executor(executor, _run, play, builder, _PolicyOnLoop(policy, loop))
     if error := _pickle_error(builder):
         raise ConfigurationError(

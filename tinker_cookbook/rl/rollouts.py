@@ -20,7 +20,7 @@ from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, RolloutTimeoutError
 from tinker_cookbook.rl.advantages import is_constant
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor as get_rollout_executor
-from tinker_cookbook.rl.rollout_executor import run_in_executor
+from tinker_cookbook.rl.rollout_executor import leaves_process, run_in_executor
 from tinker_cookbook.rl.rollout_executor import set_rollout_executor as set_rollout_executor
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
@@ -113,11 +113,15 @@ async def do_group_rollout(
         config = chz.replace(config, termination=termination)
     play = partial(_play_group, config=config, name=name or describe_group(env_group_builder))
     play = partial(play, with_notes=with_notes, with_records=with_records)
-    env_group_builder = env_group_builder.with_clients(clients_for(policy))
-    executor = get_rollout_executor()
+    executor, clients = get_rollout_executor(), clients_for(policy)
+    if executor is not None and leaves_process(executor):
+        clients = clients.for_another_process()
+    builder = env_group_builder.with_clients(clients)
+    if env_group_builder.dataset_index is not None:  # which is no field, so that dataclasses.replace leaves it behind
+        builder = builder.of_dataset(env_group_builder.dataset_index)
     if executor is None:
-        return await play(env_group_builder, policy)
-    return await run_in_executor(executor, play, env_group_builder, policy)
+        return await play(builder, policy)
+    return await run_in_executor(executor, play, builder, policy)
 
 
 async def _play_group(

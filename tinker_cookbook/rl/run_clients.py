@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,6 +67,10 @@ class RunClients:
     log_path: Path | None = None
     starting_policy: SamplingClient | None = None
     shared: Shared = field(default_factory=Shared)
+
+    def for_another_process(self) -> RunClients:
+        """Those that can travel: snapshots do, the clients of training and of the service do not."""
+        return replace(self, service_client=None, training_client=None, shared=Shared())
 
 
 @dataclass(frozen=True)

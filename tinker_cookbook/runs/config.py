@@ -63,6 +63,10 @@ class RunOptions(TrackerConfig):
     lora_rank: int = chz.field(
         default=32, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
     )
+    train_mlp: bool = chz.field(
+        default=True,
+        doc="a new adapter is also on the MLPs; false where they are routed experts alone, which the local engine does not train",
+    )
     lr_schedule: str | Callable[..., Any] = chz.field(
         default="constant",
         doc="how the learning rate changes over the run: constant, linear, cosine (both fall to 0), or your own "

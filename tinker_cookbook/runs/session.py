@@ -196,8 +196,9 @@ async def _open_training_client(
     if (path := config.load_checkpoint_path) is not None:
         await find_origin(service, path, config.model_name, config.renderer_name, "load_checkpoint_path")
         return await service.create_training_client_from_state(path, user_metadata=metadata), None
+    chosen = {} if config.train_mlp else {"train_mlp": False}  # not every client needs to know of it
     client = await service.create_lora_training_client(
-        config.model_name, rank=config.lora_rank, seed=config.seed, user_metadata=metadata
+        config.model_name, rank=config.lora_rank, seed=config.seed, user_metadata=metadata, **chosen
     )
     return client, None
 

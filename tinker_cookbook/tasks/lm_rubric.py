@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import chz
 
+from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError
@@ -217,11 +218,12 @@ class RubricGraderConfig:
         default=1, doc="how often it is asked again for a verdict on each criterion", validator=chz.validators.ge(0)
     )
 
-    async def open(self, name: str, criteria: Sequence[Criterion]) -> RubricGrader:
-        """The grader; errors call it `name`. Raises ConfigurationError unless an endpoint or weights are named."""
-        self.check(name)
+    async def open(
+        self, name: str, criteria: Sequence[Criterion], service: ServiceClient | None = None
+    ) -> RubricGrader:
+        """The grader; errors call it `name`. `service` is the run's, as WeightsConfig.open takes it. Raises as `check`."""
         if self._names_weights:
-            policy = await self.weights.open_policy(f"{name}.weights")
+            policy = await self.weights.open_policy(f"{name}.weights", service)
             completer: MessageCompleter = TinkerMessageCompleter(
                 policy.sampling_client, policy.renderer, self.max_tokens, temperature=self.temperature, seed=self.seed
             )
@@ -233,10 +235,18 @@ class RubricGraderConfig:
     def _names_weights(self) -> bool:
         return self.weights.base_model is not None or self.weights.load_checkpoint_path is not None
 
-    def check(self, name: str) -> None:
-        """Raises ConfigurationError unless it is said who grades, once."""
+    def check(self, name: str, backend: str | None = None, base_url: str | None = None) -> None:
+        """Raises ConfigurationError unless it is said who grades, once, and for whatever is wrong with that.
+
+        Args:
+            backend, base_url: where the run is, as WeightsConfig.check takes them.
+        """
         if self.endpoint.is_named == self._names_weights:
             what = "endpoint and weights are both named" if self._names_weights else "nobody grades"
             raise ConfigurationError(
                 f"{name}: {what}; give {name}.endpoint.base_url and {name}.endpoint.model, or {name}.weights.base_model"
             )
+        if self._names_weights:
+            self.weights.check(f"{name}.weights", backend, base_url)
+        else:
+            self.endpoint.check(f"{name}.endpoint")

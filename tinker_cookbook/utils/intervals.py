@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 Z_95 = 1.959963984540054
+# Two-sided 95 % points of Student's t, by degrees of freedom; beyond them the normal's is near enough.
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131)
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,20 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def student_95(n: int) -> float:
+    """Half of the 95 % interval of a mean of n values, at least two, in standard errors (Student's t)."""
+    return _T_95[n - 2] if n - 2 < len(_T_95) else Z_95
+
+
+def student_mean(values: Sequence[float]) -> Estimate:
+    """The mean of a few independent values, such as those of seeds, with Student's interval; of one value it is unknown (nan)."""
+    n, mean = len(values), float(np.mean(values))
+    if n < 2:
+        return Estimate(mean, math.nan, math.nan)
+    half = student_95(n) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return Estimate(mean, mean - half, mean + half)
 
 
 def wilson(successes: float, trials: float) -> Estimate:

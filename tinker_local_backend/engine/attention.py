@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +76,10 @@ class PackedPlan:
     """where the cache stores the keys of the pass"""
     windows: dict[int, int | None] = field(default_factory=dict)
     """filled by the pass: each layer's sliding window, as the attention function was told"""
+    sinks: bool = False
+    """set by the pass: some layer has attention sinks"""
     _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    _biases: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -100,6 +104,14 @@ class PackedPlan:
             self._masks[key] = mask if window is None else mask & (keys > own - window)
         return self._masks[key]
 
+    def bias(self, before: int, queries: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+        """The same as what is added to scores of the dtype and on the device of `like`: 0 or -inf."""
+        key = (before, queries, window)
+        if key not in self._biases:
+            hidden = ~self.visible(before, queries, window, like.device)
+            self._biases[key] = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+        return self._biases[key]
+
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
@@ -122,13 +134,15 @@ def packed_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     plan: DecodePlan | AttentionPlan | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D). Signature is transformers'; masks are ours, not its."""
     if plan is None:
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    layer = LayerAttention(int(module.layer_idx), scale, softcap, sliding_window)  # pyright: ignore[reportArgumentType]
+    index: Any = module.layer_idx
+    layer = LayerAttention(int(index), scale, softcap, sliding_window, s_aux)
     if isinstance(plan, DecodePlan):
         return decode_attention(layer, query, key, value, plan), None
     return plan.attend(layer, query, key, value), None
@@ -138,6 +152,7 @@ def _packed(
     layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: PackedPlan
 ) -> torch.Tensor:
     plan.windows[layer.index] = layer.window
+    plan.sinks |= layer.sinks is not None
     if plan.cache is not None and plan.places is not None:
         plan.cache.write(layer.index, plan.places, key[0], value[0])
     outputs = []
@@ -161,6 +176,8 @@ def _packed(
 def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
     """Causal attention of the last q.shape[2] positions of each sequence of a batch to all of it: (N, H, S, D)."""
     queries, total = q.shape[2], k.shape[2]
+    if layer.sinks is not None:
+        return _with_sinks(layer, layer.sinks, q, k, v, plan)
     if layer.softcap is None and queries == total and (layer.window is None or total <= layer.window):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
     visible = plan.visible(total - queries, queries, layer.window, q.device)
@@ -176,6 +193,32 @@ def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         else:
             outputs.append(_soft_capped(*arguments))
     return torch.cat(outputs, dim=3).flatten(1, 2)
+
+
+def _with_sinks(
+    layer: LayerAttention, sinks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan
+) -> torch.Tensor:
+    """The same where every query head has a sink: as if there were a key in front, with this score and a value of zeros.
+
+    The key is there, and all heads get more dimensions, of which only its own is not zero: fused kernels compute it.
+    """
+    if layer.softcap is not None:
+        raise RequestError("attention with sinks and a soft cap on its logits is not supported")
+    queries, total, dim = q.shape[2], k.shape[2], q.shape[3]
+    more = 8 - dim % 8  # kernels want multiples of 8
+    first_key = F.pad(k.new_ones(1), (dim, more - 1)).expand(*k.shape[:2], 1, -1)
+    scores = (sinks / layer.scaling).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+    q = torch.cat((q, F.pad(scores, (0, more - 1))), dim=3)
+    k = torch.cat((first_key, F.pad(k, (0, more))), dim=2)
+    v = F.pad(v, (0, more, 1, 0))
+    options = {"scale": layer.scaling, "enable_gqa": True}
+    if queries == total and (layer.window is None or total <= layer.window):
+        # A query in front as well, whose result is dropped: the mask stays causal.
+        out = F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True, **options)[:, :, 1:]
+    else:
+        visible = F.pad(plan.visible(total - queries, queries, layer.window, q.device), (1, 0), value=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
+    return out[..., :dim]
 
 
 def _soft_capped(

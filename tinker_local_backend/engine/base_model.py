@@ -6,28 +6,29 @@ state of sequences or training; those are generation.py and trainer.py.
 
 from __future__ import annotations
 
-import threading
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.attention import ATTENTION_NAME, PackedPlan, Segment
 from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.execution import AttentionPlan, Execution, Reference
+from tinker_local_backend.engine.experts import EXPERTS_NAME, ON_CUDA, activation_width, routed_experts, without_lora
 from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, checked_decoder
+from tinker_local_backend.engine.loading import load_module, refuse_unsupported, refused
 from tinker_local_backend.engine.lora import (
+    MLP_MODULES,
     Adapter,
     AdapterRouting,
     AddLora,
@@ -40,82 +41,11 @@ from tinker_local_backend.engine.lora import (
     text_stack,
 )
 from tinker_local_backend.engine.products import float32_product
-from tinker_local_backend.errors import ModelLoadError, RequestError
+from tinker_local_backend.engine.sharding import Ranks, Shards, Step, Whole
+from tinker_local_backend.engine.trained_layers import TrainedLayers, checked_layers
+from tinker_local_backend.errors import RequestError
 
-_REFUSED_CONFIG = {
-    "num_local_experts": "mixture-of-experts layers",
-    "num_experts": "mixture-of-experts layers",
-    "n_routed_experts": "mixture-of-experts layers",
-    "is_encoder_decoder": "an encoder",
-}
-
-_INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
-
-
-def check_model_name(name: str) -> None:
-    """Raise ModelLoadError for a path that is not a model directory, before anything is loaded."""
-    path = Path(name).expanduser()
-    looks_like_path = name.startswith((".", "/", "~")) or path.exists() or name.count("/") != 1
-    if looks_like_path and not (path / "config.json").is_file():
-        raise ModelLoadError(
-            f"model {name!r}: no config.json there. Give a directory that transformers can load, or a Hugging Face id "
-            "such as Qwen/Qwen3-4B-Instruct-2507"
-        )
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """No progress bar for models that load in a blink; the bar comes back for downloads and for others."""
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()
-
-
-def _refused(name: str, config: Any, why: str) -> ModelLoadError:
-    return ModelLoadError(f"model {name!r} ({config.model_type}) {why}; {_INSTEAD}")
-
-
-def refuse_unsupported(name: str, config: Any) -> None:
-    """Raise ModelLoadError for a text model's config that names what the engine cannot do. The weights may tell more."""
-    for key, what in _REFUSED_CONFIG.items():
-        value = getattr(config, key, None)
-        if value is True or value not in (None, 0, 1):
-            raise _refused(name, config, f"has {what} (config.{key}), which the local engine does not support")
-    if not isinstance(getattr(config, "max_position_embeddings", None), int):
-        raise _refused(
-            name,
-            config,
-            "states no max_position_embeddings, as models without rotary positions do, which the local engine does not "
-            "support",
-        )
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if kinds:
-        layers = ", ".join(sorted(kinds))
-        raise _refused(name, config, f"has layers of type {layers}, which the local engine does not support")
-
-
-def _load(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Module (on the CPU) and tokenizer of a directory or hub id."""
-    try:
-        config = AutoConfig.from_pretrained(name).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
-    try:
-        refuse_unsupported(name, config)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-        with _quiet_loading():
-            module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    except ModelLoadError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
-    except KeyError as error:  # an architecture with attention of its own looks ours up in vain
-        raise _refused(name, config, f"cannot be loaded with the local engine's attention ({error})") from error
-    return module, tokenizer
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -134,10 +64,6 @@ class HeadWeights:
     scale: float = 1.0
 
 
-_LOADING = threading.Lock()
-"""transformers makes a model under a default device that holds for the whole process: two engines load one after the other."""
-
-
 class BaseModel:
     """A causal language model on one device, shared by every adapter and snapshot of an engine.
 
@@ -145,17 +71,23 @@ class BaseModel:
         name: directory or Hugging Face id.
         device: None means CUDA when available, else CPU.
         dtype: of the weights; None means environment.default_dtype.
+        ranks: the processes over which the weights are divided, in turns of which the model then computes (sharding.py).
 
     Raises:
         ModelLoadError: no such model, or an architecture that the engine does not support.
     """
 
-    def __init__(self, name: str, device: torch.device | None = None, dtype: torch.dtype | None = None):
-        check_model_name(name)
+    def __init__(
+        self,
+        name: str,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+    ):
         device = device or environment.default_device()
-        with _LOADING:
-            module, tokenizer = _load(name, dtype or environment.default_dtype(device))
-        self._take(name, module.to(device), tokenizer)
+        module, tokenizer = load_module(name, dtype or environment.default_dtype(device))
+        # What is divided stays on the CPU, as pages of the file, until each layer is in turn.
+        self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
 
     @classmethod
     def from_module(cls, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
@@ -171,36 +103,59 @@ class BaseModel:
         self._take(name, module, tokenizer)
         return self
 
-    def _take(self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _take(
+        self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:
         """Plug attention, LoRA linears and recomputation into the module, and check what comes out of it."""
         model: Any = module
         self.name = name
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
-        self.device, self.dtype = torch.device(model.device), model.dtype
+        self.device, self.dtype = torch.device(model.device) if ranks is None else ranks.device, model.dtype
         self._model: PreTrainedModel = model.eval().requires_grad_(False)
+        self.shards: Shards | Whole = Whole()
         # Before anything of ours is in the module: afterwards it could only be compared with itself.
-        expected = self._own_logits()
-        model.set_attn_implementation(ATTENTION_NAME)
+        expected = self._own_logits() if ranks is None else None
+        self.experts = routed_experts(self._model)
+        """modules that hold all routed experts of a layer; they are frozen, and no adapter changes them"""
+        self._set_functions()
         self.execution: Execution = Reference()
         self._routing = AdapterRouting()
-        self._refuse_special_linears()
+        self._refuse_special_weights()
         self.linears = install_lora(self._model, self._routing)
         self._body: nn.Module = model.base_model
         self._recompute = False
+        self._said_experts_stay = False
         self.sliding_window: int | None = None
         """how far the layers see, if none of them sees everything"""
+        self.has_sinks = False
+        """some layer has attention sinks"""
         self._wrap_layers()
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self._decoder: LlamaLikeDecoder | None = None
-        self.context_length: int = self._check_passes(expected)
+        self._trained: TrainedLayers | None = None
+        if ranks is not None:
+            self.shards = Shards(ranks, self._model, self._layers)
+        with self.shards.turn():
+            if expected is None:  # out of reach before: with LoRA linears that have no adapter
+                expected = self._own_logits()
+                self._set_functions()
+            self.context_length: int = self._check_passes(expected)
+        self._trained = checked_layers(self, self._decoder, self._check_sequences())
         self.execution = self.start() or self.execution
+
+    def _set_functions(self) -> None:
+        """What attends and what multiplies with experts is ours."""
+        model: Any = self._model
+        model.set_attn_implementation(ATTENTION_NAME)
+        if self.experts:
+            model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
 
     def start(self) -> Execution | None:
         """The execution of a model that has passed its checks; None: the reference."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not self.shards.whole:  # the CUDA path keeps weights of its own
             return None
         from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 
@@ -211,15 +166,10 @@ class BaseModel:
         count = self.config.num_hidden_layers
         stacks = [m for m in text_stack(self._model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
-            raise _refused(self.name, self.config, f"has no list of {count} decoder layers")
-        self._beyond_lora = sorted(  # LoraLinear has replaced the others
-            {
-                path.rpartition(".")[2]
-                for path, module in stacks[0].named_modules()
-                if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-            }
-        )
-        for layer in stacks[0]:
+            raise refused(self.name, self.config, f"has no list of {count} decoder layers")
+        self._beyond_lora = without_lora(stacks[0], self.experts)
+        self._layers: list[nn.Module] = list(stacks[0])
+        for layer in self._layers:
             layer.forward = partial(self._run_layer, layer.forward)
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -236,12 +186,16 @@ class BaseModel:
         finally:
             self._recompute = before
 
-    def _refuse_special_linears(self) -> None:
+    def _refuse_special_weights(self) -> None:
         """A subclass of nn.Linear computes something else with its weight (quantized, ternary): ours would ignore that."""
         special = {type(module).__name__ for path, module in lora_targets(self._model) if type(module) is not nn.Linear}
         if special:
             kinds = ", ".join(sorted(special))
-            raise _refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
+            raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
+        dtypes = {weight.dtype for module in self.experts for weight in module.parameters()} - {self.dtype}
+        if dtypes:
+            kinds = ", ".join(sorted(map(str, dtypes)))
+            raise refused(self.name, self.config, f"has experts in {kinds} while the rest is in {self.dtype}")
 
     @torch.inference_mode()
     def _check_passes(self, expected: Sequence[torch.Tensor]) -> int:
@@ -262,24 +216,25 @@ class BaseModel:
             first = torch.arange(4, device=self.device)
             places = Places(torch.zeros_like(first), first)
             self._pass_logits(sequences[0][:4], range(4), PackedPlan([Segment(0, 4)], cache, places))
-            tables = Tables([Table([0])], self.heads, self.device)
+            tables = Tables.of([Table([0])], self.heads, self.device)
             decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, tables, np.array([4])))
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
-            raise _refused(self.name, self.config, f"does not run in the local engine ({error})") from error
+            raise refused(self.name, self.config, f"does not run in the local engine ({error})") from error
         wanted = torch.cat([*expected, expected[0][4:]])
         error = float((torch.cat([packed, decoded]) - wanted).norm() / wanted.norm().clamp(min=1e-12))
         if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
             why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
-            raise _refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
+            raise refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
             plan, tokens_R = DecodePlan(cache, tables, np.array([4])), sequences[0][4:]
             hidden_R = self.hidden_states(tokens_R, plan.lengths, plan, None)
-            self._decoder = checked_decoder(self.name, self._body, windows, plan, tokens_R, hidden_R)
+            self._decoder = checked_decoder(self.name, self._body, windows, self._head, plan, tokens_R, hidden_R)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
+        self.has_sinks = together.sinks
         return self._context_length(together.windows)
 
     def _pass_logits(
@@ -297,7 +252,12 @@ class BaseModel:
         """Logits (T, vocabulary) in float32 of each check sequence, as transformers computes them without any of our parts."""
         model: Any = self._model
         model.set_attn_implementation("eager")
-        return [model(input_ids=tokens[None], use_cache=False).logits[0].float() for tokens in self._check_sequences()]
+        model.set_experts_implementation("eager")
+        logits = []
+        for tokens in self._check_sequences():
+            with self.shards.computing(Step.FORWARD):
+                logits.append(model(input_ids=tokens[None], use_cache=False).logits[0].float())
+        return logits
 
     def _context_length(self, windows: dict[int, int | None]) -> int:
         limits = [self.config.max_position_embeddings]
@@ -327,12 +287,38 @@ class BaseModel:
         return frozenset()
 
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
-        """A fresh adapter. Raises ModelLoadError for a model of which it would cover only some linears."""
+        """A fresh adapter; of MLPs it is on linears, not on routed experts.
+
+        Raises ModelLoadError for a model of which it would cover only some linears, and RequestError for an adapter on MLPs
+        that are routed experts alone.
+        """
         if self._beyond_lora:
             beyond = ", ".join(self._beyond_lora)
             why = f"has linears that LoRA here does not know ({beyond}): an adapter would leave them out"
-            raise _refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
-        return new_adapter(spec, self.linears, seed, self.device)
+            raise refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
+        if spec.train_mlp and self.experts:
+            if not self.has_mlp_linears:
+                raise RequestError(
+                    f"train_mlp=True: the MLPs of model {self.name!r} are routed experts, which the local engine does not "
+                    "train; pass train_mlp=False, which leaves attention and the head to train, or use backend=tinker"
+                )
+            if not self._said_experts_stay:
+                logger.warning(
+                    "model %r: train_mlp=True trains shared experts and dense layers; routed experts stay as they are",
+                    self.name,
+                )
+                self._said_experts_stay = True
+        adapter = new_adapter(spec, self.linears, seed, self.device)
+        return replace(adapter, beside_experts=bool(self.experts))
+
+    @property
+    def has_mlp_linears(self) -> bool:
+        """Whether an adapter can be on some of its MLPs."""
+        return any(name.rpartition(".")[2] in MLP_MODULES for name in self.linears)
+
+    def widest_spec(self, rank: int) -> LoraSpec:
+        """Of an adapter on everything that can have one."""
+        return LoraSpec(rank, train_mlp=self.has_mlp_linears)
 
     def new_cache(self, fixed: int | None = None) -> KVCache:
         """`fixed`: with so many pages from the beginning, whose addresses stay."""
@@ -373,7 +359,9 @@ class BaseModel:
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
-        with self.routed(adapters):
+            if self._trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
+                return self._trained.hidden_states(tokens_T, positions_T, plan, adapters, self._recompute)
+        with self.routed(adapters), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
 
@@ -383,10 +371,12 @@ class BaseModel:
         The head's adapters are applied in float32, as in scoring.py: sampled and trained logprobs come from one arithmetic.
         """
         base = self.head_weights(None)
-        logits = float32_product(hidden_N, base.weight)
+        spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
+        prepared = None if self._decoder is None else self._decoder.head_product(hidden_N, spans)
+        logits, spans = prepared or (float32_product(hidden_N, base.weight), spans)
         if self._routing.add is not None and self._head_names:
             self._routing.add(self._head_names[0], hidden_N.float(), logits)
-        for rows, adapter in adapters if isinstance(adapters, list) else one_for_all(adapters):
+        for rows, adapter in spans:
             head = self.head_weights(adapter)
             if head.a is not None and head.b is not None:
                 inner = hidden_N[rows].float() @ head.a.float().t()
@@ -431,7 +421,16 @@ class BaseModel:
         width = 8 * config.hidden_size + 8 * (config.num_attention_heads + kv_heads) * head_dim
         sizes = config.intermediate_size  # one for all layers, or one for each
         width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)
+        if self.experts:
+            experts: Any = self.experts[0]
+            chosen = getattr(config, "num_experts_per_tok", None)
+            width += activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
         return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
+
+    def forget_prepared(self) -> None:
+        """Free the copies of the weights that decoding made."""
+        if self._decoder is not None:
+            self._decoder.prepared.forget()
 
     def lora_through(self, add: AddLora) -> AbstractContextManager[None]:
         """Within: passes and logits that are given no adapters get theirs from `add`."""

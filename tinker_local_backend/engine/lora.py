@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -65,6 +65,8 @@ class Adapter:
     spec: LoraSpec
     a: dict[str, torch.Tensor]
     b: dict[str, torch.Tensor]
+    beside_experts: bool = False
+    """the model also has routed experts, which no adapter changes"""
 
     def parameters(self) -> list[torch.Tensor]:
         """All matrices in a fixed order: A and B of each module, modules by name."""
@@ -85,7 +87,7 @@ class Adapter:
                 for name, matrix in table.items()
             }
 
-        return Adapter(self.spec, frozen(self.a), frozen(self.b))
+        return replace(self, a=frozen(self.a), b=frozen(self.b))
 
 
 def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, device: torch.device) -> Adapter:
@@ -191,7 +193,8 @@ class _TrainedLinear(torch.autograd.Function):
         y = linear(rows, weight, bias).addmm_(inner, b.to(x.dtype).t(), alpha=scale)
         ctx.save_for_backward(x, weight, a, b, inner)
         ctx.scale = scale
-        return y.view(*x.shape[:-1], -1)
+        # Not as a view: a model could not change it in place, as OLMo does.
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
 
     @staticmethod
     @once_differentiable
@@ -210,7 +213,7 @@ class _TrainedLinear(torch.autograd.Function):
 
 
 class LoraLinear(nn.Module):
-    """An `nn.Linear` whose rows may each pass through a different adapter. Input (1, rows, in), output (1, rows, out)."""
+    """An `nn.Linear` whose rows may each pass through a different adapter. Input (1, rows, in) or (rows, in), output the same."""
 
     def __init__(self, base: nn.Linear, name: str, routing: AdapterRouting):
         super().__init__()
@@ -227,8 +230,11 @@ class LoraLinear(nn.Module):
                 a, b, scale = adapter.a[self.name], adapter.b[self.name], adapter.spec.scale
                 return cast(torch.Tensor, _TrainedLinear.apply(x, self.weight, self.bias, a, b, scale))
         y = linear(x, self.weight, self.bias)
+        if self.routing.add is None and not self.routing.spans:
+            return y
+        x_RI, y_RO = (x[0], y[0]) if x.dim() == 3 else (x, y)
         if self.routing.add is not None:
-            self.routing.add(self.name, x[0], y[0])
+            self.routing.add(self.name, x_RI, y_RO)
         for rows, adapter in self.routing.spans:
             a = adapter.a.get(self.name)
             if a is None:
@@ -236,11 +242,11 @@ class LoraLinear(nn.Module):
             b, scale = adapter.b[self.name], adapter.spec.scale
             if a.dtype != x.dtype:
                 a, b = a.to(x.dtype), b.to(x.dtype)
-            inner = F.linear(x[0, rows], a)
+            inner = F.linear(x_RI[rows], a)
             if isinstance(rows, torch.Tensor):
-                y[0].index_add_(0, rows, F.linear(inner, b), alpha=scale)
+                y_RO.index_add_(0, rows, F.linear(inner, b), alpha=scale)
             else:
-                y[0, rows].addmm_(inner, b.t(), alpha=scale)
+                y_RO[rows].addmm_(inner, b.t(), alpha=scale)
         return y
 
 

@@ -177,6 +177,8 @@ def _width(array: npt.NDArray) -> int:
 def widen(array: npt.NDArray, width: int) -> npt.NDArray:
     """(N,) or (N, K) as (N, width): what is added has weight 0."""
     matrix = array if array.ndim == 2 else array[:, None]
+    if matrix.shape[1] == width:
+        return matrix
     return np.pad(matrix, ((0, 0), (0, width - matrix.shape[1])))
 
 

@@ -1,6 +1,7 @@
 """AdamW over one adapter's matrices, with hyperparameters that come with each step and a state that can be saved.
 
-The update is torch's (Loshchilov and Hutter 2019, decoupled weight decay); torch.optim.AdamW itself does the arithmetic.
+The update is torch's (Loshchilov and Hutter 2019, decoupled weight decay): the kernel of torch.optim.AdamW(fused=True),
+without what that does in Python for every matrix.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ class AdamW:
     """Moments for a fixed list of parameters, in that order. The learning rate and the rest arrive with every step."""
 
     def __init__(self, parameters: list[torch.Tensor]):
-        # One pass over memory for each matrix, not some ten.
-        self._torch = torch.optim.AdamW(parameters, lr=0.0, fused=True)
+        self._parameters = parameters
+        self._state: dict[str, list[torch.Tensor]] = {}
+        """by `_STATE_KEYS`, one of each for every parameter; empty before the first step"""
 
     def step(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], params: tinker.AdamParams) -> float:
         """Update in place. Returns the global gradient norm before clipping. Raises NonFiniteError when that is not finite."""
@@ -29,41 +31,51 @@ class AdamW:
         if not math.isfinite(norm):
             raise NonFiniteError("the accumulated gradient is not finite; it was discarded and no weight was changed")
         if 0 < params.grad_clip_norm < norm:
-            for gradient in gradients:
-                gradient *= params.grad_clip_norm / norm
-        for group in self._torch.param_groups:
-            group.update(
+            torch._foreach_mul_(gradients, params.grad_clip_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
+        if not self._state:
+            self._state = {
+                key: [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+                for key in _STATE_KEYS[:2]
+            }
+            self._state["step"] = [torch.zeros((), device=parameter.device) for parameter in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(self._state["step"], 1)  # pyright: ignore[reportPrivateImportUsage]
+            # One pass over memory for each matrix, not some ten.
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                parameters,
+                gradients,
+                self._state["exp_avg"],
+                self._state["exp_avg_sq"],
+                [],
+                self._state["step"],
                 lr=params.learning_rate,
-                betas=(params.beta1, params.beta2),
-                eps=params.eps,
+                beta1=params.beta1,
+                beta2=params.beta2,
                 weight_decay=params.weight_decay,
+                eps=params.eps,
+                amsgrad=False,
+                maximize=False,
             )
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self._torch.step()
-        self._torch.zero_grad(set_to_none=True)
         return norm
 
     @property
     def steps(self) -> int:
         """Optimizer steps taken so far."""
-        return max((int(entry["step"]) for entry in self._torch.state.values()), default=0)
+        return max((int(step) for step in self._state.get("step", [])), default=0)
 
     def state_tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Moments and step counts for saving, as `<parameter name>.<exp_avg|exp_avg_sq|step>`. Empty before the first step."""
-        state = self._torch.state_dict()["state"]
         return {
-            f"{names[index]}.{key}": value.contiguous()
-            for index, entry in state.items()
-            for key, value in entry.items()
+            f"{name}.{key}": values[index].contiguous()
+            for index, name in enumerate(names)
+            for key, values in self._state.items()
         }
 
     def load_state_tensors(self, names: list[str], tensors: dict[str, torch.Tensor]) -> None:
         """The reverse of `state_tensors`. Raises ValueError, with nothing changed, unless all or none have a whole state."""
-        parameters = self._torch.param_groups[0]["params"]
         shapes = {
             f"{name}.{key}": () if key == "step" else tuple(parameter.shape)
-            for name, parameter in zip(names, parameters, strict=True)
+            for name, parameter in zip(names, self._parameters, strict=True)
             for key in _STATE_KEYS
         }
         if tensors and (different := sorted(shapes.keys() ^ tensors.keys())):
@@ -71,10 +83,13 @@ class AdamW:
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"optimizer state {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
-        entries = {
-            index: {key: tensors[f"{name}.{key}"] for key in _STATE_KEYS} for index, name in enumerate(names) if tensors
+        self._state = {
+            key: [
+                tensors[f"{name}.{key}"].to(parameter.device, torch.float32, copy=True)
+                for name, parameter in zip(names, self._parameters, strict=True)
+            ]
+            for key in (_STATE_KEYS if tensors else ())
         }
-        self._torch.load_state_dict({"state": entries, "param_groups": self._torch.state_dict()["param_groups"]})
 
 
 def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

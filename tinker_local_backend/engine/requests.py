@@ -101,6 +101,8 @@ def prompt_tokens(prompt: tinker.ModelInput, model: BaseModel) -> tuple[int, ...
 
 
 def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str) -> None:
+    if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
+        return
     for position, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             raise RequestError(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params, global_norm
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer, SlopedRows
+from tinker_local_backend.engine.sharding import Step
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
 NAMED_DATUMS = 8
@@ -219,11 +220,17 @@ def _scores_and_gradient(
         scores = scorer.logprobs(hidden, batch.score_targets)
         slopes = _slopes(loss, batch.of_positions(scores), batch.inputs, config)
         return scores, scorer.gradient(hidden, batch.score_targets, batch.of_scores(slopes), sloped)
-    # Positions in the order of their scores, so that those of a range of scores are neighbours.
-    by_score, order = batch.scored.sort(stable=True)
-    on_host = np.sort(batch.host_scored)
+
+    @cache
+    def in_order() -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64]]:
+        # Positions in the order of their scores, so that those of a range of scores are neighbours.
+        by_score, order = batch.scored.sort(stable=True)
+        return by_score, order, np.sort(batch.host_scored)
 
     def slope_fn(start: int, end: int, part: torch.Tensor) -> torch.Tensor:
+        if end - start == len(batch.score_targets):
+            return batch.of_scores(_slopes(loss, batch.of_positions(part), batch.inputs, config))
+        by_score, order, on_host = in_order()
         first, last = np.searchsorted(on_host, (start, end)).tolist()
         own, index = order[first:last], by_score[first:last] - start
         slopes = _slopes(loss, part[index], {key: value[own] for key, value in batch.inputs.items()}, config)
@@ -246,10 +253,11 @@ def backpropagate(
     parameters = adapter.parameters()
     parts: list[torch.Tensor | None] = [None] * len(parameters)
     if hidden.requires_grad and not gradient.is_zero:
-        parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
-    for total, part in zip(gradients, parts, strict=True):
-        if part is not None:
-            total += part
+        with model.shards.computing(Step.BACKWARD):
+            parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
+    found = [(total, part) for total, part in zip(gradients, parts, strict=True) if part is not None]
+    if found:
+        torch._foreach_add_(*map(list, zip(*found, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
         gradients[place[id(matrix)]] += part

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.lora import MLP_MODULES, Adapter
 from tinker_local_backend.engine.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage.catalog import remove_due
@@ -86,8 +86,13 @@ def _write_peft(folder: Path, adapter: Adapter, base_model: str) -> None:
 
 
 def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
-    """adapter_config.json: the fields that PEFT needs to rebuild the same function."""
-    return {
+    """adapter_config.json: the fields that PEFT needs to rebuild the same function.
+
+    Beside routed experts PEFT takes the name of an MLP linear for that of the experts' tensors; there these linears are
+    given by the paths of their weights.
+    """
+    by_path = [name for name in adapter.a if adapter.beside_experts and name.rpartition(".")[2] in MLP_MODULES]
+    config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
@@ -99,8 +104,9 @@ def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapter.a}),
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapter.a.keys() - set(by_path)}),
     }
+    return {**config, "target_parameters": sorted(f"{name}.weight" for name in by_path)} if by_path else config
 
 
 def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:

@@ -20,6 +20,7 @@ class Shape:
     page: int = 32
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,14 @@ class PagedCase:
     def arguments(self) -> tuple:
         shape = self.shape
         tensors = (self.query, self.keys, self.values, self.tables, self.lengths)
-        return (*tensors, shape.dim**-0.5, shape.window, shape.softcap)
+        return (*tensors, shape.dim**-0.5, shape.window, shape.softcap, self.sinks)
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """(H,), some of them larger than any score and some smaller."""
+        if not self.shape.sinks:
+            return None
+        return torch.linspace(-4, 6, self.shape.heads, device=self.query.device).to(self.query.dtype)
 
     def of_rows(self, rows: Sequence[int]) -> PagedCase:
         index = torch.tensor(rows, device=self.query.device)
@@ -60,7 +68,9 @@ class PagedCase:
         scores = torch.einsum("hd,thd->ht", self.query[r].double(), tokens(self.keys)) * shape.dim**-0.5
         if shape.softcap:
             scores = torch.tanh(scores / shape.softcap) * shape.softcap
-        return torch.einsum("ht,thd->hd", scores.softmax(-1), tokens(self.values))
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double()[:, None]], dim=1)
+        return torch.einsum("ht,thd->hd", scores.softmax(-1)[:, : length - first], tokens(self.values))
 
 
 def paged_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype, seed: int = 0) -> PagedCase:

@@ -20,6 +20,8 @@ SHAPES = {
     "one head for each": Shape(heads=4, kv_heads=4, dim=64),
     "one key head": Shape(heads=8, kv_heads=1, dim=64, softcap=30.0),
     "window": Shape(window=20),
+    "sinks": Shape(sinks=True),
+    "window and sinks": Shape(window=20, sinks=True),
     "long window, other pages": Shape(window=300, page=16),
     "dimension of no power of two": Shape(heads=6, kv_heads=2, dim=80),
 }

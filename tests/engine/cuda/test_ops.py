@@ -10,7 +10,12 @@ from tinker_local_backend.engine.cuda import ops
 from tinker_local_backend.engine.cuda.slots import lay_out_rows
 
 DTYPE = here().dtype
-SHAPES = [Shape(), Shape(heads=8, kv_heads=1, softcap=20.0), Shape(window=40, page=16, dim=24, heads=6)]
+SHAPES = [
+    Shape(),
+    Shape(heads=8, kv_heads=1, softcap=20.0),
+    Shape(window=40, page=16, dim=24, heads=6),
+    Shape(window=40, sinks=True),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,6 +1,7 @@
 """One call for all sequences of a pass, against a masked matrix of scores in float64; and against the segments of the engine."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,7 @@ def test_what_the_kernel_cannot_do_is_left_to_the_segments() -> None:
         assert not varlen.suits(full, query(512, torch.bfloat16, "cuda"))
         assert not varlen.suits(full, query(12, torch.bfloat16, "cuda"))
         assert not varlen.suits(capped, query(128, torch.bfloat16, "cuda"))
+        assert not varlen.suits(replace(full, sinks=torch.zeros(HEADS)), query(128, torch.bfloat16, "cuda"))
     packed = packed_groups([(9, [2, 3])])
     plan = PackedPlan(packed.segments)
     tensors = random_tensors(len(packed.tokens), seed=0)[:3]

@@ -67,7 +67,7 @@ class ForksHarness(vf.Harness[ForksHarnessConfig]):
             return {"role": "user", "content": text}
 
         kind = self.config.kind
-        more = {"tools": [LOOK]} if kind == "tools" else {}
+        more = {"tools": [LOOK], "tool_choice": "required"} if kind == "forced" else {}
         opening = [{"role": "user", "content": PICTURE if kind == "image" else data.prompt}]
         first = await ask(opening, **more)
         left = await ask([*first, said("Go left.")])

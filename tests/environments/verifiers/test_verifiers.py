@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 from tinker_cookbook import model_info
@@ -33,15 +34,15 @@ def policy() -> Any:
 
 
 def dataset(taskset: str, **fields: Any) -> VerifiersDatasetBuilder:
-    renderer = model_info.get_recommended_renderer_name(TINY)
     given: dict[str, Any] = {
+        "renderer_name": model_info.get_recommended_renderer_name(TINY),
         "groups_per_batch": 2,
         "group_size": 2,
         "num_batches": 2,
         "num_test": 2,
         "seed": 0,
     } | fields
-    return VerifiersDatasetBuilder(taskset=taskset, model_name=TINY, renderer_name=renderer, **given)
+    return VerifiersDatasetBuilder(taskset=taskset, model_name=TINY, **given)
 
 
 def played(policy: TokenCompleter, taskset: str, *, strategy: Any = None, **fields: Any) -> Any:
@@ -93,6 +94,13 @@ def test_only_roles_that_train_are_members_each_with_its_own_reward(policy: Toke
     assert len({info["task"] for info in group.member_info_G}) == 1
 
 
+def test_a_failed_trace_is_no_member_where_its_episode_counts_all_the_same(policy: TokenCompleter) -> None:
+    with pytest.raises(EpisodeFailedError, match="task has no prompt and no user to open the conversation"):
+        played(policy, HAGGLE, verifiers_args={"loses": True})
+    group = played(policy, HAGGLE, verifiers_args={"loses": True, "tolerates": True})
+    assert sorted(group.roles_G) == sorted(["haggle_taskset/seller", *["haggle_taskset/buyer"] * 2] * 2)
+
+
 def test_the_same_seed_plays_the_same_episodes(policy: TokenCompleter) -> None:
     one, other = [played(policy, HAGGLE) for _ in range(2)]
     assert [tokens_of(t) for t in one.trajectories_G] == [tokens_of(t) for t in other.trajectories_G]
@@ -111,7 +119,7 @@ def test_an_episode_with_an_error_fills_no_group(policy: TokenCompleter) -> None
     ("args", "message"),
     [
         ({"kind": "image"}, "holds image_url; only text can be trained on"),
-        ({"kind": "tools"}, "tool 'look': calls of tools"),
+        ({"kind": "forced"}, "tool_choice='required': a call cannot be forced"),
         ({"agent": {"sampling": {"temperature": 0.3}}}, "sampling.temperature=0.3: the policy samples as the run says"),
     ],
 )
@@ -157,4 +165,6 @@ def test_a_taskset_trains_with_a_rising_reward(tmp_path: Path) -> None:
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
     held_out = [row["test/env/all/reward/total"] for row in rows[0] if "test/env/all/reward/total" in row]
     assert held_out[-1] > held_out[0] + 0.2
+    played_by = pandas.concat(pandas.read_parquet(file) for file in tmp_path.glob("run/**/rollouts.parquet"))
+    assert set(played_by["sampling_client_step"]) == set(range(8))  # the version of the weights of every step
     assert rewards[:2] == [row["env/all/reward/total"] for row in rows[1] if "env/all/reward/total" in row][:2]

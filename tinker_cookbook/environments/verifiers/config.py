@@ -5,31 +5,37 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import load_file
 
 IN_PROCESS = "in-process"
-_SUPPORTED = "0.4"
+_V1, _LEGACY = "0.4.", "0.3.1"
+
+Form: TypeAlias = Literal["v1", "legacy"]
+"""What the installed package takes: tasksets, envs and harnesses (0.4), or `load_environment` (0.3.1, the last with it)."""
 
 
-def load_verifiers() -> ModuleType:
-    """`verifiers.v1`. Raises ConfigurationError: it is not installed, or another version."""
+def installed_form() -> Form:
+    """Which form the installed verifiers has. Raises ConfigurationError: it is not installed, or another version."""
     try:
         found = importlib.import_module("verifiers")
-        v1 = importlib.import_module("verifiers.v1")
     except ImportError as error:
         raise ConfigurationError(
             f"verifiers is needed and cannot be imported ({error}); pip install 'tinker-cookbook-local[verifiers]'"
         ) from error
-    if not found.__version__.startswith(f"{_SUPPORTED}."):
-        raise ConfigurationError(f"verifiers {found.__version__} is installed; {_SUPPORTED}.* is needed")
-    return v1
+    if found.__version__.startswith(_V1):
+        return "v1"
+    if found.__version__ == _LEGACY:
+        return "legacy"
+    raise ConfigurationError(
+        f"verifiers {found.__version__} is installed; {_V1}* is needed for tasksets, or {_LEGACY} for load_environment"
+    )
 
 
 def plugin_id(kind: str, said: str) -> str:
@@ -43,7 +49,9 @@ def plugin_id(kind: str, said: str) -> str:
     """
     try:
         if said.endswith(".py"):
-            return load_file(Path(said)).__name__
+            module = load_file(Path(said))
+            _find_in_processes(Path(said).expanduser().resolve().parent)
+            return module.__name__
         if "." not in said or "/" in said:
             return said
         module = importlib.import_module(said)
@@ -52,6 +60,13 @@ def plugin_id(kind: str, said: str) -> str:
     name = said.replace(".", "_").lower()
     sys.modules[f"verifiers.v1.{kind}.{name}"] = module  # verifiers imports names without dots
     return name
+
+
+def _find_in_processes(folder: Path) -> None:
+    """Let the processes that verifiers starts import what is in a folder: a tool server is a module that is run."""
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(folder) not in places:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, places)])
 
 
 def environment_config(
@@ -71,7 +86,6 @@ def environment_config(
     Raises:
         ConfigurationError: a plugin that is not found, or a field that is unknown or wrong.
     """
-    load_verifiers()
     from pydantic import ValidationError
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils import loaders
@@ -93,4 +107,6 @@ def environment_config(
             said[name] = given
         return config_cls.model_validate({**said, "id": env, "taskset": {**(taskset_args or {}), "id": taskset}})
     except (ValidationError, ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"taskset={taskset}: {error}") from error
+        older = hasattr(sys.modules.get(taskset), "load_environment") and isinstance(error, AttributeError | TypeError)
+        hint = f"; it has load_environment, for which verifiers=={_LEGACY} is needed" if older else ""
+        raise ConfigurationError(f"taskset={taskset}: {error}{hint}") from error

@@ -12,7 +12,8 @@ import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment
 
 from tinker_cookbook.completers import TokenCompleter
-from tinker_cookbook.environments.verifiers.policy_client import Player, PolicyServer, policy_config
+from tinker_cookbook.environments.verifiers.player import Player
+from tinker_cookbook.environments.verifiers.policy_client import PolicyServer, policy_config
 from tinker_cookbook.exceptions import DataValidationError, EpisodeFailedError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.types import (

@@ -113,9 +113,11 @@ def _join_kernel(
     partial,
     stats,
     lengths,
+    sinks,
     out,
     out_row,
     out_head,
+    SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
@@ -126,7 +128,8 @@ def _join_kernel(
     BLOCK: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """One query head of one row: its splits weighted by their largest scores, summed in order, and normalised."""
+    """One query head of one row: its splits weighted by their largest scores, summed in order, and normalised, with the weight
+    of its sink among the rest."""
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     _, base, per = _stretch(length, WINDOW, SPLITS, BLOCK, LEAST)
@@ -135,9 +138,15 @@ def _join_kernel(
     place = ((row * KV + head // GROUP) * SPLITS + splits) * BLOCK_M + head % GROUP
     largest = tl.load(stats + place * 2, mask=used, other=float("-inf"))
     totals = tl.load(stats + place * 2 + 1, mask=used, other=0.0)
-    weights = tl.where(used, tl.exp(largest - tl.max(largest, 0)), 0.0)
+    peak = tl.max(largest, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        peak = tl.maximum(peak, sink)
+    weights = tl.where(used, tl.exp(largest - peak), 0.0)
     summed = tl.load(partial + place[:, None] * BLOCK_D + dims[None, :], mask=used[:, None], other=0.0)
     total = tl.sum(weights * totals, 0)
+    if SINKS:
+        total += tl.exp(sink - peak)
     result = tl.sum(summed * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * out_row + head * out_head + dims, result.to(out.dtype.element_ty), mask=dims < D)
 
@@ -151,6 +160,7 @@ def paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ops.paged_attention."""
     rows, heads, dim = query.shape
@@ -189,7 +199,10 @@ def paged_attention(
         SOFTCAP=softcap,
         **shape,
     )
-    _join_kernel[(rows, heads)](partial, stats, lengths, out, *out.stride()[:2], **shape)
+    with_sinks = sinks is not None  # where there are none, the pointer is any: it is not read
+    _join_kernel[(rows, heads)](
+        partial, stats, lengths, sinks if with_sinks else stats, out, *out.stride()[:2], SINKS=with_sinks, **shape
+    )
     return out
 
 

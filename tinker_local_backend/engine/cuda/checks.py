@@ -17,7 +17,7 @@ from tinker_local_backend.engine.cuda.slots import SLOTS, lay_out_rows
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
 from tinker_local_backend.engine.decode_attention import LayerAttention
-from tinker_local_backend.engine.lora import Adapter, LoraSpec, group_rows
+from tinker_local_backend.engine.lora import Adapter, group_rows
 from tinker_local_backend.engine.pages import PAGE_TOKENS
 from tinker_local_backend.engine.requests import SamplingRequest, StopRule
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
@@ -71,9 +71,10 @@ def paged_attention(model: BaseModel, graphs: Graphs) -> float:
     query, keys, values, tables = _pages(model, lengths)
     seen = torch.tensor(lengths, dtype=torch.int32, device=model.device)
     scale = query.shape[-1] ** -0.5
+    sinks = _Random(model)(query.shape[1]) if model.has_sinks else None
     errors = []
     for window in {0, min(model.sliding_window or 0, 500)}:
-        arguments = (query, keys, values, tables, seen, scale, window, 0.0)
+        arguments = (query, keys, values, tables, seen, scale, window, 0.0, sinks)
         errors.append(_error([ops.paged_attention(*arguments)], [plain.paged_attention(*arguments)]))
     return max(errors)
 
@@ -133,7 +134,7 @@ def _adapters(model: BaseModel, number: int) -> list[Adapter]:
     """Snapshots that change every logit."""
     frozen = []
     for seed in range(number):
-        adapter = model.new_adapter(LoraSpec(RANK), seed)
+        adapter = model.new_adapter(model.widest_spec(RANK), seed)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for _, matrix in sorted(adapter.b.items()):

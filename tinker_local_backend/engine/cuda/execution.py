@@ -13,6 +13,7 @@ from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import Graphs, graphs_for
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
 from tinker_local_backend.engine.execution import AttentionPlan
+from tinker_local_backend.engine.experts import ON_CUDA
 from tinker_local_backend.engine.generation import Generator
 
 ON = "on"
@@ -38,6 +39,8 @@ class CudaExecution:
         self._device = model.device
         self._parts = {part: (off or {}).get(part, ON) for part in PARTS}
         self._fused: dict[str, list[nn.Module]] = {}
+        if model.experts:
+            model.module.set_experts_implementation(ON_CUDA)  # what reads no counts back can be captured
         for part, fuse_part in FUSED.items():
             if self.runs(part):
                 self._fused[part] = fuse_part(model.module)

@@ -24,6 +24,7 @@ def paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token per row to the pages of its table.
 
@@ -34,13 +35,14 @@ def paged_attention(
         lengths: (R,) int32, tokens seen, the new one included; 0: an idle row, whose result is 0.
         window: the row sees its last so many tokens; 0: all.
         softcap: scores become softcap * tanh(scores / softcap); 0: they stay.
+        sinks: (H,), of each query head a score that takes part in the softmax and has no value; None: there are none.
 
     Returns:
         (R, H, D) contiguous, in the dtype of `query`; sums are float32.
     """
     from tinker_local_backend.engine.cuda import attention_kernels
 
-    return attention_kernels.paged_attention(query, keys, values, tables, lengths, scale, window, softcap)
+    return attention_kernels.paged_attention(query, keys, values, tables, lengths, scale, window, softcap, sinks)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::store_keys", mutates_args=("keys", "values"), device_types="cuda")
@@ -103,7 +105,7 @@ for _operation in (paged_attention, store_keys, lora_add, swiglu, swiglu_backwar
 
 
 @paged_attention.register_fake
-def _(query, keys, values, tables, lengths, scale, window, softcap):  # pyright: ignore
+def _(query, keys, values, tables, lengths, scale, window, softcap, sinks=None):  # pyright: ignore
     return query.new_empty(query.shape)
 
 

@@ -14,6 +14,7 @@ def paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     rows, heads, dim = query.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
@@ -33,7 +34,11 @@ def paged_attention(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~seen_RN[:, None, None], -torch.inf)
-    weights = torch.where((lengths > 0)[:, None, None, None], scores.softmax(-1), 0.0)
+    if sinks is not None:
+        of_heads = sinks.to(exact).view(1, kv_heads, -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, of_heads), dim=-1)
+    weights = scores.softmax(-1)[..., : len(positions_N)]
+    weights = torch.where((lengths > 0)[:, None, None, None], weights, 0.0)
     return (weights @ gathered(values)).reshape(rows, heads, dim).to(query.dtype)
 
 

@@ -61,8 +61,9 @@ class PagedPlan:
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         keys, values = self.cache.layer(layer.index)
         ops.store_keys(key, value, keys, values, self.tables, self.positions)
+        window, softcap = layer.window or 0, layer.softcap or 0.0
         out = ops.paged_attention(
-            query, keys, values, self.tables, self.lengths, layer.scaling, layer.window or 0, layer.softcap or 0.0
+            query, keys, values, self.tables, self.lengths, layer.scaling, window, softcap, layer.sinks
         )
         return out.unsqueeze(0)
 

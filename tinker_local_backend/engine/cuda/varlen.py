@@ -98,9 +98,11 @@ class VarlenPlan:
 
 
 def suits(layer: LayerAttention, query: torch.Tensor) -> bool:
-    """Whether varlen_attn can do this layer: on CUDA in 16 bits, without a soft cap. Its stand-in on a CPU takes any dtype."""
+    """Whether varlen_attn can do this layer: on CUDA in 16 bits, without a soft cap or sinks. Its stand-in on a CPU takes any
+    dtype."""
     in_16_bits = query.dtype in (torch.bfloat16, torch.float16) or query.device.type == "cpu"
-    return in_16_bits and layer.softcap is None and query.shape[-1] <= LARGEST_DIM and query.shape[-1] % 8 == 0
+    plain = layer.softcap is None and layer.sinks is None
+    return in_16_bits and plain and query.shape[-1] <= LARGEST_DIM and query.shape[-1] % 8 == 0
 
 
 def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:

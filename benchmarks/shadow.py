@@ -1,0 +1,78 @@
+"""What the shadow of gradient_intuition costs: CPU seconds per reply, beside those of sampling the reply and of training on it.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.shadow
+    OMP_NUM_THREADS=1 python -m benchmarks.shadow prompt=600 answer=100 group=16
+
+Groups of different answers to one prompt, in turns with groups that are only sampled and trained on. The figures are
+medians over the groups of `time.process_time`, which other programs on the machine do not lengthen.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import chz
+import tinker
+
+from benchmarks.config import EXAMPLE_MODEL, run_benchmark
+from benchmarks.workload import random_tokens
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.environments.shadow import Shadow, answer_datum
+from tinker_cookbook.rl.run_clients import RunClients
+from tinker_local_backend import ServiceClient
+
+PROBE = 20
+"""Tokens of a probe; its answer has another four."""
+
+
+@chz.chz(typecheck=True)
+class ShadowConfig:
+    """Keys of `python -m benchmarks.shadow`."""
+
+    model: str = chz.field(default=str(EXAMPLE_MODEL), doc="directory or hub id")
+    prompt: int = chz.field(default=150, doc="tokens of a prompt", validator=chz.validators.gt(0))
+    answer: int = chz.field(default=30, doc="tokens of an answer", validator=chz.validators.gt(0))
+    group: int = chz.field(default=8, doc="answers to a prompt", validator=chz.validators.gt(0))
+    groups: int = chz.field(default=7, doc="groups that are measured", validator=chz.validators.gt(0))
+
+
+def measure(config: ShadowConfig, service: ServiceClient) -> dict[str, float]:
+    """CPU seconds per reply: `sampled`, `trained` on, and `shadow`."""
+    main = service.create_lora_training_client(config.model, rank=32, seed=0).result()
+    snapshot = main.save_weights_and_get_sampling_client().result()
+    shadow = Shadow(RunClients(TinkerTokenCompleter(snapshot, config.answer), snapshot, service, main))  # type: ignore[arg-type]
+    vocabulary = len(main.get_tokenizer())
+    probe = answer_datum(random_tokens(vocabulary, PROBE, 1), random_tokens(vocabulary, 4, 2))
+    params = tinker.SamplingParams(max_tokens=config.answer, temperature=1.0, seed=0, stop=[])
+    found: dict[str, list[float]] = {"sampled": [], "trained": [], "shadow": []}
+    for number in range(config.groups + 1):  # the first group warms up, and saves the state
+        prompt = random_tokens(vocabulary, config.prompt, 10 + number)
+        answers = [random_tokens(vocabulary, config.answer, 1000 * number + i) for i in range(config.group)]
+        steps = [answer_datum(prompt, answer) for answer in answers]
+        work: dict[str, Callable[[], object]] = {
+            "sampled": lambda: snapshot.sample(tinker.ModelInput.from_ints(prompt), config.group, params).result(),  # noqa: B023
+            "trained": lambda: main.forward_backward(steps, "cross_entropy").result(),  # noqa: B023
+            "shadow": lambda: asyncio.run(shadow.changes(snapshot, steps, probe, 1e-4)),  # noqa: B023
+        }
+        for name, play in work.items():
+            started = time.process_time()
+            play()
+            found[name].append((time.process_time() - started) / config.group)
+    return {name: median(seconds[1:]) for name, seconds in found.items()}
+
+
+def main(config: ShadowConfig) -> None:
+    with tempfile.TemporaryDirectory(prefix="shadow-") as home, ServiceClient(home=Path(home)) as service:
+        seconds = measure(config, service)
+    print(f"{config.group} answers of {config.answer} tokens to prompts of {config.prompt}, CPU seconds per reply:")
+    for name, value in seconds.items():
+        print(f"{name:8} {value:.4f}")
+    share = seconds["shadow"] / (seconds["sampled"] + seconds["trained"])
+    print(f"the shadow costs {share:.1f} times what sampling the reply and training on it do")
+
+
+if __name__ == "__main__":
+    run_benchmark(main)

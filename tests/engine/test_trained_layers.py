@@ -1,0 +1,148 @@
+"""The joined training pass gives the hidden states and gradients of the model's own modules, and is left out where it would not.
+
+tests/engine/test_families.py compares it with float64 references.
+"""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.engine.devices import here
+from tests.engine.test_families import WINDOW, write_family
+from tinker_local_backend.engine import trained_layers
+from tinker_local_backend.engine.attention import PackedPlan, Segment
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.trained_layers import TrainedLayers
+
+pytestmark = pytest.mark.skipif(not here().is_reference, reason="the pass is for CPUs, and the bounds for float32")
+
+FAMILIES = ["llama-untied", "llama3-rope", "qwen2-window", "qwen3-tied", "mistral-window"]
+PREFIX = WINDOW + 3
+SEGMENTS = [
+    *(Segment(start, start + 5) for start in (0, 5, 10)),
+    Segment(15, 15 + 2 * WINDOW),
+    Segment(31, 31 + PREFIX),
+    Segment(31 + PREFIX, 36 + PREFIX, PREFIX, (31, 31 + PREFIX)),
+    Segment(36 + PREFIX, 39 + PREFIX, PREFIX, (31, 31 + PREFIX)),
+]
+"""Three of one length, one longer than a window, and two that go on from a prefix that is longer too."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
+    return BaseModel(write_family(request.param, tmp_path_factory.mktemp("family")))
+
+
+def trained_adapter(model: BaseModel, spec: LoraSpec, dtype: torch.dtype = torch.float32) -> Adapter:
+    """One whose B matrices are not zero."""
+    fresh = model.new_adapter(spec, 0)
+    generator = torch.Generator().manual_seed(1)
+    a = {name: matrix.detach().to(dtype).requires_grad_() for name, matrix in fresh.a.items()}
+    b = {
+        name: (torch.randn(matrix.shape, generator=generator) * 0.05).to(dtype).requires_grad_()
+        for name, matrix in fresh.b.items()
+    }
+    return Adapter(spec, a, b)
+
+
+def inputs(segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor, PackedPlan]:
+    positions = torch.cat([torch.arange(s.before, s.before + s.end - s.start) for s in segments])
+    return torch.arange(len(positions)) * 7 + 3, positions, PackedPlan(segments)
+
+
+def hidden_and_gradients(model: BaseModel, adapter: Adapter) -> list[torch.Tensor]:
+    hidden = model.hidden_states(*inputs(SEGMENTS), adapter)
+    by_hidden = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+    with model.routed(adapter):
+        return [hidden.detach(), *torch.autograd.grad(hidden, adapter.parameters(), by_hidden)]
+
+
+def through_modules(model: BaseModel, adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_trained", None)
+        return hidden_and_gradients(model, adapter)
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert float(other.abs().max()) > 0
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("trained", ["all", "attention", "MLP", "loaded"])
+def test_hidden_states_and_gradients_are_those_of_the_modules(
+    trained: str, model: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model._trained is not None
+    spec = LoraSpec(4, train_attn=trained != "MLP", train_mlp=trained != "attention", train_unembed=False)
+    adapter = trained_adapter(model, spec)
+    if trained == "loaded":  # by someone who adapts only some of the linears
+        for name in [name for name in adapter.a if name.endswith(("k_proj", "gate_proj", "o_proj"))]:
+            del adapter.a[name], adapter.b[name]
+    assert_equal(hidden_and_gradients(model, adapter), through_modules(model, adapter, monkeypatch))
+
+
+def test_recomputed_layers_give_the_same_bits(model: BaseModel) -> None:
+    adapter = trained_adapter(model, LoraSpec(4, train_unembed=False))
+    expected = hidden_and_gradients(model, adapter)
+    with model.recompute(True):
+        found = hidden_and_gradients(model, adapter)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_pass_without_gradients_gives_the_same_bits_and_keeps_no_graph(model: BaseModel) -> None:
+    adapter = trained_adapter(model, LoraSpec(4, train_unembed=False))
+    expected = model.hidden_states(*inputs(SEGMENTS), adapter)
+    with torch.no_grad():
+        found = model.hidden_states(*inputs(SEGMENTS), adapter)
+    assert torch.equal(found, expected) and expected.requires_grad and not found.requires_grad
+
+
+@pytest.mark.parametrize("family", ["llama-untied", "qwen3-tied"])
+def test_gradients_in_float64(family: str, tmp_path: Path) -> None:
+    path = write_family(family, tmp_path)
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model = BaseModel.from_module("double", module, AutoTokenizer.from_pretrained(path))
+    assert model._decoder is not None and model._trained is None
+    layers = TrainedLayers(model._decoder)
+    adapter = trained_adapter(model, LoraSpec(1, train_unembed=False), torch.float64)
+    segments = [Segment(0, 2), Segment(2, 4), Segment(4, 6), Segment(6, 7, 2, (4, 6))]
+    projection = torch.randn(7, module.config.hidden_size, 3, dtype=torch.float64)
+
+    def value(*matrices: torch.Tensor) -> torch.Tensor:
+        a = dict(zip(sorted(adapter.a), matrices[::2], strict=True))
+        b = dict(zip(sorted(adapter.a), matrices[1::2], strict=True))
+        hidden = layers.hidden_states(*inputs(segments), Adapter(adapter.spec, a, b))
+        return torch.einsum("th,thk->k", hidden, projection)
+
+    assert torch.autograd.gradcheck(value, tuple(adapter.parameters()))
+
+
+@pytest.mark.parametrize("family", ["gemma-tied", "gemma2-tied", "gemma3-tied"])
+def test_other_architectures_train_through_their_modules(family: str, tmp_path: Path) -> None:
+    assert BaseModel(write_family(family, tmp_path))._trained is None
+
+
+def test_another_activation_or_dtype_trains_through_the_modules(tmp_path: Path) -> None:
+    path = write_family("llama-tied", tmp_path)
+    assert BaseModel(path, dtype=torch.bfloat16)._trained is None
+    model = BaseModel(path)
+    assert model._decoder is not None and model._trained is not None
+    model._decoder.parts[2][1].activation = nn.GELU()
+    assert trained_layers.checked_layers(model, model._decoder, model._check_sequences()) is None
+
+
+@pytest.mark.parametrize("part", ["_norm_gradient", "_scale"])
+def test_a_pass_that_gives_something_else_is_not_used(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = getattr(trained_layers, part)
+    monkeypatch.setattr(trained_layers, part, lambda *arguments: right(*arguments) * 1.01)
+    with caplog.at_level(logging.WARNING):
+        model = BaseModel(write_family("qwen3-tied", tmp_path))
+    assert model._trained is None and "trains through the modules" in caplog.text

@@ -1,0 +1,178 @@
+"""The policy behind the model calls of a program that somebody else wrote. The ids that were sampled are kept as they were.
+
+Knows nothing of the package verifiers: the adapters of its two forms translate what they are asked into messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinker_cookbook.completers import TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.exceptions import ConfigurationError, RendererError
+from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_text_content
+from tinker_cookbook.rl.message_env import continue_prompt
+from tinker_cookbook.rl.rollout_runner import call_policy
+from tinker_cookbook.rl.types import Transition
+from tinker_cookbook.tool_use.tools import declare_tools
+from tinker_cookbook.utils.lazy import tinker
+
+UNUSED = ("temperature", "top_p", "top_k", "min_p", "reasoning_effort")
+"""Settings of sampling that are the run's alone."""
+
+
+class PromptTooLongError(ValueError):
+    """A prompt is longer than `max_prompt_tokens`."""
+
+
+@dataclass
+class Turn:
+    """One model call: what it was asked, and what the policy sampled."""
+
+    id: str
+    """unique in its trace"""
+    prompt: tinker.ModelInput
+    action: TokensWithLogprobs
+    conversation: list[Message]
+    """up to and including the reply, as a program sees it"""
+    tools: Sequence[ToolSpec]
+    parent: Turn | None
+    """the call whose tokens this one's prompt begins with"""
+
+    @property
+    def said(self) -> Message:
+        """The reply: its text, and its tool calls with their ids."""
+        return self.conversation[-1]
+
+
+@dataclass
+class Player:
+    """The model calls of one trace, in order.
+
+    Attributes:
+        policy: plays it, with a seed of its own.
+        max_prompt_tokens: longest prompt; None: no limit.
+        error: what the policy cannot be asked; verifiers would only write it into the trace.
+    """
+
+    policy: TokenCompleter
+    renderer: Renderer
+    max_prompt_tokens: int | None = None
+    turns: list[Turn] = field(default_factory=list)
+    error: ConfigurationError | None = None
+
+    async def call(self, messages: list[Message], max_tokens: int | None, tools: Sequence[ToolSpec] = ()) -> Turn:
+        """Sample the reply to a conversation.
+
+        Raises:
+            PromptTooLongError: its prompt is too long.
+            ConfigurationError: tools, and a renderer that has no format for them.
+        """
+        tools = tuple(tools)
+        prompt, parent = self._prompt(messages, tools)
+        if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
+            raise PromptTooLongError(
+                f"a prompt of {prompt.length} tokens is longer than max_prompt_tokens={self.max_prompt_tokens}"
+            )
+        action = await call_policy(self.policy, prompt, self.renderer.get_stop_sequences(), max_tokens)
+        turn = Turn(f"call_{len(self.turns)}", prompt, action, [*messages, self._read(action)], tools, parent)
+        self.turns.append(turn)
+        return turn
+
+    def _prompt(self, messages: list[Message], tools: Sequence[ToolSpec]) -> tuple[tinker.ModelInput, Turn | None]:
+        """That of the longest earlier conversation that goes on here, continued; else rendered anew, which begins a branch."""
+        known = [t for t in self.turns if t.tools == tools and messages[: len(t.conversation)] == t.conversation]
+        if known:
+            last = max(known, key=lambda turn: len(turn.conversation))
+            following = messages[len(last.conversation) :]
+            prompt = continue_prompt(self.renderer, last.prompt, list(last.action.tokens), last.said, following)
+            if prompt is not None:
+                return prompt, last
+        try:
+            declared = declare_tools(self.renderer, messages, tools) if tools else messages
+        except RendererError as error:
+            raise ConfigurationError(f"tool {tools[0]['name']!r}: {error}") from error
+        return self.renderer.build_generation_prompt(declared), None
+
+    def _read(self, action: TokensWithLogprobs) -> Message:
+        """The reply as a program sees it. Calls that cannot be read stay text."""
+        reply, _ = self.renderer.parse_response(action.tokens)
+        unread = "".join(call.raw_text for call in reply.get("unparsed_tool_calls", []))
+        said: Message = {"role": "assistant", "content": get_text_content(reply) + unread}
+        if calls := reply.get("tool_calls"):
+            said["tool_calls"] = [
+                ToolCall(id=call.id or f"call_{len(self.turns)}_{i}", function=call.function)
+                for i, call in enumerate(calls)
+            ]
+        return said
+
+    def transitions(self, kept: Collection[str] | None = None) -> list[Transition]:
+        """The calls as transitions, branch after branch, so that each branch becomes one datum.
+
+        Where a call is continued by several, its tokens belong to the first branch, and are context in the others: every
+        sampled token is trained once.
+
+        Args:
+            kept: the ids of those that train; None: all.
+        """
+        ordered: list[Turn] = []
+
+        def add(turn: Turn) -> None:
+            branch: Turn | None = turn
+            forks: list[list[Turn]] = []
+            while branch is not None:
+                ordered.append(branch)
+                here = branch
+                after = [other for other in self.turns if other.parent is here]
+                forks.append(after[1:])
+                branch = after[0] if after else None
+            for turns in forks:
+                for other in turns:
+                    add(other)
+
+        for turn in self.turns:
+            if turn.parent is None:
+                add(turn)
+        if kept is not None:
+            ordered = [turn for turn in ordered if turn.id in kept]
+        return [
+            Transition(turn.prompt, turn.action, 0.0, episode_done=i == len(ordered) - 1)
+            for i, turn in enumerate(ordered)
+        ]
+
+
+def check_sampling(asked: dict[str, Any]) -> None:
+    """Raises ConfigurationError for a setting of sampling that is the run's."""
+    for key in UNUSED:
+        if asked.get(key) is not None:
+            raise ConfigurationError(
+                f"sampling.{key}={asked[key]}: the policy samples as the run says; leave it out of the role"
+            )
+
+
+def text_of(content: Any, role: str) -> str:
+    """The text of a message's content in OpenAI's form. Raises ConfigurationError for a part that is none."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
+    if kinds := [part.get("type") for part in parts if part.get("type") != "text"]:
+        raise ConfigurationError(f"a message of role {role} holds {kinds[0]}; only text can be trained on")
+    return "\n".join(part["text"] for part in parts)
+
+
+def tool_result(content: str, tool_call_id: str | None, name: str | None) -> Message:
+    """What a tool answered."""
+    message: Message = {"role": "tool", "content": content}
+    if tool_call_id:
+        message["tool_call_id"] = tool_call_id
+    if name:
+        message["name"] = name
+    return message
+
+
+def read_call(call_id: str, name: str, arguments: Any) -> ToolCall:
+    """A call in a message of the assistant; arguments are JSON, as text or not."""
+    said = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return ToolCall(id=call_id, function=ToolCall.FunctionBody(name=name, arguments=said))

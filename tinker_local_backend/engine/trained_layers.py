@@ -1,0 +1,289 @@
+"""The training pass of Llama, Qwen2, Qwen3 and Mistral: all layers as one node of autograd's graph, its gradient written here.
+
+On a CPU, autograd's own graph of these layers is hundreds of small operations, of which each costs more to record and to run
+backwards than to compute, and it keeps twice as much. What is Llama-like, and which products are one, llama_like.py says;
+everything else trains through transformers' modules, and so does a model whose gradients came out otherwise than theirs when
+it was loaded (`checked_layers`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from tinker_local_backend.engine import trained_attention
+from tinker_local_backend.engine.attention import PackedPlan
+from tinker_local_backend.engine.llama_like import LlamaLikeDecoder
+from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.trained_linears import GradientsByName, trained_linear
+
+if TYPE_CHECKING:
+    from tinker_local_backend.engine.base_model import BaseModel
+
+logger = logging.getLogger(__name__)
+
+LARGEST_ERROR = 1e-3
+"""Relative difference from what the modules give, of hidden states or of a gradient, beyond which they train."""
+
+LEAST_SHARE = 1e-3
+"""A gradient that is small beside the largest is compared as if it were this part of that one larger."""
+
+_silu_backward = torch.ops.aten.silu_backward.grad_input
+
+
+class TrainedLayers:
+    """Hidden states of packed sequences under an adapter that is trained, with their gradient by its matrices."""
+
+    def __init__(self, decoder: LlamaLikeDecoder):
+        self.embedding, self._rotary, self.layers, self.final_norm = decoder.parts
+
+    def hidden_states(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        plan: PackedPlan,
+        adapter: Adapter,
+        recompute: bool = False,
+    ) -> torch.Tensor:
+        """Final hidden states (T, hidden). With `recompute` only the input of each layer is kept for the backward pass."""
+        x_TH = self.embedding(tokens_T)
+        cos, sin = (part[0][:, None] for part in self._rotary(x_TH, positions_T[None]))
+        half, heads = cos.shape[-1] // 2, self.layers[0].heads + self.layers[0].kv_heads
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        # A factor that lies in memory as often as it is used is twice as fast.
+        cos, sin = (factor.expand(-1, heads, -1).contiguous() for factor in (cos, sin))
+        layers = [_Layer(layer, adapter, cos, sin, plan) for layer in self.layers]
+        names = [name for layer in layers for name in layer.names]
+        whole = _Pass(layers, names, self.final_norm, recompute)
+        if not torch.is_grad_enabled():
+            return whole.forward(x_TH, lambda tensors: None)
+        matrices = [matrix for name in names for matrix in (adapter.a[name], adapter.b[name])]
+        result: Any = _Recorded.apply(whole, x_TH, *matrices)
+        return result
+
+
+class _Recorded(torch.autograd.Function):
+    """A pass in autograd's graph. The matrices are arguments only so that their gradients are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: _Pass, x_TH: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor | None] = []
+        hidden_TH = whole.forward(x_TH, kept.extend)
+        ctx.whole = whole
+        ctx.save_for_backward(*kept)
+        return hidden_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *ctx.whole.backward(outputs[0], ctx.saved_tensors)
+
+
+class _Pass:
+    """All layers and the last norm, for given tokens and a given adapter. `keep` takes what the gradient needs."""
+
+    def __init__(self, layers: Sequence[_Layer], names: Sequence[str], final_norm: Any, recompute: bool):
+        self._layers, self._names, self._norm, self._recompute = layers, names, final_norm, recompute
+
+    def forward(self, x_TH: torch.Tensor, keep: Callable[[Sequence[torch.Tensor | None]], None]) -> torch.Tensor:
+        for layer in self._layers:
+            y_TH, kept = layer.forward(x_TH)
+            keep([x_TH] if self._recompute else kept)
+            x_TH = y_TH
+        scale = _scale(x_TH, self._norm.variance_epsilon)
+        keep([x_TH, scale])
+        return (x_TH * scale).mul_(self._norm.weight)
+
+    def backward(self, by_hidden_TH: torch.Tensor, kept: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """dL/d A and dL/d B of each of the names."""
+        *of_layers, x_TH, scale = kept
+        assert x_TH is not None and scale is not None
+        by_TH = _norm_gradient(by_hidden_TH, x_TH, scale, self._norm.weight)
+        each = len(of_layers) // len(self._layers)
+        gradients: GradientsByName = {}
+        for i in reversed(range(len(self._layers))):
+            own = of_layers[i * each : (i + 1) * each]
+            if self._recompute:
+                (x_TH,) = own
+                assert x_TH is not None
+                own = self._layers[i].forward(x_TH)[1]
+            by_TH = self._layers[i].backward(by_TH, own, gradients, wants_x=i > 0)
+        return [part for name in self._names for part in gradients[name]]
+
+
+class _Kept(NamedTuple):
+    """What a layer's gradient needs, beside a tensor for each run of its attention."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor
+    qkv: torch.Tensor
+    """(T, query heads + 2 * key heads, D), as the products gave it"""
+    qk_scale: torch.Tensor | None
+    rotated: torch.Tensor
+    """(T, query heads + key heads, D)"""
+    attended: torch.Tensor
+    middle: torch.Tensor
+    """the residual between attention and MLP"""
+    middle_scale: torch.Tensor
+    gate_up: torch.Tensor
+    opened: torch.Tensor
+    """silu(gate)"""
+    inner_qkv: torch.Tensor | None
+    inner_out: torch.Tensor | None
+    inner_gate_up: torch.Tensor | None
+    inner_down: torch.Tensor | None
+
+
+class _Layer:
+    """A decoder layer in one pass."""
+
+    def __init__(self, layer: Any, adapter: Adapter, cos: torch.Tensor, sin: torch.Tensor, plan: PackedPlan):
+        self._layer, self._cos, self._sin, self._plan = layer, cos, sin, plan
+        joined = layer.qkv, layer.out, layer.gate_up, layer.down
+        self._linears = [trained_linear(part, adapter) for part in joined]
+        self.names = [name for part in self._linears for name in part.names]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """x (T, hidden) -> the output, of the same shape, and what `backward` needs."""
+        layer, (qkv_linear, out_linear, gate_up_linear, down_linear) = self._layer, self._linears
+        tokens, size = len(x), layer.gate_up.sizes[0]
+        x_scale = _scale(x, layer.input_norm.variance_epsilon)
+        qkv, inner_qkv = qkv_linear.forward((x * x_scale).mul_(layer.input_norm.weight))
+        qkv = qkv.view(tokens, -1, layer.head_dim)
+        qk, value = qkv[:, : -layer.kv_heads], qkv[:, -layer.kv_heads :]
+        qk_scale = None
+        if layer.norm_weight is not None:
+            qk_scale = _scale(qk, layer.eps)
+            qk = (qk * qk_scale).mul_(layer.norm_weight)
+        rotated = torch.addcmul(qk * self._cos, qk.roll(layer.head_dim // 2, -1), self._sin)
+        query, key = rotated[:, : layer.heads], rotated[:, layer.heads :]
+        attended, sums = trained_attention.attend(layer.attention, query, key, value, self._plan)
+        middle, inner_out = out_linear.forward(attended.view(tokens, -1))
+        middle.add_(x)
+        middle_scale = _scale(middle, layer.mlp_norm.variance_epsilon)
+        gate_up, inner_gate_up = gate_up_linear.forward((middle * middle_scale).mul_(layer.mlp_norm.weight))
+        opened = F.silu(gate_up[:, :size])
+        y, inner_down = down_linear.forward(opened * gate_up[:, size:])
+        kept = _Kept(
+            x, x_scale, qkv, qk_scale, rotated, attended, middle, middle_scale, gate_up, opened,
+            inner_qkv, inner_out, inner_gate_up, inner_down,
+        )  # fmt: skip
+        return y.add_(middle), [*kept, *sums]
+
+    def backward(
+        self, by_y: torch.Tensor, tensors: Sequence[torch.Tensor | None], gradients: GradientsByName, wants_x: bool
+    ) -> torch.Tensor:
+        """dL/dx; without `wants_x`, of a layer before which nothing is trained, something else."""
+        kept = _Kept(*tensors[: len(_Kept._fields)])  # pyright: ignore[reportArgumentType]
+        layer, (qkv_linear, out_linear, _, _) = self._layer, self._linears
+        by_middle = self._mlp_gradient(by_y, kept, gradients)
+        by_attended = out_linear.backward(by_middle, kept.attended.view(len(by_y), -1), kept.inner_out, gradients)
+        by_qkv = self._attention_gradient(by_attended, kept, tensors[len(_Kept._fields) :])
+        normed = (kept.x * kept.x_scale).mul_(layer.input_norm.weight)
+        by_normed = qkv_linear.backward(by_qkv, normed, kept.inner_qkv, gradients, wants_x)
+        if not wants_x:
+            return by_middle
+        return _norm_gradient(by_normed, kept.x, kept.x_scale, layer.input_norm.weight).add_(by_middle)
+
+    def _mlp_gradient(self, by_y: torch.Tensor, kept: _Kept, gradients: GradientsByName) -> torch.Tensor:
+        """dL/d middle."""
+        layer, (_, _, gate_up_linear, down_linear) = self._layer, self._linears
+        size = layer.gate_up.sizes[0]
+        gate, up = kept.gate_up[:, :size], kept.gate_up[:, size:]
+        by_product = down_linear.backward(by_y, kept.opened * up, kept.inner_down, gradients)
+        by_gate_up = torch.empty_like(kept.gate_up)
+        torch.mul(by_product, kept.opened, out=by_gate_up[:, size:])
+        _silu_backward(by_product.mul_(up), gate, grad_input=by_gate_up[:, :size])
+        normed = (kept.middle * kept.middle_scale).mul_(layer.mlp_norm.weight)
+        by_normed = gate_up_linear.backward(by_gate_up, normed, kept.inner_gate_up, gradients)
+        return _norm_gradient(by_normed, kept.middle, kept.middle_scale, layer.mlp_norm.weight).add_(by_y)
+
+    def _attention_gradient(
+        self, by_attended: torch.Tensor, kept: _Kept, sums: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """dL/d of what the products of queries, keys and values gave, (T, out)."""
+        layer = self._layer
+        rotated_heads = layer.heads + layer.kv_heads
+        by_qkv = torch.empty_like(kept.qkv)
+        by_query, by_key, by_value = trained_attention.gradient(
+            layer.attention,
+            by_attended.view_as(kept.attended),
+            kept.rotated[:, : layer.heads],
+            kept.rotated[:, layer.heads :],
+            kept.qkv[:, rotated_heads:],
+            kept.attended,
+            sums,  # pyright: ignore[reportArgumentType]
+            self._plan,
+        )
+        by_qkv[:, rotated_heads:] = by_value
+        by_rotated = torch.cat((by_query, by_key), dim=1)
+        # A rotation by half the width is its own inverse.
+        turned = (by_rotated * self._sin).roll(layer.head_dim // 2, -1)
+        by_qk = torch.addcmul(turned, by_rotated, self._cos)
+        if kept.qk_scale is not None:
+            by_qk = _norm_gradient(by_qk, kept.qkv[:, :rotated_heads], kept.qk_scale, layer.norm_weight)
+        by_qkv[:, :rotated_heads] = by_qk
+        return by_qkv.flatten(1)
+
+
+def _scale(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / the root of the mean square of the last dimension, which stays with size 1."""
+    return x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+
+
+def _norm_gradient(by_y: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dL/dx of y = x * scale(x) * weight."""
+    by_scaled = by_y * weight
+    along = (by_scaled * x).mean(dim=-1, keepdim=True)
+    return by_scaled.mul_(scale).addcmul_(x, along.mul_(scale.pow(3)), value=-1)
+
+
+def checked_layers(
+    model: BaseModel, decoder: LlamaLikeDecoder | None, sequences: Sequence[torch.Tensor]
+) -> TrainedLayers | None:
+    """For a model that has just been loaded, if these sequences have the hidden states and gradients that its modules give."""
+    silu = nn.SiLU, type(ACT2FN["silu"])
+    if decoder is None or model.dtype != torch.float32:
+        return None
+    if any(layer.attention.softcap is not None or type(layer.activation) not in silu for layer in decoder.parts[2]):
+        return None
+    tokens_T, plan = torch.cat(list(sequences)), PackedPlan.whole([len(tokens) for tokens in sequences])
+    positions_T = torch.cat([torch.arange(len(tokens)) for tokens in sequences])
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.enable_grad():
+        adapter = model.new_adapter(LoraSpec(2, train_unembed=False), seed=0)
+        for matrix in adapter.b.values():
+            matrix.data.normal_(std=matrix.shape[0] ** -0.5, generator=generator)
+        layers = TrainedLayers(decoder)
+        ways = model.hidden_states, layers.hidden_states
+        expected, found = (
+            _with_gradients(way(tokens_T, positions_T, plan, adapter), adapter.parameters()) for way in ways
+        )
+    largest = max(float(part.norm()) for part in expected)
+    errors = [
+        float((one - other).norm() / (other.norm() + largest * LEAST_SHARE))
+        for one, other in zip(found, expected, strict=True)
+    ]
+    if not max(errors) <= LARGEST_ERROR:
+        logger.warning(
+            "model %r: the joined training pass gives other hidden states or gradients than its modules (relative error "
+            "%.1e); it trains through the modules, which is slower",
+            model.name,
+            max(errors),
+        )
+        return None
+    return layers
+
+
+def _with_gradients(hidden_TH: torch.Tensor, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The hidden states, and the gradients of some function of them."""
+    generator = torch.Generator().manual_seed(1)
+    by_hidden = torch.randn(hidden_TH.shape, generator=generator)
+    return [hidden_TH.detach(), *torch.autograd.grad(hidden_TH, matrices, by_hidden)]

@@ -1,0 +1,146 @@
+"""The linears of the joined training pass: products with frozen weights, what an adapter adds to them, and their gradient.
+
+An adapter's own products are small and many. Where a weight is small too, it is cheaper to add scale * B @ A to a copy of the
+weight once in a pass: the forward pass and dL/dx are then one product each, and the gradients of A and B come from that of
+the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tinker_local_backend.engine.joined_linear import JoinedLinear
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.products import linear
+
+LARGEST_MERGED = 1 << 18
+"""Elements of a weight up to which it is copied for a pass: it stays in the caches;"""
+
+MERGED_SHARE = 2
+"""and it has at most so many times the multiplications per token of the adapter's own products, which are slower each."""
+
+GradientsByName = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""path of a linear -> dL/d A and dL/d B"""
+
+
+class TrainedLinear(Protocol):
+    """A joined linear under an adapter, in one pass."""
+
+    names: list[str]
+    """of the parts that the adapter has matrices for"""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x (T, in) -> (T, out), and what the gradient needs beside x."""
+        ...
+
+    def backward(
+        self,
+        by_y: torch.Tensor,
+        x: torch.Tensor,
+        inner: torch.Tensor | None,
+        gradients: GradientsByName,
+        wants_x: bool = True,
+    ) -> torch.Tensor:
+        """dL/dx (without `wants_x`: something else); puts those of the matrices into `gradients`."""
+        ...
+
+
+def trained_linear(joined: JoinedLinear, adapter: Adapter) -> TrainedLinear:
+    """By the cheaper of the two ways, which depends on sizes alone."""
+    size_out, size_in = joined.weight.shape
+    ranks = [len(adapter.a[name]) for name in joined.names if name in adapter.a]
+    own = sum(rank * (size_in + size) for rank, size in zip(ranks, joined.sizes, strict=False))
+    few = size_out * size_in <= MERGED_SHARE * _PASSES * own
+    return (_Merged if few and joined.weight.numel() <= LARGEST_MERGED else _Apart)(joined, adapter)
+
+
+_PASSES = 3
+"""An adapter's products are those of the forward pass, of dL/dx, and of its own gradients; a weight's gradient is one."""
+
+
+class _Parts:
+    """The weight, and the adapter's matrices of each part that it has some for."""
+
+    def __init__(self, joined: JoinedLinear, adapter: Adapter):
+        self._weight, self._bias, self._scale = joined.weight, joined.bias, adapter.spec.scale
+        self.names: list[str] = []
+        self._columns: list[tuple[int, int]] = []
+        """first and number of each one's outputs"""
+        first = 0
+        for name, size in zip(joined.names, joined.sizes, strict=True):
+            if name in adapter.a:
+                self.names.append(name)
+                self._columns.append((first, size))
+            first += size
+        self._a = [adapter.a[name].detach() for name in self.names]
+        self._b = [adapter.b[name].detach() for name in self.names]
+
+
+class _Merged(_Parts):
+    """With a copy of the weight to which the adapter is added."""
+
+    def __init__(self, joined: JoinedLinear, adapter: Adapter):
+        super().__init__(joined, adapter)
+        self._merged = self._weight.clone()
+        for (first, size), a, b in zip(self._columns, self._a, self._b, strict=True):
+            self._merged.narrow(0, first, size).addmm_(b, a, alpha=self._scale)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return linear(x, self._merged, self._bias), None
+
+    def backward(
+        self,
+        by_y: torch.Tensor,
+        x: torch.Tensor,
+        inner: torch.Tensor | None,
+        gradients: GradientsByName,
+        wants_x: bool = True,
+    ) -> torch.Tensor:
+        size_out, size_in = self._weight.shape
+        # The product is faster with the fewer rows.
+        by_weight = linear(by_y.t(), x.t()) if size_out <= size_in else linear(x.t(), by_y.t()).t()
+        by_weight.mul_(self._scale)
+        for name, (first, size), a, b in zip(self.names, self._columns, self._a, self._b, strict=True):
+            own = by_weight.narrow(0, first, size)
+            gradients[name] = b.t() @ own, own @ a.t()
+        return linear(by_y, self._merged.t()) if wants_x else by_y
+
+
+class _Apart(_Parts):
+    """With the adapter's products beside that of the weight: scale * (x @ a.T) @ b.T."""
+
+    def __init__(self, joined: JoinedLinear, adapter: Adapter):
+        super().__init__(joined, adapter)
+        self._ranks = [len(a) for a in self._a]
+        self._joined_a = torch.cat(self._a) if len(self._a) > 1 else self._a[0] if self._a else None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        y = linear(x, self._weight, self._bias)
+        if self._joined_a is None:
+            return y, None
+        inner = linear(x, self._joined_a).mul_(self._scale)
+        for (first, size), part, b in zip(self._columns, inner.split(self._ranks, dim=1), self._b, strict=True):
+            y.narrow(1, first, size).addmm_(part, b.t())
+        return y, inner
+
+    def backward(
+        self,
+        by_y: torch.Tensor,
+        x: torch.Tensor,
+        inner: torch.Tensor | None,
+        gradients: GradientsByName,
+        wants_x: bool = True,
+    ) -> torch.Tensor:
+        if self._joined_a is None or inner is None:
+            return linear(by_y, self._weight.t()) if wants_x else by_y
+        by_parts = [by_y.narrow(1, first, size) for first, size in self._columns]
+        products = [by_part @ b for by_part, b in zip(by_parts, self._b, strict=True)]
+        by_inner = (torch.cat(products, dim=1) if len(products) > 1 else products[0]).mul_(self._scale)
+        by_a = linear(by_inner.t(), x.t()).split(self._ranks)
+        for name, by_part, part, by_own in zip(
+            self.names, by_parts, inner.split(self._ranks, dim=1), by_a, strict=True
+        ):
+            gradients[name] = by_own, by_part.t() @ part
+        return linear(by_y, self._weight.t()).addmm_(by_inner, self._joined_a) if wants_x else by_y
