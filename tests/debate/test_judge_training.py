@@ -149,7 +149,7 @@ class TestRewards:
 def test_ten_debates_per_question_teach_the_tiny_model_who_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On its own debates the shipped model is a coin; after supervised training it is none, also on questions that are new to it."""
+    """On its own debates the shipped model is a coin; after training it is none, also on questions that are new to it."""
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
     debates = tmp_path / "debates.jsonl"
     made = ["model_name=tiny_debate", "task=collatz", "protocol.rounds=1", "max_tokens=64", "debates=10", "seed=5"]
