@@ -34,7 +34,7 @@ CLOSE = 1e-6
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[dict[str, Any], list[subprocess.Popen[str]]]]:
-    """Rank 0 and rank 1, and what rank 0 found."""
+    """Rank 0 and rank 1, and what rank 0 found. Each call has several passes, of one rank more than of the other."""
     folder = tmp_path_factory.mktemp("replicas")
     command = [sys.executable, "-m", "tests.engine.replica_program", str(folder / "home"), str(folder / "results")]
     processes = [
@@ -47,7 +47,7 @@ def pair(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for environment in rank_environments(TINKER_LOCAL_BASE_WEIGHTS=request.param)
+        for environment in rank_environments(TINKER_LOCAL_BASE_WEIGHTS=request.param, TINKER_LOCAL_GRAD_ACCUM_STEPS="2")
     ]
     try:
         stdout, stderr = processes[0].stdout, processes[0].stderr

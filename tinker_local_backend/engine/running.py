@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,8 +107,8 @@ class DecodeBatch:
     @property
     def params(self) -> RowParams:
         if self._params is None:
-            columns = (self._columns[name].copy() for name in ("temperature", "top_k", "top_p", "seed"))
-            self._params = RowParams(*columns, self._device)
+            temperature, top_k, top_p, seed = map(self._column, ("temperature", "top_k", "top_p", "seed"))
+            self._params = RowParams(temperature, top_k, top_p, seed, self._device)
         return self._params
 
     def tables(self, store: PageStore) -> Tables:
@@ -124,8 +125,10 @@ class DecodeBatch:
         return self._tables
 
     def _new_tables(self) -> Tables:
-        columns = (self._columns[name].copy() for name in ("pages", "start"))
-        return Tables(self._slots_N, *columns, self._heads, self._device)
+        return Tables(self._slots_N, self._column("pages"), self._column("start"), self._heads, self._device)
+
+    def _column(self, name: str) -> npt.NDArray[Any]:
+        return self._columns[name].copy()
 
     def advance(self, tokens_R: torch.Tensor) -> None:
         """Each row has one more token."""
