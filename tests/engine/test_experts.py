@@ -14,7 +14,6 @@ from transformers import (
     AutoTokenizer,
     GptOssConfig,
     JetMoeConfig,
-    Mxfp4Config,
     NemotronHConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
@@ -22,10 +21,21 @@ from transformers import (
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.utils.quantization_config import Mxfp4Config
 
 from tests.engine.conftest import SHAPE, write_model
 from tests.engine.devices import here
-from tests.engine.helpers import STEP, cross_entropy_datum, make_training_client, params, prompt, random_tokens
+from tests.engine.helpers import (
+    STEP,
+    assert_close,
+    cross_entropy_datum,
+    drop_gradients,
+    gradients,
+    make_training_client,
+    params,
+    prompt,
+    random_tokens,
+)
 from tests.engine.test_checkpoints import folder
 from tests.engine.test_families import write_family
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
@@ -35,6 +45,7 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.decode_attention import LayerAttention
 from tinker_local_backend.engine.experts import EXPERTS_NAME
 from tinker_local_backend.engine.loading import refuse_unsupported
+from tinker_local_backend.engine.memory import ActivationBudget
 from tinker_local_backend.merge import merge_adapter
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -126,6 +137,19 @@ def test_training_changes_no_weight_of_the_model(service: ServiceClient, paths: 
     for name, weight in module.named_parameters():
         assert not weight.requires_grad and weight.grad is None
         assert weight.dtype == before[name][0] and torch.equal(weight, before[name][1])
+
+
+def test_recomputed_layers_have_the_same_gradients(
+    service: ServiceClient, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_training_client(service, paths["qwen2-moe"])
+    found = []
+    for must in (False, True):
+        monkeypatch.setattr(ActivationBudget, "must_recompute", lambda self, tokens, must=must: must)
+        client.forward_backward([cross_entropy_datum(n, n) for n in (5, 30)], "cross_entropy").result()
+        found.append(gradients(client))
+        drop_gradients(client)
+    assert_close(*found, rtol=1e-5)
 
 
 def test_an_adapter_on_routed_experts_alone_is_refused(service: ServiceClient, paths: dict[str, str]) -> None:

@@ -102,6 +102,8 @@ def test_shares_are_those_of_the_replies_and_not_of_their_places() -> None:
     completer = Scripted(by_length)
     ranked = asyncio.run(RubricGrader(completer, CRITERIA).rank("q", ["bb", "a", "ccc", "bb"]))
     assert [share for share, _ in ranked] == pytest.approx([0.5, 0.875, 0.125, 0.5])
+    assert [metrics["clear"] for _, metrics in ranked] == pytest.approx([0.5, 1.0, 0.0, 0.5])
+    assert {metrics["kind"] for _, metrics in ranked} == {0.5}
     assert len(completer.asked) == 6  # three different pairs in two orders
     assert compare(lambda _: "no", "a", "b") == (
         0.5,
@@ -124,9 +126,14 @@ def test_a_failure_is_not_remembered_and_a_grader_can_travel() -> None:
     assert pickle.loads(pickle.dumps(RubricGrader(Scripted(by_length), CRITERIA))).criteria == grader.criteria
 
 
-@pytest.mark.parametrize("criteria", [[], [CRITERIA[0], Criterion(name="CLEAR", wanted="again")]])
+@pytest.mark.parametrize(
+    "criteria",
+    [[], [CRITERIA[0], Criterion(name="CLEAR", wanted="again")], [Criterion(name="Unreadable", wanted="scrawled")]],
+)
 def test_criteria_have_names_of_their_own(criteria: list[Criterion]) -> None:
-    with pytest.raises(ConfigurationError, match=r"at least one criterion|a name is given twice"):
+    with pytest.raises(
+        ConfigurationError, match=r"at least one criterion|a name is given twice|another metric has that name"
+    ):
         RubricGrader(Scripted(by_length), criteria)
 
 

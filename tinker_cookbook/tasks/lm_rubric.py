@@ -26,6 +26,8 @@ from tinker_cookbook.weights_config import WeightsConfig
 T = TypeVar("T")
 
 HIGHEST = 10
+OWN_METRICS = ("unreadable", "order_disagreement")
+"""What is reported beside the criteria."""
 REMEMBERED = 10_000
 """Verdicts that a grader keeps, the newest ones."""
 
@@ -56,12 +58,14 @@ class Criterion:
 
 
 def check_criteria(criteria: Sequence[Criterion]) -> None:
-    """Raises ConfigurationError for none, and for two of one name."""
+    """Raises ConfigurationError for none, for two of one name, and for a name that another metric has."""
     names = [criterion.name.upper() for criterion in criteria]
     if not names:
         raise ConfigurationError("a rubric needs at least one criterion")
     if len(set(names)) < len(names):
         raise ConfigurationError(f"criteria: a name is given twice in {', '.join(names)}")
+    if taken := [name.lower() for name in names if name.lower() in OWN_METRICS]:
+        raise ConfigurationError(f"criterion name={taken[0]!r}: another metric has that name; choose another")
 
 
 class RubricGrader:
@@ -95,10 +99,10 @@ class RubricGrader:
 
         The metrics are each criterion's share, `order_disagreement` (how far the orders are apart) and `unreadable` (a share).
         """
-        if a == b:
-            return 0.5, {"order_disagreement": 0.0, "unreadable": 0.0}
-        one, other = await gather_all([self._order(question, a, b, answer), self._order(question, b, a, answer)])
         half = dict.fromkeys((criterion.name for criterion in self.criteria), 0.5)
+        if a == b:
+            return 0.5, {**half, "order_disagreement": 0.0, "unreadable": 0.0}
+        one, other = await gather_all([self._order(question, a, b, answer), self._order(question, b, a, answer)])
         first = one or half
         second = {name: 1 - share for name, share in (other or half).items()}
         shares = {name: (first[name] + second[name]) / 2 for name in half}
@@ -109,7 +113,8 @@ class RubricGrader:
     async def rank(
         self, question: str, replies: Sequence[str], answer: str = ""
     ) -> list[tuple[float, dict[str, float]]]:
-        """For each reply its mean share against all others, and the mean of the metrics of its comparisons."""
+        """For each reply its mean share against all others, in all and by each criterion, and the mean of what else
+        `compare` reports."""
         pairs = list(combinations(range(len(replies)), 2))
         found = await gather_all([self.compare(question, replies[i], replies[j], answer) for i, j in pairs])
         shares: list[list[float]] = [[] for _ in replies]
@@ -117,8 +122,9 @@ class RubricGrader:
         for (i, j), (share, metrics) in zip(pairs, found, strict=True):
             shares[i].append(share)
             shares[j].append(1 - share)
-            for member in (i, j):
-                seen[member].append({key: metrics[key] for key in ("order_disagreement", "unreadable")})
+            by_name = {criterion.name: metrics[criterion.name] for criterion in self.criteria}
+            seen[i].append(metrics)
+            seen[j].append(metrics | {name: 1 - own for name, own in by_name.items()})
         return [(_average(own, 0.5), _average_of_each(metrics)) for own, metrics in zip(shares, seen, strict=True)]
 
     def usage(self) -> dict[str, float]:

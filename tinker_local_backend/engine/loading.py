@@ -96,9 +96,10 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
             refuse_unsupported(name, config)
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
             with _quiet_loading():
-                module, found = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     name, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
                 )
+            module, found = loaded
         except ModelLoadError:
             raise
         except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ import pytest
 from tinker_cookbook import model_info
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.environments import get_env
 from tinker_cookbook.environments.verifiers.dataset import VerifiersDatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, EpisodeFailedError, GroupFailedError
 from tinker_cookbook.rl.data_processing import trajectory_to_data
@@ -144,6 +145,12 @@ def test_wrong_settings_are_named(policy: TokenCompleter) -> None:
         asyncio.run(dataset(SUMS, taskset_args={"highest": -1})())
     with pytest.raises(DataValidationError, match="tasks have the key"):
         asyncio.run(dataset(FORKS, taskset_args={"same_key": True})())
+
+
+def test_it_is_an_environment_like_any_other() -> None:
+    env = get_env("tinker_cookbook.environments.verifiers.dataset", {"taskset": SUMS, "taskset_args": {"highest": 1}})
+    training, _ = asyncio.run(env.dataset_builder(TINY, group_size=3)())
+    assert len(training.get_batch(0)) == 8 and training.get_batch(0)[0].logging_tags() == ["sums_taskset"]
 
 
 def test_a_group_can_be_pickled() -> None:
