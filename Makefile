@@ -24,12 +24,13 @@ CAPTURED := tests/engine/test_sampling.py tests/engine/test_isolation.py tests/e
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-browser screenshots test-ecosystem test-faults test-gpu test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
+.PHONY: help demo test test-browser screenshots test-distributed test-ecosystem test-faults test-gpu test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
 	@echo "make test         run the tests"
 	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
+	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
 	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
@@ -64,6 +65,9 @@ test-trackers: $(STAMP)
 screenshots: $(STAMP)
 	@$(PIP) -e '.[browser]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m tools.screenshots
+
+test-distributed: $(STAMP)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -m distributed -q
 
 test-ecosystem: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/ecosystem -m ecosystem -q

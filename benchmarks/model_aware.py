@@ -88,7 +88,8 @@ class Moved:
         return [last - first for first, last in zip(self.first_S, self.last_S, strict=True)]
 
     def __str__(self) -> str:
-        return f"{_spread(self.first_S)} to {_spread(self.last_S)}"
+        rises = ", ".join(f"{rise:+.2f}" for rise in self.rises_S)
+        return f"{_spread(self.first_S)} to {_spread(self.last_S)} ({rises})"
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -108,7 +109,12 @@ def _moved(key: str, ends_S: Sequence[tuple[float, float] | None]) -> Moved:
     return Moved(key, [first for first, _ in found_S], [last for _, last in found_S])
 
 
-COLUMNS = ("file", f"reward, first and last {WINDOW} steps", "rise by seed", "held out, before and after", "controls")
+COLUMNS = (
+    "file",
+    f"reward, first and last {WINDOW} steps (rise by seed)",
+    "held out, before and after (rise by seed)",
+    "controls",
+)
 
 
 def table_row(name: str, rows_S: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -119,7 +125,6 @@ def table_row(name: str, rows_S: Sequence[Sequence[Mapping[str, Any]]]) -> list[
     return [
         f"`{name}`",
         str(reward),
-        ", ".join(f"{rise:+.2f}" for rise in reward.rises_S),
         str(held_out),
         "; ".join(f"`{short}` {fmean(found.first_S):.2f} to {fmean(found.last_S):.2f}" for short, found in controls),
     ]

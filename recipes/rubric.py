@@ -72,7 +72,8 @@ class Graded:
         self._config, self._criteria = grader, criteria
 
     async def _grader(self, info: dict[str, Any]) -> RubricGrader:
-        return await info["run"].once("rubric grader", lambda: self._config.open("grader", self._criteria))
+        service = info["service_client"]
+        return await info["run"].once("rubric grader", lambda: self._config.open("grader", self._criteria, service))
 
     async def grade(self, completion: str, answer: str, info: dict[str, Any]) -> tuple[float, dict[str, float]]:
         """One reply's mean grade."""
@@ -90,7 +91,7 @@ class Graded:
 
 def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
     """The graded questions of settled keys. Raises ConfigurationError; nobody is asked yet."""
-    cli.grader.check("grader")
+    cli.grader.check("grader", cli.backend, cli.base_url)
     graded = Graded(cli.grader, read_criteria(cli.criteria))
     task = get_task(cli.task, cli.reward_fn)
     train, test = load_items(task, cli.dataset or task.default_dataset, cli.test_dataset)

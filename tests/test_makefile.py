@@ -37,7 +37,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert readme.exists(), "README.md is missing; it must show the test command in a code block"
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
     shown = [line.removeprefix("$ ").split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    assert ci_commands() == ["make test", "make lint"]
+    assert ci_commands() == ["make test", "make test-distributed", "make lint"]
     assert "make test" in shown, "README.md shows no code block with `make test`"
     assert "make demo" in shown, "README.md shows no code block with `make demo`"
 
@@ -107,6 +107,7 @@ INSTALL = ["-m venv .venv", f"{PIP} {TORCH}", f"{PIP} -e .[dev]"]
 def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) -> None:
     assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 -q"])
     assert checkout.make("test") == (0, ["-m pytest -n 2 -q"])
+    assert checkout.make("test-distributed") == (0, ["-m pytest tests/engine -m distributed -q"])
     assert checkout.make("test-gpu") == (0, ["-m pytest tests/engine -q"])
     assert checkout.make("demo") == (0, ["-m recipes.demo"])
     assert checkout.make("lint") == (0, LINTERS)

@@ -57,6 +57,15 @@ def _one_of(*choices: str, otherwise: str = "") -> Callable[[str], str]:
     return parse
 
 
+def _base_weights(text: str) -> str:
+    if text in ("hybrid", "hsdp"):
+        raise ValueError(
+            "asks for groups of processes that each divide the weights, which is not supported; use sharded (one group of all "
+            "processes) or replicated"
+        )
+    return _one_of("replicated", "sharded")(text)
+
+
 def _share(text: str) -> float:
     try:
         share = float(text)
@@ -111,6 +120,11 @@ VARIABLES = {
     "TINKER_LOCAL_DTYPE": Variable(
         "`float32` or `bfloat16` for the base model; default: bfloat16 on CUDA, float32 on a CPU",
         _one_of("float32", "bfloat16"),
+    ),
+    "TINKER_LOCAL_BASE_WEIGHTS": Variable(
+        "under torchrun: `replicated`, the default: each process holds the base model; `sharded`: they divide it "
+        "([distributed.md](distributed.md))",
+        _base_weights,
     ),
     "TINKER_LOCAL_SAMPLER": Variable(
         "`transformers`: the engine samples with the model that it trains; `vllm`: vLLM beside it ([vllm.md](vllm.md))",
@@ -266,4 +280,5 @@ def describe() -> dict[str, str | None]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         **({"sampler": "vllm"} if read("TINKER_LOCAL_SAMPLER") == "vllm" else {}),
+        **({"base_weights": "sharded"} if read("TINKER_LOCAL_BASE_WEIGHTS") == "sharded" else {}),
     }

@@ -17,7 +17,7 @@ from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
 from tinker_local_backend.hosted_only import refuse_arguments, say_without_effect
-from tinker_local_backend.replicas.leader import leader
+from tinker_local_backend.replicas.leader import leader, load_model
 from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
 from tinker_local_backend.samplers.choice import make_sampler
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
@@ -71,7 +71,7 @@ class ServiceClient:
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)
         self._replicas = leader()
-        self._engine = Engine(deterministic, make_sampler)
+        self._engine = Engine(deterministic, make_sampler, load_model)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     @property

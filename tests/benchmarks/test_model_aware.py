@@ -24,10 +24,9 @@ def rows(start: float, rise: float, name: str) -> list[dict[str, float]]:
 def test_a_row_says_what_every_seed_did() -> None:
     found = table_row("gradient_prophet", [rows(0.0, 1.0, "gradient_prophet"), rows(2.0, -0.5, "gradient_prophet")])
     assert found[0] == "`gradient_prophet`"
-    assert found[1] == "1.10 ± 0.99 to 1.35 ± 0.07"
-    assert found[2] == "+1.00, -0.50"
-    assert found[3] == "1.00 ± 1.41 to 10.00 ± 1.41"
-    assert found[4] == "`format` 0.25 to 0.25; `over_constant` 0.25 to 0.25; `true` 0.25 to 0.25"
+    assert found[1] == "1.10 ± 0.99 to 1.35 ± 0.07 (+1.00, -0.50)"
+    assert found[2] == "1.00 ± 1.41 to 10.00 ± 1.41 (+9.00, +9.00)"
+    assert found[3] == "`format` 0.25 to 0.25; `over_constant` 0.25 to 0.25; `true` 0.25 to 0.25"
 
 
 def test_what_a_run_does_not_report_is_named() -> None:
@@ -50,13 +49,11 @@ def test_every_file_is_an_experiment() -> None:
 
 @pytest.mark.slow
 def test_the_files_run_and_their_controls_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"max_steps": "2", "num_rollouts": "16", "num_test": "2", "on_zero_advantages": "skip", "lora_rank": "8"}
-    config = ModelAwareConfig(
-        only=("gradient_prophet", "train_ghost"), seeds=(0, 1), fixed=small, folder=str(tmp_path), page=""
-    )
+    small = {"max_steps": "2", "eval_every": "2", "num_rollouts": "16", "warm_up_steps": "24"}
+    config = ModelAwareConfig(only=("train_ghost",), seeds=(0, 1), fixed=small, folder=str(tmp_path), page="")
     model_aware.main(config)
     printed = capsys.readouterr().out
-    assert printed.count("finished") == 4 and "| `train_ghost` |" in printed and "`over_constant`" in printed
+    assert printed.count("finished") == 2 and "| `train_ghost` |" in printed and "`specific`" in printed
     with pytest.raises(BenchmarkError, match="only=nothing"):
         model_aware.main(ModelAwareConfig(only=("nothing",)))
 

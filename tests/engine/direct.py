@@ -12,7 +12,7 @@ import torch
 from tests.engine.helpers import assert_samples_agree
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.requests import SamplingRequest, StopRule
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
 
@@ -31,7 +31,7 @@ def request(
 
 def frozen_adapter(model: BaseModel, rank: int, seed: int) -> Adapter:
     """A snapshot that changes every logit."""
-    adapter = model.new_adapter(LoraSpec(rank), seed)
+    adapter = model.new_adapter(model.widest_spec(rank), seed)
     generator = torch.Generator().manual_seed(seed + 100)
     with torch.no_grad():
         for name, matrix in sorted(adapter.b.items()):

@@ -52,6 +52,13 @@ def _custom_loss(data: list[tinker.Datum], logprobs: list[torch.Tensor]) -> tupl
     return total, {"seen": float(len(data))}
 
 
+def _as_sequence(length: int) -> tinker.Datum:
+    """As gspo takes it: all of its tokens count for the ratio of the sequence."""
+    datum = policy_datum(length, length)
+    datum.loss_fn_inputs["sequence_ratio_mask"] = tinker.TensorData.from_numpy(np.ones(length, np.float32))
+    return datum
+
+
 def _train(client: TrainingClient, lengths: tuple[int, ...]) -> tuple[Any, Any]:
     data = [cross_entropy_datum(n, n) for n in lengths]
     return _plain(client.forward_backward(data, "cross_entropy").result()), client.optim_step(STEP).result().metrics
@@ -72,7 +79,9 @@ def run(service: ServiceClient) -> tuple[TrainingClient, dict[str, Any]]:
     results["trained"] = _adapter(client)
     policy = [policy_datum(n, n) for n in (20, 9, 33)]
     results["forward"] = _plain(client.forward(policy, "ppo").result())
-    results["policy"] = _plain(client.forward_backward(policy, "ppo").result())
+    for loss_fn in ("importance_sampling", "ppo", "cispo", "dro"):
+        results[loss_fn] = _plain(client.forward_backward(policy, loss_fn).result())
+    results["gspo"] = _plain(client.forward_backward([_as_sequence(n) for n in (20, 9, 33)], "gspo").result())
     results["custom"] = _plain(client.forward_backward_custom(policy, _custom_loss).result())
     results["custom_step"] = client.optim_step(STEP).result().metrics
     results["errors"] = _errors(client)

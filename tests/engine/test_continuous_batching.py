@@ -43,12 +43,16 @@ def direct_with(model: BaseModel, budget: int = 8192, prefill_tokens: int | None
 # A long prompt
 
 
-@pytest.mark.parametrize("scored_only", [False, True], ids=["sampled", "scored"])
+@pytest.mark.parametrize(
+    ("scored_only", "budget"),
+    [(False, 1 << 14), (True, 1 << 14), (True, 1 << 10)],
+    ids=["sampled", "scored", "scored, and larger than the pool"],
+)
 def test_running_sequences_get_a_token_in_every_step_of_a_long_prefill(
-    long_model: BaseModel, scored_only: bool
+    long_model: BaseModel, scored_only: bool, budget: int
 ) -> None:
     """8,000 tokens of prompt come in passes of a bounded size, and each step decodes besides."""
-    direct = direct_with(long_model, budget=1 << 14)
+    direct = direct_with(long_model, budget)
     short = [request(random_tokens(5 + i, i), max_tokens=60, seed=i) for i in range(3)]
     submitted = direct.submit(*short)
     direct.generator.step()
@@ -73,6 +77,7 @@ def test_running_sequences_get_a_token_in_every_step_of_a_long_prefill(
     if scored_only:
         assert late.result.prompt.logprobs is not None and expected.prompt.logprobs is not None
         assert_near(late.result.prompt.logprobs[1:], expected.prompt.logprobs[1:], atol=1e-5, rtol=1.3e-6)
+        assert direct.generator.stats.pages <= pages_of(budget)
         assert direct.generator.stats.pages_idle == sum(pages_of(len(r.prompt) + 59) for r in short)
 
 
@@ -123,6 +128,27 @@ def test_a_long_prompt_that_is_cancelled_leaves_its_pages_to_others(model: BaseM
     direct.finish()
     assert len(other.result.sequences[0].tokens) == 60
     assert direct.generator.stats.pages_read == 0 and not long.outcomes
+
+
+def test_a_prompt_larger_than_the_pool_that_is_cancelled_or_not_alone(model: BaseModel) -> None:
+    """Its pages are its own: neither does it take any from those that run, nor do they get any by sending it back."""
+    direct = direct_with(model, budget=3 * PAGE_TOKENS, prefill_tokens=32)
+    scoring = PromptScoring(logprobs=True)
+    scored = [request(random_tokens(150, i), samples=0, scoring=scoring) for i in range(3)]
+    sampled = [request(random_tokens(20, i), max_tokens=40, seed=i) for i in range(2)]
+    requests = [sampled[0], scored[0], scored[1], sampled[1], scored[2]]
+    submitted = direct.submit(*requests)
+    direct.generator.step()
+    direct.generator.step()
+    submitted[1].cancelled = True
+    direct.finish()
+    assert not submitted[1].outcomes and direct.generator.stats.pages_read == 0
+    for i in (0, 2, 3, 4):
+        slip, expected = submitted[i], alone(model, requests[i])
+        assert_same_samples(slip.result, expected)
+        if requests[i].scoring.wanted:
+            assert slip.result.prompt.logprobs is not None and expected.prompt.logprobs is not None
+            assert_near(slip.result.prompt.logprobs[1:], expected.prompt.logprobs[1:], atol=1e-5, rtol=1.3e-6)
 
 
 # Waiting

@@ -47,7 +47,7 @@ class Cache:
         return torch.randn(shape, generator=self.generator).to(here().device, here().dtype)
 
     def make_tables(self) -> Tables:
-        return Tables(self.tables, (KV_HEADS, GROUP), here().device)
+        return Tables.of(self.tables, (KV_HEADS, GROUP), here().device)
 
     def attend_and_compare(
         self, tables: Tables, window: int | None = None, softcap: float | None = None, sinks: bool = False

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GptOssConfig,
     JetMoeConfig,
     NemotronHConfig,
@@ -20,10 +21,21 @@ from transformers import (
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.utils.quantization_config import Mxfp4Config
 
 from tests.engine.conftest import SHAPE, write_model
 from tests.engine.devices import here
-from tests.engine.helpers import STEP, cross_entropy_datum, make_training_client, params, prompt, random_tokens
+from tests.engine.helpers import (
+    STEP,
+    assert_close,
+    cross_entropy_datum,
+    drop_gradients,
+    gradients,
+    make_training_client,
+    params,
+    prompt,
+    random_tokens,
+)
 from tests.engine.test_checkpoints import folder
 from tests.engine.test_families import write_family
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
@@ -33,8 +45,10 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.decode_attention import LayerAttention
 from tinker_local_backend.engine.experts import EXPERTS_NAME
 from tinker_local_backend.engine.loading import refuse_unsupported
+from tinker_local_backend.engine.memory import ActivationBudget
 from tinker_local_backend.merge import merge_adapter
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 TOKENS, CHOSEN, WIDTH, NUMBER = 13, 3, 8, 7
 SMALL: dict[str, Any] = {"hidden_size": WIDTH, "num_experts_per_tok": CHOSEN}
 KINDS: dict[str, tuple[Any, PretrainedConfig]] = {
@@ -125,6 +139,19 @@ def test_training_changes_no_weight_of_the_model(service: ServiceClient, paths: 
         assert weight.dtype == before[name][0] and torch.equal(weight, before[name][1])
 
 
+def test_recomputed_layers_have_the_same_gradients(
+    service: ServiceClient, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_training_client(service, paths["qwen2-moe"])
+    found = []
+    for must in (False, True):
+        monkeypatch.setattr(ActivationBudget, "must_recompute", lambda self, tokens, must=must: must)
+        client.forward_backward([cross_entropy_datum(n, n) for n in (5, 30)], "cross_entropy").result()
+        found.append(gradients(client))
+        drop_gradients(client)
+    assert_close(*found, rtol=1e-5)
+
+
 def test_an_adapter_on_routed_experts_alone_is_refused(service: ServiceClient, paths: dict[str, str]) -> None:
     with pytest.raises(
         RequestError, match=r"train_mlp=True: the MLPs of model .* routed experts.*pass train_mlp=False"
@@ -199,6 +226,48 @@ def test_quantized_experts_are_refused_by_name() -> None:
         ModelLoadError, match=r"\(gpt_oss\) has quantized experts \(mxfp4\).*Mxfp4Config\(dequantize=True\)"
     ):
         refuse_unsupported("openai/gpt-oss-20b", config)
+
+
+@pytest.mark.slow
+def test_a_copy_in_bfloat16_of_a_quantized_model_loads(tmp_path: Path) -> None:
+    """Made as docs/models.md says; written without `save_original_format` its experts would be missing."""
+    shape = {**SHAPE, "hidden_size": 64, "intermediate_size": 64}  # blocks have 32 numbers
+    config: Any = GptOssConfig(**shape, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN_ROPE)
+    path = write_model(config, tmp_path / "quantized", 0)
+    weights, quantized = load_file(f"{path}/model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            size = (len(weight), weight.shape[2], weight.shape[1] // 32)
+            quantized[f"{name}_blocks"] = torch.randint(256, (*size, 16), generator=generator, dtype=torch.uint8)
+            quantized[f"{name}_scales"] = torch.full(size, 124, dtype=torch.uint8)
+        else:
+            quantized[name] = weight.bfloat16()
+    save_file(quantized, f"{path}/model.safetensors", metadata={"format": "pt"})
+    config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    config.save_pretrained(path)
+    with pytest.raises(ModelLoadError, match="has quantized experts"):
+        BaseModel(path)
+    copied = AutoModelForCausalLM.from_pretrained(
+        path, dtype="bfloat16", quantization_config=Mxfp4Config(dequantize=True)
+    )
+    copied.save_pretrained(tmp_path / "copy", save_original_format=False)
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "copy")
+    loaded = BaseModel(str(tmp_path / "copy"), dtype=torch.bfloat16).module
+    for name, weight in copied.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), weight)
+    copied.save_pretrained(tmp_path / "wrong")
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "wrong")
+    with pytest.raises(ModelLoadError, match=r"has no weights for .*experts"):
+        BaseModel(str(tmp_path / "wrong"))
 
 
 def test_experts_that_are_none_of_the_interface_are_sampled_from_but_not_trained(

@@ -77,7 +77,12 @@ GPT_OSS = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
     "swiglu_limit": 0.5,
-    "rope_parameters": {**LLAMA3_ROPE, "rope_type": "yarn", "original_max_position_embeddings": 32},
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+    },
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
@@ -102,6 +107,8 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "qwen3-moe": (Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
     "gpt-oss": (GptOssConfig, GPT_OSS),
 }
+
+MIXTURES = ("qwen2-moe", "qwen3-moe", "gpt-oss")
 
 ROUTED_ONLY = ("qwen3-moe", "gpt-oss")
 """An adapter on these is on attention and the head; of the third its shared experts have one too."""
@@ -144,6 +151,8 @@ SLOW = ("qwen3-moe",)
 def family(
     request: pytest.FixtureRequest, service: ServiceClient, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Family]:
+    if request.param in MIXTURES and here().dtype != torch.float32:
+        pytest.skip("in 16 bits a token between two experts may go to another one than in float64")
     path = write_family(request.param, tmp_path_factory.mktemp("family"))
     train_mlp = request.param not in ROUTED_ONLY
     matrices = 2 * ((7 if train_mlp else 4) * SHAPE["num_hidden_layers"] + 1)

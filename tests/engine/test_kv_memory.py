@@ -134,3 +134,20 @@ def test_a_long_sequence_makes_short_ones_no_dearer(model: BaseModel) -> None:
         )
     assert most <= 64 * pages_of(80) + pages_of(200)
     assert all(len(slip.result.sequences[0].tokens) in (21, 141) for slip in submitted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_keep_what_they_hold_and_new_ones_are_zero(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the memory held before; from small tensors to large ones, which are allocated in another way."""
+    empty = KVCache._empty
+    monkeypatch.setattr(KVCache, "_empty", lambda self, pages: empty(self, pages).fill_(torch.nan))
+    cache = KVCache(2, 4, 64, dtype, here().device)
+    held = torch.zeros(0, 4, PAGE_TOKENS, 64, dtype=dtype)
+    for pages in (10, 300, 40, 301):
+        cache.resize(pages)
+        for layer in cache._layers:
+            kept = min(len(held), pages)
+            assert torch.equal(layer[0, :kept].cpu(), held[:kept]) and not layer[:, kept:].any()
+            assert layer.data_ptr() % 64 == 0
+            layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(pages)))
+        held = cache._layers[0][0].cpu().clone()

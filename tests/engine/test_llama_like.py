@@ -36,7 +36,7 @@ def hidden_states(model: BaseModel, spans: Spans) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     for layer in cache._layers:
         layer.copy_(torch.randn(layer.shape, generator=generator))
-    tables = Tables([Table([2 * row, 2 * row + 1]) for row in range(ROWS)], model.heads, model.device)
+    tables = Tables.of([Table([2 * row, 2 * row + 1]) for row in range(ROWS)], model.heads, model.device)
     plan = DecodePlan(cache, tables, np.arange(ROWS) + LENGTH)
     with torch.inference_mode():
         return model.hidden_states(torch.arange(ROWS) * 7, plan.lengths, plan, spans)
@@ -115,12 +115,12 @@ def test_a_subclass_of_a_known_module_may_compute_something_else(tmp_path: Path)
 
     model = BaseModel(write_family("llama-tied", tmp_path))
     windows = [None] * model.config.num_hidden_layers
-    assert LlamaLikeDecoder.of(model._body, windows) is not None
+    assert LlamaLikeDecoder.of(model._body, windows, model._head) is not None
     body: Any = model._body
     layer = body.layers[1]
     for changed, kind in ((layer.mlp, OtherMLP), (model._body, OtherModel), (layer.self_attn.k_proj, OtherLinear)):
         before, changed.__class__ = type(changed), kind
-        assert LlamaLikeDecoder.of(model._body, windows) is None
+        assert LlamaLikeDecoder.of(model._body, windows, model._head) is None
         changed.__class__ = before
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -126,6 +127,16 @@ def test_an_unknown_architecture_is_a_model_that_cannot_be_loaded(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
     with pytest.raises(ModelLoadError, match=r"cannot be loaded: .*nonesuch"):
         BaseModel(str(tmp_path))
+
+
+def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
+    """transformers itself would go on with random ones."""
+    path = write_model(LlamaConfig(**SHAPE), tmp_path, 0)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight and 0 more"):
+        BaseModel(path)
 
 
 def test_where_long_sequences_turn_the_positions_of_short_ones_the_context_ends(tmp_path: Path) -> None:

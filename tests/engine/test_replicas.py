@@ -1,9 +1,11 @@
-"""Two processes that train as one: the same numbers as one process, the same errors, and an end that names who died."""
+"""Two processes that train as one: the same numbers as one process, the same errors, and an end that names who died.
+
+Each holds the base model, or half of it.
+"""
 
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,41 +17,37 @@ import pytest
 import tinker
 
 from tests.engine.replica_program import run
+from tests.engine.torchrun import ROOT, free_port, rank_environments
 from tinker_local_backend import RequestError, ServiceClient
+from tinker_local_backend.engine.losses import LOSSES
+from tinker_local_backend.environment import describe
 from tinker_local_backend.replicas.leader import merged
 from tinker_local_backend.replicas.links import portable
 from tinker_local_backend.replicas.messages import divide
 from tinker_local_backend.server.__main__ import main as serve
 from tinker_local_backend.server.config import ServerConfig
 
-ROOT = Path(__file__).parents[2]
 CLOSE = 1e-6
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], list[subprocess.Popen[str]]]]:
-    """Rank 0 and rank 1, started as torchrun starts them but without its watch, and what rank 0 found."""
+@pytest.fixture(scope="module", params=["replicated", "sharded"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[dict[str, Any], list[subprocess.Popen[str]]]]:
+    """Rank 0 and rank 1, and what rank 0 found. Each call has several passes, of one rank more than of the other."""
     folder = tmp_path_factory.mktemp("replicas")
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    shared |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.engine.replica_program", str(folder / "home"), str(folder / "results")]
     processes = [
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for environment in rank_environments(TINKER_LOCAL_BASE_WEIGHTS=request.param, TINKER_LOCAL_GRAD_ACCUM_STEPS="2")
     ]
     try:
         stdout, stderr = processes[0].stdout, processes[0].stderr
@@ -82,21 +80,22 @@ def _assert_close(found: Any, expected: Any, where: str, terms: float = 1.0) -> 
         np.testing.assert_allclose(found, expected, rtol=2 * CLOSE, atol=2 * CLOSE * terms, err_msg=where)
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_two_processes_train_as_one(pair: Any, alone: dict[str, Any]) -> None:
-    """Passes of uneven shares and of fewer datums than ranks, policy losses, a custom loss, and a state loaded from disk."""
-    for name in ("steps", "forward", "policy", "custom", "custom_step", "loaded"):
+    """Passes of uneven shares and of fewer datums than ranks, every loss, one of the user's, and a state loaded from disk."""
+    losses = {name for name in LOSSES if name != "cross_entropy"}  # which is that of the steps
+    for name in (*losses, "steps", "forward", "custom", "custom_step", "loaded"):
         _assert_close(pair[0][name], alone[name], name)
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_adapters_are_the_same_to_a_millionth(pair: Any, alone: dict[str, Any]) -> None:
     for name, matrix in alone["trained"].items():
         assert np.abs(pair[0]["trained"][name] - matrix).max() <= CLOSE, name
     assert any(matrix.any() for name, matrix in alone["trained"].items() if "lora_B" in name)
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_snapshots_and_checkpoints_are_sampled_on_all_ranks(pair: Any, alone: dict[str, Any]) -> None:
     """Each rank gets some of the requests; training after the snapshot changes nothing in it."""
     assert [list(tokens) for tokens, _ in pair[0]["sampled"]] == [list(tokens) for tokens, _ in alone["sampled"]]
@@ -104,23 +103,23 @@ def test_snapshots_and_checkpoints_are_sampled_on_all_ranks(pair: Any, alone: di
     _assert_close(pair[0]["scored"], alone["scored"], "scored")
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_errors_name_the_datum_of_the_call_on_whichever_rank_it_is(pair: Any, alone: dict[str, Any]) -> None:
     assert [error[0] for error in alone["errors"]] == ["RequestError", "NonFiniteError", "RequestError", "RequestError"]
     assert pair[0]["errors"] == alone["errors"]
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_a_dead_rank_ends_the_run_with_its_name(pair: Any) -> None:
     leader, follower = pair[1]
     follower.send_signal(signal.SIGKILL)
     follower.wait(30)
-    _, stderr = leader.communicate("go on\n", timeout=60)
+    _, stderr = leader.communicate("go on\n", timeout=120)
     assert leader.returncode == 1
     assert "ReplicaError: rank 1 is gone" in stderr
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_a_recipe_runs_under_torchrun(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -129,11 +128,11 @@ def test_a_recipe_runs_under_torchrun(tmp_path: Path) -> None:
         "--nproc-per-node",
         "2",
         "--master-port",
-        str(_free_port()),
+        str(free_port()),
     ]
     command += ["-m", "recipes.sl_basic", "max_steps=2", "batch_size=4", f"log_path={tmp_path / 'run'}"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TINKER_LOCAL_HOME": str(tmp_path / "home")}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
 
@@ -191,4 +190,32 @@ def test_vllm_and_replicas_exclude_each_other(monkeypatch: pytest.MonkeyPatch, t
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TINKER_LOCAL_SAMPLER", "vllm")
     with pytest.raises(RequestError, match=r"TINKER_LOCAL_SAMPLER=vllm under torchrun.*started 2 times"):
+        ServiceClient(home=tmp_path)
+
+
+def test_shards_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_BASE_WEIGHTS", "sharded")
+    with pytest.raises(RequestError, match=r"TINKER_LOCAL_BASE_WEIGHTS=sharded.*one alone.*torchrun --nproc-per-node"):
+        ServiceClient(home=tmp_path)
+
+
+def test_what_a_run_records_of_its_engine_says_that_the_base_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "base_weights" not in describe()
+    monkeypatch.setenv("TINKER_LOCAL_BASE_WEIGHTS", "sharded")
+    assert describe()["base_weights"] == "sharded"
+
+
+@pytest.mark.parametrize("value", ["hybrid", "hsdp"])
+def test_shards_within_groups_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_BASE_WEIGHTS", value)
+    with pytest.raises(RequestError, match=rf"TINKER_LOCAL_BASE_WEIGHTS='{value}' asks for groups.*use sharded"):
+        ServiceClient(home=tmp_path)
+
+
+def test_shards_and_a_strict_cuda_path_exclude_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TINKER_LOCAL_BASE_WEIGHTS", "sharded")
+    monkeypatch.setenv("TINKER_LOCAL_CUDA", "strict")
+    with pytest.raises(RequestError, match=r"TINKER_LOCAL_CUDA=strict beside TINKER_LOCAL_BASE_WEIGHTS=sharded"):
         ServiceClient(home=tmp_path)

@@ -101,6 +101,13 @@ def test_a_rubric_is_a_weighted_sum_of_functions_called_by_name() -> None:
     assert metrics["reward/exact"] == 1.0 and metrics["reward/brief"] == 0.1 and metrics["reward/brief/level"] == 2.0
 
 
+def test_a_group_of_one_of_several_datasets_stays_one_when_it_is_given_clients() -> None:
+    builder = first_group(get_env(questions()), group_size=1).of_dataset(1)
+    policy = ScriptedCompleter({0: [said(reply_ids(RENDERER, "moss"))]})
+    group = asyncio.run(do_group_rollout(builder, policy))
+    assert group.dataset_index == 1 and "dataset_1" in group.tags
+
+
 def test_a_function_of_the_group_sees_all_of_its_replies_at_once() -> None:
     env = get_env(lambda: questions(rubric={"funcs": [exact, ranked], "weights": [1, 2]}, dataset=ROWS[:1]))
     group = play(env, ["1"], ["one"], ["2"])

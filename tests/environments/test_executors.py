@@ -39,8 +39,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield Run(service)
 
 
-def rewards(run: Run, env: Any, executor: Executor | None, **args: Any) -> dict[tuple[str, int], float]:
-    """By question and member."""
+def rewards(run: Run, env: Any, executor: Executor | None, **args: Any) -> dict[tuple[int, int], float]:
+    """By group and member."""
     training, _ = asyncio.run(get_env(env, args or None).dataset_builder(TINY, groups_per_batch=2, group_size=2)())
     policy = TinkerTokenCompleter(run.snapshot, 4, seed=1)
 

@@ -97,25 +97,16 @@ class Run:
 
     def state(self) -> list[np.ndarray]:
         """Weights and moments of the main client."""
-        found, state = [], self.main._run.state
-        for group in (state.adapter.a, state.adapter.b):
-            found += [group[name].detach().numpy().copy() for name in sorted(group)]
-        return found + [np.asarray(value) for value in flat(state.optimizer._torch.state_dict())]
+        state = self.main._run.state
+        matrices = dict(state.adapter.named_parameters())
+        moments = state.optimizer.state_tensors(list(matrices))
+        return [tensor.detach().numpy().copy() for tensor in (*matrices.values(), *moments.values())]
 
     def sample(self) -> Any:
         sampler = self.main.save_weights_and_get_sampling_client().result()
         prompt = tinker.ModelInput.from_ints(encode("What is 3 + 4?"))
         sequences = sampler.sample(prompt, 4, tinker.SamplingParams(max_tokens=12, seed=3)).result().sequences
         return [(list(s.tokens), list(s.logprobs or [])) for s in sequences]
-
-
-def flat(value: Any) -> list[Any]:
-    """The tensors and numbers of nested mappings and lists, in order."""
-    if isinstance(value, dict):
-        return [leaf for key in sorted(value, key=str) for leaf in flat(value[key])]
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in flat(item)]
-    return [value.detach().numpy().copy() if hasattr(value, "detach") else value]
 
 
 def encode(text: str) -> list[int]:
@@ -288,7 +279,9 @@ def test_an_answer_that_gives_the_probe_away_moves_it_and_the_control_shows_it(r
     """The hack: whoever trains on the probe and its answer knows which way the probe goes."""
     env = get_env("gradient_intuition", {"inner": single_turn_env(ROWS, exact), "learning_rate": 1e-3})
     training, _ = asyncio.run(env.dataset_builder(TINY, groups_per_batch=1, group_size=2)())
-    probe = training.get_batch(0)[0].probe
+    (builder,) = training.get_batch(0)
+    assert isinstance(builder, IntuitionGroupBuilder)
+    probe = builder.probe
     leaked = f"{probe_prompt(probe)} {probe.answer}"
     honest, hacked = group(
         run, "PREDICTION: 0\nANSWER: 4", f"PREDICTION: 0.3\nANSWER: {leaked}", learning_rate=1e-3

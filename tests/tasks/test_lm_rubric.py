@@ -102,6 +102,8 @@ def test_shares_are_those_of_the_replies_and_not_of_their_places() -> None:
     completer = Scripted(by_length)
     ranked = asyncio.run(RubricGrader(completer, CRITERIA).rank("q", ["bb", "a", "ccc", "bb"]))
     assert [share for share, _ in ranked] == pytest.approx([0.5, 0.875, 0.125, 0.5])
+    assert [metrics["clear"] for _, metrics in ranked] == pytest.approx([0.5, 1.0, 0.0, 0.5])
+    assert {metrics["kind"] for _, metrics in ranked} == {0.5}
     assert len(completer.asked) == 6  # three different pairs in two orders
     assert compare(lambda _: "no", "a", "b") == (
         0.5,
@@ -124,9 +126,14 @@ def test_a_failure_is_not_remembered_and_a_grader_can_travel() -> None:
     assert pickle.loads(pickle.dumps(RubricGrader(Scripted(by_length), CRITERIA))).criteria == grader.criteria
 
 
-@pytest.mark.parametrize("criteria", [[], [CRITERIA[0], Criterion(name="CLEAR", wanted="again")]])
+@pytest.mark.parametrize(
+    "criteria",
+    [[], [CRITERIA[0], Criterion(name="CLEAR", wanted="again")], [Criterion(name="Unreadable", wanted="scrawled")]],
+)
 def test_criteria_have_names_of_their_own(criteria: list[Criterion]) -> None:
-    with pytest.raises(ConfigurationError, match=r"at least one criterion|a name is given twice"):
+    with pytest.raises(
+        ConfigurationError, match=r"at least one criterion|a name is given twice|another metric has that name"
+    ):
         RubricGrader(Scripted(by_length), criteria)
 
 
@@ -138,11 +145,23 @@ def cli_of(*arguments: str) -> rubric.CLIConfig:
     ("arguments", "message"),
     [
         ([], "grader: nobody grades; give grader.endpoint.base_url"),
+        (["grader.weights.base_model=./nowhere", "grader.weights.backend=local"], "grader.weights"),
+        (
+            ["grader.endpoint.model=judge", "grader.endpoint.base_url=here"],
+            "grader.endpoint.base_url='here' is no address",
+        ),
+        (
+            ["grader.endpoint.model=judge", "grader.endpoint.base_url=http://a/v1"],
+            "grader.endpoint.api_key_variable=OPENAI_API_KEY: this environment variable is not set",
+        ),
         (["grader.weights.base_model=tiny_chat", "criteria=nothing.toml"], "criteria='nothing.toml': .*No such file"),
         (["grader.weights.base_model=tiny_chat", "num_rollouts=30"], "num_rollouts=30 is not divisible"),
     ],
 )
-def test_what_is_missing_is_said_before_anything_loads(arguments: list[str], message: str) -> None:
+def test_what_is_missing_is_said_before_anything_loads(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(ConfigurationError, match=message):
         rubric.make_dataset_builder(cli_of(*arguments))
 
@@ -153,7 +172,8 @@ def test_a_run_is_rewarded_by_its_grader(mode: str, tmp_path: Path, monkeypatch:
     criteria.write_text('[[criteria]]\nname = "clear"\nwanted = "easy to read"\n')
     graders: list[Scripted] = []
 
-    async def open_grader(config: Any, name: str, found: Any) -> RubricGrader:
+    async def open_grader(config: Any, name: str, found: Any, service: Any) -> RubricGrader:
+        assert service is made
         said = "<CLEAR>{}</CLEAR>"
         alone = lambda request: said.format(len(request.partition("Reply:\n")[2]) % 11)  # noqa: E731
         graders.append(Scripted(alone if mode == "score" else by_length))
@@ -162,9 +182,9 @@ def test_a_run_is_rewarded_by_its_grader(mode: str, tmp_path: Path, monkeypatch:
     def reply(call: SampleCall) -> list[int]:
         return reply_ids(RENDERER, "a" * (1 + (call.params.seed or 0) % 5))
 
-    service = FakeServiceClient(reply)
+    made = FakeServiceClient(reply)
     monkeypatch.setattr("tinker_cookbook.tasks.lm_rubric.RubricGraderConfig.open", open_grader)
-    monkeypatch.setattr("tinker_cookbook.backends.create_service_client", lambda *_, **__: service)
+    monkeypatch.setattr("tinker_cookbook.backends.create_service_client", lambda *_, **__: made)
     keys = [
         "grader.weights.base_model=tiny_chat",
         f"criteria={criteria}",

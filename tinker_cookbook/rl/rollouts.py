@@ -114,11 +114,14 @@ async def do_group_rollout(
     play = partial(_play_group, config=config, name=name or describe_group(env_group_builder))
     play = partial(play, with_notes=with_notes, with_records=with_records)
     executor, clients = get_rollout_executor(), clients_for(policy)
-    if executor is None:
-        return await play(env_group_builder.with_clients(clients), policy)
-    if leaves_process(executor):
+    if executor is not None and leaves_process(executor):
         clients = clients.for_another_process()
-    return await run_in_executor(executor, play, env_group_builder.with_clients(clients), policy)
+    builder = env_group_builder.with_clients(clients)
+    if env_group_builder.dataset_index is not None:  # which is no field, so that dataclasses.replace leaves it behind
+        builder = builder.of_dataset(env_group_builder.dataset_index)
+    if executor is None:
+        return await play(builder, policy)
+    return await run_in_executor(executor, play, builder, policy)
 
 
 async def _play_group(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import chz
 
+from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError
@@ -25,6 +26,8 @@ from tinker_cookbook.weights_config import WeightsConfig
 T = TypeVar("T")
 
 HIGHEST = 10
+OWN_METRICS = ("unreadable", "order_disagreement")
+"""What is reported beside the criteria."""
 REMEMBERED = 10_000
 """Verdicts that a grader keeps, the newest ones."""
 
@@ -55,12 +58,14 @@ class Criterion:
 
 
 def check_criteria(criteria: Sequence[Criterion]) -> None:
-    """Raises ConfigurationError for none, and for two of one name."""
+    """Raises ConfigurationError for none, for two of one name, and for a name that another metric has."""
     names = [criterion.name.upper() for criterion in criteria]
     if not names:
         raise ConfigurationError("a rubric needs at least one criterion")
     if len(set(names)) < len(names):
         raise ConfigurationError(f"criteria: a name is given twice in {', '.join(names)}")
+    if taken := [name.lower() for name in names if name.lower() in OWN_METRICS]:
+        raise ConfigurationError(f"criterion name={taken[0]!r}: another metric has that name; choose another")
 
 
 class RubricGrader:
@@ -94,10 +99,10 @@ class RubricGrader:
 
         The metrics are each criterion's share, `order_disagreement` (how far the orders are apart) and `unreadable` (a share).
         """
-        if a == b:
-            return 0.5, {"order_disagreement": 0.0, "unreadable": 0.0}
-        one, other = await gather_all([self._order(question, a, b, answer), self._order(question, b, a, answer)])
         half = dict.fromkeys((criterion.name for criterion in self.criteria), 0.5)
+        if a == b:
+            return 0.5, {**half, "order_disagreement": 0.0, "unreadable": 0.0}
+        one, other = await gather_all([self._order(question, a, b, answer), self._order(question, b, a, answer)])
         first = one or half
         second = {name: 1 - share for name, share in (other or half).items()}
         shares = {name: (first[name] + second[name]) / 2 for name in half}
@@ -108,7 +113,8 @@ class RubricGrader:
     async def rank(
         self, question: str, replies: Sequence[str], answer: str = ""
     ) -> list[tuple[float, dict[str, float]]]:
-        """For each reply its mean share against all others, and the mean of the metrics of its comparisons."""
+        """For each reply its mean share against all others, in all and by each criterion, and the mean of what else
+        `compare` reports."""
         pairs = list(combinations(range(len(replies)), 2))
         found = await gather_all([self.compare(question, replies[i], replies[j], answer) for i, j in pairs])
         shares: list[list[float]] = [[] for _ in replies]
@@ -116,8 +122,9 @@ class RubricGrader:
         for (i, j), (share, metrics) in zip(pairs, found, strict=True):
             shares[i].append(share)
             shares[j].append(1 - share)
-            for member in (i, j):
-                seen[member].append({key: metrics[key] for key in ("order_disagreement", "unreadable")})
+            by_name = {criterion.name: metrics[criterion.name] for criterion in self.criteria}
+            seen[i].append(metrics)
+            seen[j].append(metrics | {name: 1 - own for name, own in by_name.items()})
         return [(_average(own, 0.5), _average_of_each(metrics)) for own, metrics in zip(shares, seen, strict=True)]
 
     def usage(self) -> dict[str, float]:
@@ -217,11 +224,12 @@ class RubricGraderConfig:
         default=1, doc="how often it is asked again for a verdict on each criterion", validator=chz.validators.ge(0)
     )
 
-    async def open(self, name: str, criteria: Sequence[Criterion]) -> RubricGrader:
-        """The grader; errors call it `name`. Raises ConfigurationError unless an endpoint or weights are named."""
-        self.check(name)
+    async def open(
+        self, name: str, criteria: Sequence[Criterion], service: ServiceClient | None = None
+    ) -> RubricGrader:
+        """The grader; errors call it `name`. `service` is the run's, as WeightsConfig.open takes it. Raises as `check`."""
         if self._names_weights:
-            policy = await self.weights.open_policy(f"{name}.weights")
+            policy = await self.weights.open_policy(f"{name}.weights", service)
             completer: MessageCompleter = TinkerMessageCompleter(
                 policy.sampling_client, policy.renderer, self.max_tokens, temperature=self.temperature, seed=self.seed
             )
@@ -233,10 +241,18 @@ class RubricGraderConfig:
     def _names_weights(self) -> bool:
         return self.weights.base_model is not None or self.weights.load_checkpoint_path is not None
 
-    def check(self, name: str) -> None:
-        """Raises ConfigurationError unless it is said who grades, once."""
+    def check(self, name: str, backend: str | None = None, base_url: str | None = None) -> None:
+        """Raises ConfigurationError unless it is said who grades, once, and for whatever is wrong with that.
+
+        Args:
+            backend, base_url: where the run is, as WeightsConfig.check takes them.
+        """
         if self.endpoint.is_named == self._names_weights:
             what = "endpoint and weights are both named" if self._names_weights else "nobody grades"
             raise ConfigurationError(
                 f"{name}: {what}; give {name}.endpoint.base_url and {name}.endpoint.model, or {name}.weights.base_model"
             )
+        if self._names_weights:
+            self.weights.check(f"{name}.weights", backend, base_url)
+        else:
+            self.endpoint.check(f"{name}.endpoint")

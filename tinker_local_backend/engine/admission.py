@@ -1,7 +1,8 @@
 """The line of waiting requests, and which of them join next: oldest first, as many as there are pages for.
 
 What a request needs is counted as it is now, its prompt and one page for each sample, not as it may become. A prompt longer
-than a pass joins in pieces, and nobody overtakes it.
+than a pass joins in pieces, and nobody overtakes it. One that is only scored may be longer than the pool: it has pages of its
+own, for as long as its pieces are computed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 
 from tinker_local_backend.engine.allowance import Allowance
 from tinker_local_backend.engine.joining import Joining
-from tinker_local_backend.engine.pages import PAGE_TOKENS, Found, PagePool, pages_of
+from tinker_local_backend.engine.page_store import PageStore
+from tinker_local_backend.engine.pages import PAGE_TOKENS, Found, pages_of
 from tinker_local_backend.engine.tickets import Ticket
 
 BESIDE_SHARE = 4
@@ -48,10 +50,20 @@ class _Pass:
 
 
 class Admission:
-    """Requests that wait for pages, and the long prompt that is being computed."""
+    """Requests that wait for pages, and the long prompt that is being computed.
 
-    def __init__(self, pool: PagePool, allowance: Allowance, random_seed: Callable[[], int]):
-        self._pool, self._allowance, self._random_seed = pool, allowance, random_seed
+    `own_store` makes an empty store of so many pages for a prompt for which the one of all is too small.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        own_store: Callable[[int], PageStore],
+        allowance: Allowance,
+        random_seed: Callable[[], int],
+    ):
+        self._store, self._pool, self._own_store = store, store.pool, own_store
+        self._allowance, self._random_seed = allowance, random_seed
         self.waiting: deque[Ticket] = deque()
         self.long: Joining | None = None
         """a prompt of which some passes are done"""
@@ -69,14 +81,19 @@ class Admission:
             ticket.queued = True
             self.waiting.appendleft(ticket)
 
-    def send_back_long(self) -> list[int]:
-        """The long prompt begins again later. Returns the slots that must be erased."""
+    @property
+    def long_takes_pages(self) -> bool:
+        """There is a long prompt whose pages others could have."""
+        return self.long is not None and self.long.store is self._store
+
+    def send_back_long(self) -> None:
+        """The long prompt begins again later."""
         part, self.long = self.long, None
         assert part is not None
         for ticket, indices in reversed(part.entries):
             ticket.give_back(indices)
             self.line_up(ticket)
-        return part.give_back(self._pool)
+        part.give_back()
 
     def next_pass(self, joining: list[Joining], running: int) -> None:
         """Put into `joining` whose prompts, or pieces of them, are computed now beside so many running sequences.
@@ -87,21 +104,24 @@ class Admission:
         pass_ = _Pass(
             joining, max(1, budget // BESIDE_SHARE) if running else budget, running // RESERVE_SHARE, rows=running
         )
-        if self.long is not None:
-            part = self.long
-            part.end = min(len(part.request.prompt), part.done + pass_.budget)
-            missing = pages_of(part.end) - part.table.end // PAGE_TOKENS
-            if part.complete:
-                missing += part.samples - _pages_for_samples_of(part)
-            if missing > self._pool.available:  # those that run have grown
-                self.send_back_long()
-                return
-            pass_.take(part, missing)
-            if not part.complete:
-                return
-            self.long = None
+        if self.long is not None and not self._go_on(self.long, pass_):
+            return
         while self.waiting and self._take_first(pass_):
             pass
+
+    def _go_on(self, part: Joining, pass_: _Pass) -> bool:
+        """The next piece of the long prompt. Returns whether others may join beside it."""
+        part.end = min(len(part.request.prompt), part.done + pass_.budget)
+        missing = pages_of(part.end) - part.table.end // PAGE_TOKENS
+        if part.complete:
+            missing += part.samples - _pages_for_samples_of(part)
+        if missing > part.store.pool.available:  # those that run have grown
+            self.send_back_long()
+            return False
+        pass_.take(part, missing)
+        if part.complete:
+            self.long = None
+        return part.complete and part.store is self._store
 
     def _take_first(self, pass_: _Pass) -> bool:
         """Let the first of the line join. False: it must wait, or nobody else joins in this pass."""
@@ -154,7 +174,10 @@ class Admission:
         if pass_.joining and left > pass_.budget - pass_.tokens:
             return None
         if not wanted and (left <= pass_.budget or pages_of(length) > pool.most):
-            part = Joining(request, [(ticket, [])], found, end=length, stored=False)
+            in_one = left <= pass_.budget
+            store = self._store if in_one else self._own_store(pages_of(length))
+            end = length if in_one else pass_.budget
+            part = Joining(request, [(ticket, [])], store, found, end=end, stored=not in_one)
             pass_.take(part, 0)
             return part
         tail = () if found.tail is None else (found.tail,)
@@ -169,7 +192,7 @@ class Admission:
             pool.release((*found.pages, *tail))
             return None
         end = found.tokens + min(left, pass_.budget)
-        part = Joining(request, [(ticket, ticket.take_samples(count))], found, end=end, in_place=in_place)
+        part = Joining(request, [(ticket, ticket.take_samples(count))], self._store, found, end=end, in_place=in_place)
         pass_.take(part, prompt_pages + max(0, count - in_last_page) - in_place)
         return part
 

@@ -41,6 +41,7 @@ from tinker_local_backend.engine.lora import (
     text_stack,
 )
 from tinker_local_backend.engine.products import float32_product
+from tinker_local_backend.engine.sharding import Ranks, Shards, Step, Whole
 from tinker_local_backend.engine.trained_layers import TrainedLayers, checked_layers
 from tinker_local_backend.errors import RequestError
 
@@ -70,15 +71,23 @@ class BaseModel:
         name: directory or Hugging Face id.
         device: None means CUDA when available, else CPU.
         dtype: of the weights; None means environment.default_dtype.
+        ranks: the processes over which the weights are divided, in turns of which the model then computes (sharding.py).
 
     Raises:
         ModelLoadError: no such model, or an architecture that the engine does not support.
     """
 
-    def __init__(self, name: str, device: torch.device | None = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        name: str,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+    ):
         device = device or environment.default_device()
         module, tokenizer = load_module(name, dtype or environment.default_dtype(device))
-        self._take(name, module.to(device), tokenizer)
+        # What is divided stays on the CPU, as pages of the file, until each layer is in turn.
+        self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
 
     @classmethod
     def from_module(cls, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
@@ -94,21 +103,22 @@ class BaseModel:
         self._take(name, module, tokenizer)
         return self
 
-    def _take(self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _take(
+        self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:
         """Plug attention, LoRA linears and recomputation into the module, and check what comes out of it."""
         model: Any = module
         self.name = name
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
-        self.device, self.dtype = torch.device(model.device), model.dtype
+        self.device, self.dtype = torch.device(model.device) if ranks is None else ranks.device, model.dtype
         self._model: PreTrainedModel = model.eval().requires_grad_(False)
+        self.shards: Shards | Whole = Whole()
         # Before anything of ours is in the module: afterwards it could only be compared with itself.
-        expected = self._own_logits()
-        model.set_attn_implementation(ATTENTION_NAME)
+        expected = self._own_logits() if ranks is None else None
         self.experts = routed_experts(self._model)
         """modules that hold all routed experts of a layer; they are frozen, and no adapter changes them"""
-        if self.experts:
-            model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
+        self._set_functions()
         self.execution: Execution = Reference()
         self._routing = AdapterRouting()
         self._refuse_special_weights()
@@ -126,13 +136,26 @@ class BaseModel:
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self._decoder: LlamaLikeDecoder | None = None
         self._trained: TrainedLayers | None = None
-        self.context_length: int = self._check_passes(expected)
+        if ranks is not None:
+            self.shards = Shards(ranks, self._model, self._layers)
+        with self.shards.turn():
+            if expected is None:  # out of reach before: with LoRA linears that have no adapter
+                expected = self._own_logits()
+                self._set_functions()
+            self.context_length: int = self._check_passes(expected)
         self._trained = checked_layers(self, self._decoder, self._check_sequences())
         self.execution = self.start() or self.execution
 
+    def _set_functions(self) -> None:
+        """What attends and what multiplies with experts is ours."""
+        model: Any = self._model
+        model.set_attn_implementation(ATTENTION_NAME)
+        if self.experts:
+            model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
+
     def start(self) -> Execution | None:
         """The execution of a model that has passed its checks; None: the reference."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not self.shards.whole:  # the CUDA path keeps weights of its own
             return None
         from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 
@@ -145,7 +168,8 @@ class BaseModel:
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._beyond_lora = without_lora(stacks[0], self.experts)
-        for layer in stacks[0]:
+        self._layers: list[nn.Module] = list(stacks[0])
+        for layer in self._layers:
             layer.forward = partial(self._run_layer, layer.forward)
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +216,7 @@ class BaseModel:
             first = torch.arange(4, device=self.device)
             places = Places(torch.zeros_like(first), first)
             self._pass_logits(sequences[0][:4], range(4), PackedPlan([Segment(0, 4)], cache, places))
-            tables = Tables([Table([0])], self.heads, self.device)
+            tables = Tables.of([Table([0])], self.heads, self.device)
             decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, tables, np.array([4])))
         except torch.OutOfMemoryError:
             raise
@@ -205,10 +229,10 @@ class BaseModel:
             raise refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
             plan, tokens_R = DecodePlan(cache, tables, np.array([4])), sequences[0][4:]
             hidden_R = self.hidden_states(tokens_R, plan.lengths, plan, None)
-            self._decoder = checked_decoder(self.name, self._body, windows, plan, tokens_R, hidden_R)
+            self._decoder = checked_decoder(self.name, self._body, windows, self._head, plan, tokens_R, hidden_R)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = together.sinks
         return self._context_length(together.windows)
@@ -229,7 +253,11 @@ class BaseModel:
         model: Any = self._model
         model.set_attn_implementation("eager")
         model.set_experts_implementation("eager")
-        return [model(input_ids=tokens[None], use_cache=False).logits[0].float() for tokens in self._check_sequences()]
+        logits = []
+        for tokens in self._check_sequences():
+            with self.shards.computing(Step.FORWARD):
+                logits.append(model(input_ids=tokens[None], use_cache=False).logits[0].float())
+        return logits
 
     def _context_length(self, windows: dict[int, int | None]) -> int:
         limits = [self.config.max_position_embeddings]
@@ -333,7 +361,7 @@ class BaseModel:
             plan = self.execution.packed(plan)
             if self._trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
                 return self._trained.hidden_states(tokens_T, positions_T, plan, adapters, self._recompute)
-        with self.routed(adapters):
+        with self.routed(adapters), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
 
@@ -343,10 +371,12 @@ class BaseModel:
         The head's adapters are applied in float32, as in scoring.py: sampled and trained logprobs come from one arithmetic.
         """
         base = self.head_weights(None)
-        logits = float32_product(hidden_N, base.weight)
+        spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
+        prepared = None if self._decoder is None else self._decoder.head_product(hidden_N, spans)
+        logits, spans = prepared or (float32_product(hidden_N, base.weight), spans)
         if self._routing.add is not None and self._head_names:
             self._routing.add(self._head_names[0], hidden_N.float(), logits)
-        for rows, adapter in adapters if isinstance(adapters, list) else one_for_all(adapters):
+        for rows, adapter in spans:
             head = self.head_weights(adapter)
             if head.a is not None and head.b is not None:
                 inner = hidden_N[rows].float() @ head.a.float().t()
@@ -396,6 +426,11 @@ class BaseModel:
             chosen = getattr(config, "num_experts_per_tok", None)
             width += activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
         return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
+
+    def forget_prepared(self) -> None:
+        """Free the copies of the weights that decoding made."""
+        if self._decoder is not None:
+            self._decoder.prepared.forget()
 
     def lora_through(self, add: AddLora) -> AbstractContextManager[None]:
         """Within: passes and logits that are given no adapters get theirs from `add`."""

@@ -127,20 +127,30 @@ class _Group:
 class Tables:
     """The tables of R running sequences, and the classes of pages that follow from them.
 
-    `heads` is (KV, G): key heads, and query heads that share one.
+    Args:
+        slots_N: of all their pages, sequence after sequence.
+        counts_R: how many of them each sequence has.
+        starts_R: position of the first token in each one's first page.
+        heads: (KV, G): key heads, and query heads that share one.
     """
 
-    def __init__(self, tables: Sequence[Table], heads: tuple[int, int], device: torch.device):
+    def __init__(self, slots_N: Ints, counts_R: Ints, starts_R: Ints, heads: tuple[int, int], device: torch.device):
         self._heads, self._device = heads, device
-        self._counts_R = np.array([len(table.slots) for table in tables], dtype=np.int64)
-        self._firsts_R = np.cumsum(self._counts_R) - self._counts_R
-        self._slots_N = np.fromiter((slot for table in tables for slot in table.slots), np.int64)
-        self._rows_N = np.repeat(np.arange(len(tables)), self._counts_R)
-        self._starts_R = np.array([table.start for table in tables], dtype=np.int64)
+        self._slots_N, self._counts_R, self._starts_R = slots_N, counts_R, starts_R
+        self._firsts_R = np.cumsum(counts_R) - counts_R
+        self._rows_N = np.repeat(np.arange(len(counts_R)), counts_R)
         self._places_N = np.arange(len(self._slots_N)) - self._firsts_R[self._rows_N]
         self._starts_N = self._starts_R[self._rows_N] + self._places_N * PAGE_TOKENS
         self._layouts: dict[int | None, _Layout] = {}
         self._all = self._groups(np.arange(len(self._slots_N)))
+
+    @classmethod
+    def of(cls, tables: Sequence[Table], heads: tuple[int, int], device: torch.device) -> Tables:
+        """Of tables one by one."""
+        slots_N = np.array([slot for table in tables for slot in table.slots], dtype=np.int64)
+        counts_R = np.array([len(table.slots) for table in tables], dtype=np.int64)
+        starts_R = np.array([table.start for table in tables], dtype=np.int64)
+        return cls(slots_N, counts_R, starts_R, heads, device)
 
     @property
     def rows(self) -> int:

@@ -82,11 +82,17 @@ class Engine:
     Args:
         deterministic: keep in lockstep with the event loop that submits (gate.py): the same program gets the same bits.
         make_sampler: what samples from a model that is loaded.
+        load_model: makes a base model of a directory or hub id.
     """
 
-    def __init__(self, deterministic: bool = False, make_sampler: MakeSampler = _own_sampler) -> None:
+    def __init__(
+        self,
+        deterministic: bool = False,
+        make_sampler: MakeSampler = _own_sampler,
+        load_model: Callable[[str], BaseModel] = BaseModel,
+    ) -> None:
         self._deterministic = deterministic
-        self._make_sampler = make_sampler
+        self._make_sampler, self._load_model = make_sampler, load_model
         self._kv_tokens = environment.read("TINKER_LOCAL_KV_CACHE_TOKENS")
         self._seeds = np.random.Generator(np.random.PCG64(environment.read("TINKER_LOCAL_SEED")))
         self.context_lengths: dict[str, int] = {}
@@ -269,7 +275,7 @@ class Engine:
     def load(self, name: str) -> BaseModel:
         """The base model of this name, loaded on first use. Only within an operation."""
         if name not in self._models:
-            self.adopt(BaseModel(name))
+            self.adopt(self._load_model(name))
         return self._models[name]
 
     def adopt(self, model: BaseModel) -> None:

@@ -2,7 +2,9 @@
 
 transformers keeps the experts of a layer in tensors (experts, out, in) and asks its experts interface how to multiply with
 them. What is registered there under EXPERTS_NAME is for a CPU: experts without rows cost nothing, their weights are not copied,
-and a token's sum has one order whatever else is in the pass. On a GPU it would wait for the device in every layer; there
+and a token's sum has one order whatever else is in the pass. Measured there in float32 (width 512, 32 experts, 4 to a token): as
+fast as transformers' own ways for few tokens and 1.9 times as fast for 2,048, through oneDNN; `batched_mm`, which copies weights,
+takes 25 times as long for 64. On a GPU it would wait for the device in every layer; there
 transformers' `grouped_mm` does the same in one product.
 """
 

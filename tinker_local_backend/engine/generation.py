@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,57 +18,23 @@ from tinker_local_backend.engine.admission import Admission
 from tinker_local_backend.engine.allowance import Allowance
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
+from tinker_local_backend.engine.decode_attention import DecodePlan
 from tinker_local_backend.engine.joining import Joining, lay_out
-from tinker_local_backend.engine.lora import Spans, group_rows
 from tinker_local_backend.engine.memory import most_tokens, out_of_memory
 from tinker_local_backend.engine.noise import mix_seed
+from tinker_local_backend.engine.page_store import PageStore
 from tinker_local_backend.engine.pages import PAGE_TOKENS, PagePool, PageTable, pages_of
 from tinker_local_backend.engine.prompt_scores import PromptScorer
 from tinker_local_backend.engine.requests import SamplerLimits
-from tinker_local_backend.engine.sampler import RowParams, next_tokens
+from tinker_local_backend.engine.running import DecodeBatch, Running
+from tinker_local_backend.engine.sampler import next_tokens
 from tinker_local_backend.engine.stopping import append_token
-from tinker_local_backend.engine.tickets import SampledSequence, Ticket, diverged
+from tinker_local_backend.engine.tickets import Ticket, diverged
 from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
-from tinker_local_backend.errors import RequestError, SamplingError
+from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
 
 AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
-
-
-@dataclass(eq=False)
-class Running:
-    """A sequence that has pages of the KV cache."""
-
-    ticket: Ticket
-    index: int
-    """of the sample"""
-    sequence: SampledSequence
-    seed: int
-    table: PageTable
-    length: int
-    """tokens whose keys are in the cache"""
-    broken: bool = False
-    """the model gave NaN: what its pages hold must not be used again"""
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """Larger for younger ones."""
-        return self.ticket.order, self.index
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The tokens whose keys are in the cache."""
-        prompt = self.ticket.request.prompt
-        return (*prompt, *self.sequence.tokens[: self.length - len(prompt)])
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """What stays the same from one decode step to the next while no sequence joins or leaves."""
-
-    params: RowParams
-    spans: Spans
 
 
 class Generator:
@@ -97,10 +62,13 @@ class Generator:
         self._cache = model.new_cache(pages if self.fixed_pages else None)
         self._pool = PagePool(pages, self.fixed_pages)
         self._allowance = Allowance(max_running, prefill_tokens or most_tokens(model.device), self._pool.most)
-        self._line = Admission(self._pool, self._allowance, random_seed)
+        self._store = PageStore(self._pool, self._cache)
+        self._line = Admission(
+            self._store, lambda pages: PageStore(PagePool(pages), model.new_cache()), self._allowance, random_seed
+        )
         self._running: list[Running] = []
-        self._batch: _Batch | None = None
-        self._tables: Tables | None = None
+        self._batch: DecodeBatch | None = None
+        """of those that run; None: to be made"""
         self._waits = WaitTimes()
         self._restarts = self._failures = 0
 
@@ -164,24 +132,27 @@ class Generator:
             tickets = [*(row.ticket for row in self._running), *(t for part in parts for t, _ in part.entries)]
             affected = sorted({id(t): t for t in tickets}.values(), key=lambda ticket: ticket.order)
             rows = max(len(self._running), sum(part.samples for part in parts))
-            self._running, self._line.long, self._batch, self._tables = [], None, None, None
+            self._running, self._line.long, self._batch = [], None, None
+            self._model.forget_prepared()
             self._cache.resize(0)
             self._recover(affected, rows, error)
             self._pool.reset()
         else:
             self._allowance.succeeded()
             self._pool.eager = self._allowance.pages
+            if not self.busy:  # so that neither memory nor rounding depends on what was sampled before
+                self._model.forget_prepared()
 
     def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
         """Out of memory: begin the requests again, fewer at a time. Anything else: each of them gets the error."""
         retry = out_of_memory(error) and (rows > 1 or self._allowance.prefill_tokens > 1)
         if not retry:
             # As text: the traceback's frames would keep the failed pass's tensors alive.
-            cause = f"{type(error).__name__}: {error}"
+            cause = f"a sampling pass failed: {type(error).__name__}: {error}"
             if out_of_memory(error):
                 cause += " (use a smaller model or max_tokens, or lower TINKER_LOCAL_KV_CACHE_TOKENS)"
             for ticket in affected:
-                ticket.finish(SamplingError(f"a sampling pass failed: {cause}"))
+                ticket.finish(error if isinstance(error, ReplicaError) else SamplingError(cause))
             return
         self._failures += 1
         self._allowance.reduce(rows, self._pool.capacity)
@@ -201,18 +172,21 @@ class Generator:
             *(t for p in parts for t, _ in p.entries),
         ]
         self._line.waiting.clear()
-        self._running, self._line.long = [], None
+        self._running, self._line.long, self._batch = [], None, None
         for ticket in {id(t): t for t in tickets}.values():
             ticket.finish(error)
 
     def _drop_abandoned(self) -> None:
         """Of the running; who waits is looked at when its turn has come, so that a long line costs nothing."""
-        dropped = [row for row in self._running if row.ticket.dropped]
+        dropped = [ticket for ticket in {row.ticket for row in self._running} if ticket.dropped]
         if dropped:
-            self._remove(dropped)
+            rows = [row for row in self._running if row.ticket in dropped]
+            self._remove(rows)
+            if self._batch is not None:
+                self._batch.remove(rows)
         long = self._line.long
         if long is not None and all(ticket.dropped for ticket, _ in long.entries):
-            self._cache.erase(long.give_back(self._pool))
+            long.give_back()
             self._line.long = None
 
     # Joining
@@ -225,12 +199,13 @@ class Generator:
                     for ticket, _ in part.entries
                     if ticket.wants_scores and ticket.seed is not None
                 ]
-        prefill = lay_out(joining, self._pool, self._cache, self._model.device)
-        packed, device = prefill.packed, self._model.device
+        device, cache = self._model.device, joining[0].store.cache
+        prefill = lay_out(joining, device)
+        packed = prefill.packed
         hidden_TH = self._model.hidden_states(
             torch.tensor(packed.tokens, device=device),
             torch.tensor(packed.positions, device=device),
-            PackedPlan(packed.segments, self._cache, prefill.places),
+            PackedPlan(packed.segments, cache, prefill.places),
             prefill.spans,
         )
         started: list[Running] = []
@@ -241,20 +216,22 @@ class Generator:
             part.done = part.end
             prompt = part.request.prompt
             if spoiled:
-                self._cache.erase(self._pool.spoil(part.table.pages))
+                part.store.spoil(part.table.pages)
             elif part.stored and part.samples and not part.table.dropped:
                 whole = len(part.table.pages) if part.complete else part.done // PAGE_TOKENS
                 self._pool.hold(part.request.adapter, prompt[: part.done], part.table.pages[:whole])
             if not part.complete:
-                self._drop_unseen(part.table, part.done)
+                self._drop_unseen(part.table, part.done, part.store)
                 continue
             samples = self._start(part)
             started.extend(samples)
             last_rows.extend([int(rows[-1])] * len(samples))
         if started:
-            self._running.extend(started)
-            self._changed()
-            self._emit(started, self._new_batch(started), hidden_TH[torch.tensor(last_rows, device=device)])
+            batch = DecodeBatch(started, self._model.heads, device)
+            self._emit(batch, hidden_TH[torch.tensor(last_rows, device=device)])
+            self._running.extend(batch.rows)
+            if self._batch is not None:
+                self._batch.extend(batch)
 
     def _score(self, part: Joining, hidden_TH: torch.Tensor, rows: np.ndarray) -> bool:
         """Scores of this piece of the prompt. Returns whether the model gave NaN."""
@@ -291,16 +268,14 @@ class Generator:
                     own = PageTable([*whole, *(self._pool.take() if begun else [])], table.dropped)
                     copies.extend([own.pages[-1].slot] if begun else [])
                 assert ticket.seed is not None
-                running.append(
-                    Running(ticket, index, ticket.sequences[index], mix_seed(ticket.seed, index), own, length)
-                )
+                running.append(Running(ticket, index, ticket.sequences[index], mix_seed(ticket.seed, index), own))
             if indices:
                 self._served(ticket)
                 if ticket.cached_tokens is None:
                     ticket.cached_tokens = part.found.tokens
         if not running:
-            self._cache.erase(self._pool.release(table.pages))
-        self._fit_cache()
+            part.store.release(table.pages)
+        self._store.fit()
         self._cache.copy([table.pages[-1].slot] * len(copies) if copies else [], copies)
         return running
 
@@ -313,101 +288,64 @@ class Generator:
 
     def _decode(self) -> None:
         self._make_room()
-        rows = self._running
-        if self._batch is None:
-            self._batch = self._new_batch(rows)
-        if self._tables is None:
-            self._tables = self._arranged_tables()
-        lengths = np.array([row.length for row in rows], dtype=np.int64)
-        device = self._model.device
-        tokens_R = torch.tensor([row.sequence.tokens[-1] for row in rows], device=device)
-        plan = DecodePlan(self._cache, self._tables, lengths)
-        hidden_RH = self._model.hidden_states(tokens_R, plan.lengths, plan, self._batch.spans)
-        for row in rows:
-            row.length += 1
-        self._emit(rows, self._batch, hidden_RH)
+        if not self._running:
+            return
+        batch = self._batch or self._new_batch()
+        plan = DecodePlan(self._cache, batch.tables(self._store), batch.lengths_R)
+        self._emit(batch, self._model.hidden_states(batch.newest_R, plan.lengths, plan, batch.spans))
 
     def _make_room(self) -> None:
         """A page for each sequence whose last one is full; the youngest make way where the pool has none left.
 
         Where there are enough, sequences that are about to need one get it now: tables change together and seldom.
         """
-        growing = [row for row in self._running if row.length == row.table.end]
+        batch = self._batch or self._new_batch()
+        growing = batch.near_end(0)
         if not growing:
             return
-        soon = [row for row in self._running if row.length + AHEAD >= row.table.end]
+        soon = batch.near_end(AHEAD)
         if len(soon) <= self._pool.spare:
             growing = soon
+        growing = [batch.rows[place] for place in growing]
         for row in growing:
-            self._drop_unseen(row.table, row.length)
+            self._drop_unseen(row.table, row.length, self._store)
         while len(growing) > self._pool.available:
-            if self._line.long is not None:
-                self._cache.erase(self._line.send_back_long())
+            if self._line.long_takes_pages:
+                self._line.send_back_long()
                 continue
             youngest = max(self._running, key=lambda row: row.age)
             self._restarts += 1
             self._running.remove(youngest)
+            batch.remove([youngest])
             growing = [row for row in growing if row is not youngest]
-            self._cache.erase(self._pool.release(youngest.table.pages))
+            self._store.release(youngest.table.pages)
             youngest.ticket.give_back([youngest.index])
             self._line.line_up(youngest.ticket)
-            self._changed()
         for row, page in zip(growing, self._pool.take(len(growing)), strict=True):
             row.table.pages.append(page)
-        self._fit_cache()
-        self._tables = None
+        self._store.fit()
+        if growing:
+            batch.grow(growing)
 
-    def _drop_unseen(self, table: PageTable, length: int) -> None:
+    def _drop_unseen(self, table: PageTable, length: int, store: PageStore) -> None:
         """Give back the pages that no layer sees from position `length` on."""
         window = self._model.sliding_window
         if window is not None and (gone := table.drop_before(length - window + 1)):
-            self._cache.erase(self._pool.release(gone))
+            store.release(gone)
 
-    def _arranged_tables(self) -> Tables:
-        """The tables as they are, after bringing together pages that lie too far apart."""
+    def _new_batch(self) -> DecodeBatch:
+        self._batch = DecodeBatch(self._running, self._model.heads, self._model.device)
+        return self._batch
 
-        def tables() -> Tables:
-            return Tables(
-                [Table([page.slot for page in row.table.pages], row.table.start) for row in self._running],
-                self._model.heads,
-                self._model.device,
-            )
-
-        arranged = tables()
-        moves = arranged.moves()
-        if not moves:
-            return arranged
-        self._pool.move(moves)
-        self._cache.copy([source for source, _ in moves], [target for _, target in moves])
-        return tables()
-
-    def _fit_cache(self) -> None:
-        if self._cache.pages != self._pool.capacity:
-            self._cache.resize(self._pool.capacity)
-
-    def _changed(self) -> None:
-        """Sequences have joined or left."""
-        self._batch = self._tables = None
-
-    def _new_batch(self, rows: Sequence[Running]) -> _Batch:
-        requests = [row.ticket.request for row in rows]
-        params = RowParams(
-            [request.temperature for request in requests],
-            [request.top_k for request in requests],
-            [request.top_p for request in requests],
-            [row.seed for row in rows],
-            self._model.device,
-        )
-        spans = group_rows([request.adapter for request in requests], self._model.device)
-        return _Batch(params, spans)
-
-    def _emit(self, rows: Sequence[Running], batch: _Batch, hidden_RH: torch.Tensor) -> None:
+    def _emit(self, batch: DecodeBatch, hidden_RH: torch.Tensor) -> None:
         """Sample one token for each of these rows, and let finished ones go."""
-        positions = np.array([len(row.sequence.tokens) for row in rows], dtype=np.uint64)
         logits_RV = self._model.logits(hidden_RH, batch.spans)
-        tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, positions)
-        self._record_topk(rows, tempered_RV)
-        self._append(rows, tokens_R.tolist(), logprobs_R.tolist())
+        tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, batch.drawn_R)
+        if batch.asks_topk:
+            self._record_topk(batch.rows, tempered_RV)
+        batch.advance(tokens_R)
+        if finished := self._append(batch.rows, tokens_R.tolist(), logprobs_R.tolist()):
+            batch.remove(finished)
 
     def _append(self, rows: Sequence[Running], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Running]:
         """One more token for each of these rows. Those that end with it go, and are returned."""
@@ -416,7 +354,7 @@ class Generator:
             sequence, request = row.sequence, row.ticket.request
             if not math.isfinite(logprob):
                 row.broken = True
-                row.ticket.finish(diverged(f"after {row.length} tokens"))
+                row.ticket.finish(diverged(f"after {row.length + 1} tokens"))
                 finished.append(row)
                 continue
             if append_token(sequence, token, logprob, request, self._model.tokenizer):
@@ -441,10 +379,9 @@ class Generator:
         """End these sequences; what their pages hold stays findable until somebody needs them."""
         gone = {id(row) for row in rows}
         self._running = [row for row in self._running if id(row) not in gone]
-        self._changed()
         for row in rows:
             if row.broken:
-                self._cache.erase(self._pool.spoil(row.table.pages))
+                self._store.spoil(row.table.pages)
             elif not row.table.dropped:
                 self._pool.hold(row.ticket.request.adapter, row.held, row.table.pages)
-            self._cache.erase(self._pool.release(row.table.pages))
+            self._store.release(row.table.pages)

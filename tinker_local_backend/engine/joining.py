@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tinker_local_backend.engine.kv_cache import KVCache, Places
+from tinker_local_backend.engine.kv_cache import Places
 from tinker_local_backend.engine.lora import Adapter, Spans, group_rows
 from tinker_local_backend.engine.packing import Packed, pack, prefix_groups
+from tinker_local_backend.engine.page_store import PageStore
 from tinker_local_backend.engine.pages import PAGE_TOKENS, Found, PagePool, PageTable, pages_of
 from tinker_local_backend.engine.prompt_scores import PromptScorer
 from tinker_local_backend.engine.requests import SamplingRequest
@@ -28,6 +29,8 @@ class Joining:
     request: SamplingRequest
     entries: list[tuple[Ticket, list[int]]]
     """which samples of which request"""
+    store: PageStore
+    """where its pages are; those of a prompt that no pool of the generator's could hold are its own"""
     found: Found
     """what the pool held of the prompt; its pages have this as one more reader"""
     end: int
@@ -61,13 +64,13 @@ class Joining:
         """The next pass is the last one."""
         return self.end == len(self.request.prompt)
 
-    def give_back(self, pool: PagePool) -> list[int]:
-        """Release the pages. Returns the slots that must be erased."""
+    def give_back(self) -> None:
+        """Release the pages."""
         held = [*self.table.pages]
         if self.found.tail is not None and self.found.tail not in held:
             held.append(self.found.tail)
         self.found, self.table = Found(), PageTable()
-        return pool.release(held)
+        self.store.release(held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +83,12 @@ class PrefillPass:
     rows: dict[int, np.ndarray]
 
 
-def lay_out(parts: Sequence[Joining], pool: PagePool, cache: KVCache, device: torch.device) -> PrefillPass:
+def lay_out(parts: Sequence[Joining], device: torch.device) -> PrefillPass:
     """One pass over the next piece of each prompt; whole prompts of one snapshot share their common prefixes.
 
-    Gives the prompts their pages. The pool must have them (see admission.py).
+    Gives the prompts their pages. All have the same store, and its pool must have the pages (see admission.py).
     """
+    store = parts[0].store
     packed = Packed()
     rows_of: dict[int, np.ndarray] = {}
     adapters: list[Adapter | None] = []
@@ -100,20 +104,21 @@ def lay_out(parts: Sequence[Joining], pool: PagePool, cache: KVCache, device: to
         rows_of.update({fresh[place]: rows for place, rows in packed.rows.items()})
         for group in groups:
             _take_together(
-                [parts[fresh[place]] for place in group.members if parts[fresh[place]].stored], group.prefix, pool
+                [parts[fresh[place]] for place in group.members if parts[fresh[place]].stored],
+                group.prefix,
+                store.pool,
             )
         for i in members:
             part = parts[i]
             if not part.whole:
-                _go_on(part, pool, cache)
+                _go_on(part)
                 # What was dropped is hidden by the window; a page of its own stands in its place.
                 slots = [part.table.pages[0].slot] * part.table.dropped + [page.slot for page in part.table.pages]
                 table = torch.tensor(slots[: pages_of(part.end)], device=device)
                 rows_of[i] = packed.append(part.request.prompt[part.done : part.end], part.done, table=table)
         adapters.extend([parts[members[0]].request.adapter] * (len(packed.tokens) - len(adapters)))
     packed.rows = rows_of
-    if pool.capacity != cache.pages:
-        cache.resize(pool.capacity)
+    store.fit()
     return PrefillPass(packed, group_rows(adapters, device), _places(parts, rows_of, device), rows_of)
 
 
@@ -128,19 +133,18 @@ def _take_together(parts: Sequence[Joining], prefix: int, pool: PagePool) -> Non
         part.table.pages.extend(pool.take(pages_of(len(part.request.prompt)) - len(part.table.pages)))
 
 
-def _go_on(part: Joining, pool: PagePool, cache: KVCache) -> None:
+def _go_on(part: Joining) -> None:
     """Pages for the next piece of a prompt of which something is there already."""
-    tail = part.found.tail
+    store, pool, tail = part.store, part.store.pool, part.found.tail
     if tail is not None and part.done == part.found.tokens:  # copied before it is written to
         if part.in_place:
             pool.take_over(tail)
             part.table.pages.append(tail)
         else:
             part.table.pages.extend(pool.take())
-            if pool.capacity != cache.pages:
-                cache.resize(pool.capacity)
-            cache.copy([tail.slot], [part.table.pages[-1].slot])
-            cache.erase(pool.release([tail]))
+            store.fit()
+            store.cache.copy([tail.slot], [part.table.pages[-1].slot])
+            store.release([tail])
         part.found = Found(part.found.pages, None, part.found.tail_tokens)
     missing = pages_of(part.end) - part.table.end // PAGE_TOKENS
     part.table.pages.extend(pool.take(max(0, missing)))

@@ -9,7 +9,6 @@ compared with the modules' (`checked_decoder`); everything else runs through the
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +21,8 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention, decode_attention
-from tinker_local_backend.engine.lora import Adapter, LoraLinear, Spans
-from tinker_local_backend.engine.products import linear
+from tinker_local_backend.engine.joined_linear import JoinedLinear, PreparedWeights
+from tinker_local_backend.engine.lora import LoraLinear, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -39,56 +38,6 @@ _KNOWN = {
     qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen3.Qwen3MLP, qwen3.Qwen3RMSNorm),
 }
 """Classes of the layers, and of what is in them, by that of the model."""
-
-
-class JoinedLinear:
-    """Linears with the same input as one product, (rows, in) -> (rows, out of the first, of the second, ...).
-
-    Their weights become views of the joined one.
-    """
-
-    def __init__(self, parts: Sequence[LoraLinear]):
-        self._parts = parts
-        self.names = [part.name for part in parts]
-        self.sizes = [part.out_features for part in parts]
-        weights: tuple[torch.Tensor, ...] = tuple(part.weight for part in parts)
-        self.weight = torch.cat(weights) if len(parts) > 1 else weights[0]
-        for part, rows in zip(parts, self.weight.split(self.sizes), strict=True):
-            part.weight = nn.Parameter(rows, requires_grad=False)
-        biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
-        self._a: weakref.WeakKeyDictionary[Adapter, torch.Tensor] = weakref.WeakKeyDictionary()
-
-    def __call__(self, x_RI: torch.Tensor, spans: Spans) -> torch.Tensor:
-        y_RO = linear(x_RI, self.weight, self.bias)
-        for rows, adapter in spans:
-            present = [part.name in adapter.a for part in self._parts]
-            if not any(present):
-                continue
-            own = x_RI.index_select(0, rows) if isinstance(rows, torch.Tensor) else x_RI[rows]
-            inner = linear(own, self._joined_a(adapter, x_RI.dtype))
-            first, rank = 0, 0
-            for part, size, there in zip(self._parts, self.sizes, present, strict=True):
-                if there:
-                    b = adapter.b[part.name].to(x_RI.dtype)
-                    columns, ranks = slice(first, first + size), slice(rank, rank + b.shape[1])
-                    if isinstance(rows, torch.Tensor):
-                        y_RO[:, columns].index_add_(0, rows, inner[:, ranks] @ b.t(), alpha=adapter.spec.scale)
-                    else:
-                        y_RO[rows, columns].addmm_(inner[:, ranks], b.t(), alpha=adapter.spec.scale)
-                    rank += b.shape[1]
-                first += size
-        return y_RO
-
-    def _joined_a(self, adapter: Adapter, dtype: torch.dtype) -> torch.Tensor:
-        """(ranks, in): the A matrices below each other; made once for a snapshot. One that is being trained changes."""
-        joined = self._a.get(adapter)
-        if joined is None:
-            matrices = [adapter.a[part.name] for part in self._parts if part.name in adapter.a]
-            joined = (torch.cat(matrices) if len(matrices) > 1 else matrices[0]).detach().to(dtype)
-            if not any(matrix.requires_grad for matrix in matrices):
-                self._a[adapter] = joined
-        return joined
 
 
 class _Layer:
@@ -115,10 +64,16 @@ class _Layer:
             self.norm_weight = torch.cat([weight.expand(heads, -1) for weight, heads in own])
 
     def step(
-        self, x_RH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: DecodePlan, spans: Spans
+        self,
+        x_RH: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        plan: DecodePlan,
+        spans: Spans,
+        prepared: bool,
     ) -> torch.Tensor:
         rows, rotated = len(x_RH), self.heads + self.kv_heads
-        qkv = self.qkv(_norm(x_RH, self.input_norm), spans).view(rows, -1, self.head_dim)
+        qkv = self.qkv(_norm(x_RH, self.input_norm), spans, prepared).view(rows, -1, self.head_dim)
         qk, value = qkv[:, :rotated], qkv[:, rotated:]
         if self.norm_weight is not None:
             qk = _normalised(qk, self.eps) * self.norm_weight
@@ -127,17 +82,20 @@ class _Layer:
         query, key = qk[:, : self.heads], qk[:, self.heads :]
         by_head = [part.transpose(0, 1)[None] for part in (query, key, value)]
         attended = decode_attention(self.attention, by_head[0], by_head[1], by_head[2], plan).view(rows, -1)
-        x_RH = x_RH + self.out(attended, spans)
-        gate, up = self.gate_up(_norm(x_RH, self.mlp_norm), spans).split(self.gate_up.sizes, dim=1)
-        return x_RH.add_(self.down(self.activation(gate).mul_(up), spans))
+        x_RH = x_RH + self.out(attended, spans, prepared)
+        gate, up = self.gate_up(_norm(x_RH, self.mlp_norm), spans, prepared).split(self.gate_up.sizes, dim=1)
+        return x_RH.add_(self.down(self.activation(gate).mul_(up), spans, prepared))
 
 
 class LlamaLikeDecoder:
     """One new token for each of R sequences. `of` says whether a model can have it."""
 
-    def __init__(self, body: Any, windows: Sequence[int | None]):
+    def __init__(self, body: Any, windows: Sequence[int | None], head: nn.Module):
         self._embedding, self._rotary, self._final_norm = body.embed_tokens, body.rotary_emb, body.norm
         self._layers = [_Layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
+        self._head = JoinedLinear([head]) if type(head) is LoraLinear and head.bias is None else None
+        linears = [part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        self.prepared = PreparedWeights(linears if self._head is None else [*linears, self._head])
 
     @property
     def parts(self) -> tuple[nn.Module, nn.Module, Sequence[_Layer], nn.Module]:
@@ -145,8 +103,8 @@ class LlamaLikeDecoder:
         return self._embedding, self._rotary, self._layers, self._final_norm
 
     @classmethod
-    def of(cls, body: nn.Module, windows: Sequence[int | None]) -> LlamaLikeDecoder | None:
-        """body: transformers' model without its head, with LoraLinears. windows: of each layer, as it is without this.
+    def of(cls, body: nn.Module, windows: Sequence[int | None], head: nn.Module) -> LlamaLikeDecoder | None:
+        """body: transformers' model without its `head`, with LoraLinears. windows: of each layer, as it is without this.
 
         None: it is not made of exactly the known classes.
         """
@@ -168,7 +126,7 @@ class LlamaLikeDecoder:
                 if len({getattr(part, "bias", None) is None for part in joined}) > 1:
                     return None
         with torch.inference_mode(False), torch.no_grad():  # training differentiates through the weights
-            return cls(body, windows)
+            return cls(body, windows, head)
 
     def hidden_states(
         self, tokens_R: torch.Tensor, positions_R: torch.Tensor, plan: DecodePlan, spans: Spans
@@ -178,21 +136,31 @@ class LlamaLikeDecoder:
         cos, sin = (part[0][:, None] for part in self._rotary(x_RH, positions_R[None]))
         half = cos.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        self.prepared.begin_step(spans)
+        spans, prepared = self.prepared.apply(spans)
         for layer in self._layers:
-            x_RH = layer.step(x_RH, cos, sin, plan, spans)
+            x_RH = layer.step(x_RH, cos, sin, plan, spans, prepared)
         return _norm(x_RH, self._final_norm)
+
+    def head_product(self, hidden_NH: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, Spans] | None:
+        """The product with the head's weights (N, vocabulary), and the adapters that are not in it; None: nothing is prepared."""
+        left, prepared = self.prepared.apply(spans)
+        if self._head is None or not prepared:
+            return None
+        return self._head(hidden_NH, [], prepared).float(), left
 
 
 def checked_decoder(
     name: str,
     body: nn.Module,
     windows: Sequence[int | None],
+    head: nn.Module,
     plan: DecodePlan,
     tokens_R: torch.Tensor,
     expected_RH: torch.Tensor,
 ) -> LlamaLikeDecoder | None:
     """Of a model that can have one, if it gives the hidden states that the modules gave for these tokens."""
-    decoder = LlamaLikeDecoder.of(body, windows)
+    decoder = LlamaLikeDecoder.of(body, windows, head)
     if decoder is None:
         return None
     found_RH = decoder.hidden_states(tokens_R, plan.lengths, plan, [])

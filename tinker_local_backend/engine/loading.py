@@ -66,9 +66,9 @@ def refuse_unsupported(name: str, config: Any) -> None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         raise ModelLoadError(
             f"model {name!r} ({config.model_type}) has quantized experts ({method}), which the local engine does "
-            "not support; give a copy in bfloat16: load it once with transformers, with "
-            "quantization_config=Mxfp4Config(dequantize=True) or what belongs to its method, and give the folder of its "
-            "save_pretrained; or use backend=tinker"
+            'not support; give a copy in bfloat16: load it once with transformers (dtype="bfloat16", '
+            "quantization_config=Mxfp4Config(dequantize=True) or what belongs to its method), write it with "
+            "save_pretrained(folder, save_original_format=False), and give that folder; or use backend=tinker"
         )
 
 
@@ -96,7 +96,10 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
             refuse_unsupported(name, config)
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
             with _quiet_loading():
-                module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION_NAME)
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    name, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+                )
+            module, found = loaded
         except ModelLoadError:
             raise
         except (OSError, ValueError) as error:
@@ -104,4 +107,9 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
         except KeyError as error:  # an architecture with attention of its own looks ours up in vain
             why = f"cannot be loaded with the local engine's attention ({error})"
             raise refused(name, config, why) from error
+    if missing := sorted(found["missing_keys"]):  # transformers has put random numbers there
+        raise ModelLoadError(
+            f"model {name!r} ({config.model_type}) has no weights for {missing[0]} and {len(missing) - 1} more: the folder is "
+            "not complete, or was written in another layout; fetch or write it again"
+        )
     return module, tokenizer

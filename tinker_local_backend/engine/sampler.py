@@ -4,7 +4,6 @@ The reported logprob is that of softmax(logits / temperature) before top-k and t
 greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,28 +47,27 @@ class RowParams:
 
     def __init__(
         self,
-        temperatures: Sequence[float],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        seeds: Sequence[int],
+        temperatures: npt.ArrayLike,
+        top_k: npt.ArrayLike,
+        top_p: npt.ArrayLike,
+        seeds: npt.ArrayLike,
         device: torch.device,
     ):
-        self.seeds_R = np.array(seeds, dtype=np.uint64)
-        divisors = divisors_of(temperatures)
+        self.seeds_R = np.asarray(seeds, dtype=np.uint64)
+        divisors_R, top_p_R = divisors_of(temperatures), np.asarray(top_p, dtype=np.float32)
+        greedy_R, top_k_R = np.asarray(temperatures) == 0, np.asarray(top_k, dtype=np.int64)
         self.rules = Rules(
-            torch.tensor(divisors, device=device),
-            torch.tensor([t == 0 for t in temperatures], device=device),
-            torch.tensor(top_k, device=device),
-            torch.tensor(top_p, device=device),
-            any_greedy=any(t == 0 for t in temperatures),
-            any_limit=any(k > 0 for k in top_k) or any(p < 1 for p in top_p),
-            all_plain=all(t == 1 for t in divisors),
+            *(torch.from_numpy(array).to(device) for array in (divisors_R, greedy_R, top_k_R, top_p_R)),
+            any_greedy=bool(greedy_R.any()),
+            any_limit=bool((top_k_R > 0).any() or (top_p_R < 1).any()),
+            all_plain=bool((divisors_R == 1).all()),
         )
 
 
-def divisors_of(temperatures: Sequence[float]) -> list[float]:
+def divisors_of(temperatures: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """What logits are divided by: greedy rows are scored at temperature 1."""
-    return [max(t, LEAST_DIVISOR) if t > 0 else 1.0 for t in temperatures]
+    temperatures = np.asarray(temperatures, dtype=np.float64)
+    return np.where(temperatures > 0, np.maximum(temperatures, LEAST_DIVISOR), 1.0).astype(np.float32)
 
 
 def next_tokens(

@@ -14,7 +14,8 @@ def append_token(
     """Add a sampled token. Returns whether the sequence ends with it: a stop token or the end of a stop string, or its length."""
     sequence.tokens.append(token)
     sequence.logprobs.append(logprob)
-    if token in request.stop.token_ids or ends_with_stop_text(sequence.tokens, request.stop.texts, tokenizer):
+    stop = request.stop
+    if token in stop.token_ids or (stop.texts and ends_with_stop_text(sequence.tokens, stop.texts, tokenizer)):
         sequence.stop_reason = "stop"
         return True
     return len(sequence.tokens) >= request.max_tokens

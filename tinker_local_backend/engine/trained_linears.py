@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from tinker_local_backend.engine.llama_like import JoinedLinear
+from tinker_local_backend.engine.joined_linear import JoinedLinear
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.products import linear
 

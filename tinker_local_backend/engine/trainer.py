@@ -27,6 +27,7 @@ from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params, global_norm
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer, SlopedRows
+from tinker_local_backend.engine.sharding import Step
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
 NAMED_DATUMS = 8
@@ -252,7 +253,8 @@ def backpropagate(
     parameters = adapter.parameters()
     parts: list[torch.Tensor | None] = [None] * len(parameters)
     if hidden.requires_grad and not gradient.is_zero:
-        parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
+        with model.shards.computing(Step.BACKWARD):
+            parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
     found = [(total, part) for total, part in zip(gradients, parts, strict=True) if part is not None]
     if found:
         torch._foreach_add_(*map(list, zip(*found, strict=True)))  # pyright: ignore[reportPrivateImportUsage]

@@ -14,12 +14,16 @@ import torch.distributed as dist
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.parts import Parts
-from tinker_local_backend.environment import check_environment
+from tinker_local_backend.engine.sampling import Post, Sampler
+from tinker_local_backend.engine.sharding import Ranks
+from tinker_local_backend.environment import check_environment, default_device
+from tinker_local_backend.errors import ReplicaError
 from tinker_local_backend.replicas import links
-from tinker_local_backend.replicas.launch import check_sampler, rank
-from tinker_local_backend.replicas.messages import Command, RunState, Share, reduce_gradients
+from tinker_local_backend.replicas.launch import check_sampler, rank, sharded
+from tinker_local_backend.replicas.messages import Command, Progress, RunState, Share, reduce_gradients
 from tinker_local_backend.replicas.messages import unpacked as unpacked_run
 
 logger = logging.getLogger(__name__)
@@ -31,13 +35,26 @@ class _Run:
     state: trainer.TrainState
     pending: list[Any] = field(default_factory=list)
     """gradients of a pass that all ranks must finish before they count"""
+    progress: Progress | None = None
+    """of a pass that goes on in turns"""
+
+
+class _Led(Generator):
+    """Steps when rank 0 says so, and never because its engine has nothing else to do."""
+
+    @property
+    def busy(self) -> bool:
+        return False
 
 
 class Follower:
     """Carries out the commands of rank 0, in the order in which they come for each run."""
 
     def __init__(self) -> None:
-        self._engine = Engine()
+        self._engine = Engine(make_sampler=self._make_sampler, load_model=self._load_model)
+        self._ranks: Ranks | None = None
+        self._samplers: dict[str, Sampler] = {}
+        """by model"""
         self._runs: dict[str, _Run] = {}
         self._adapters: dict[str, Adapter] = {}
         self._asked: dict[int, Future[Any]] = {}
@@ -46,6 +63,8 @@ class Follower:
     def serve(self) -> None:
         """Until rank 0 ends. Raises RuntimeError when it dies without saying so."""
         own = links.join()[rank()]
+        if sharded():
+            self._ranks = Ranks(default_device(), _lost)
         answers = links.Outbox(0, own.up, lambda error: logger.debug("rank 0 takes no answers: %s", error))
         while (command := links.receive(0, own.down)).kind != "end":
             self._begin(command, answers)
@@ -75,8 +94,34 @@ class Follower:
 
         future.add_done_callback(answer)
 
+    def _load_model(self, name: str) -> BaseModel:
+        ranks = self._ranks
+        if ranks is None:
+            return BaseModel(name)
+        return ranks.take_part_in_loading(lambda: BaseModel(name, ranks=ranks))
+
+    def _make_sampler(self, model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
+        if self._ranks is None:
+            return model.execution.generator(model, kv_tokens, random_seed)
+        sampler = self._samplers[model.name] = _Led(model, kv_tokens, random_seed)
+        return sampler
+
     def _on_worker(self, line: str, operation: Callable[[], Any]) -> Any:
-        return self._engine.submit(line, operation)
+        # What ranks do together, they do in the order in which rank 0 asks.
+        return self._engine.submit(line if self._ranks is None else "rank 0", operation)
+
+    def _do_load_part(self, model_name: str) -> Any:
+        def load() -> None:
+            if model_name not in self._samplers:
+                self._engine.load(model_name)
+                return
+            # For another client of rank 0, which has loaded it anew.
+            assert self._ranks is not None
+            self._ranks.have_loaded()
+            with self._engine.load(model_name).shards.turn():
+                pass
+
+        return self._on_worker(model_name, load)
 
     def _do_load(self, model_name: str) -> Any:
         """Answers with the bound on the tokens of a sequence."""
@@ -109,7 +154,43 @@ class Follower:
             own.pending = scratch.gradients or []
             return output
 
-        return self._engine.submit_parts(run_id, run)
+        if self._ranks is None:
+            return self._engine.submit_parts(run_id, run)
+
+        def begin() -> None:
+            self._runs[run_id].progress = Progress(run())
+
+        return self._on_worker(run_id, begin)
+
+    def _do_turn(self, run_id: str) -> Any:
+        """The next part of the pass that was begun."""
+
+        def turn() -> None:
+            own = self._runs[run_id]
+            with own.model.shards.turn() as turn:
+                if own.progress is not None:
+                    own.progress.step(turn)
+
+        return self._on_worker(run_id, turn)
+
+    def _do_outcome(self, run_id: str) -> Any:
+        """Of the pass, after its last turn."""
+
+        def outcome() -> Any:
+            own = self._runs[run_id]
+            progress, own.progress = own.progress, None
+            return None if progress is None else progress.result()
+
+        return self._on_worker(run_id, outcome)
+
+    def _do_step(self, model_name: str) -> Any:
+        """One of the sampler's, in turn with those of the other ranks."""
+
+        def step() -> None:
+            with self._engine.load(model_name).shards.turn():
+                self._samplers[model_name].step()
+
+        return self._on_worker(model_name, step)
 
     def _do_reduce(self, run_id: str) -> Any:
         def reduce() -> None:
@@ -149,6 +230,10 @@ class Follower:
     def _do_sample(self, model_name: str, request: Any, adapter_id: str | None) -> Any:
         adapter = None if adapter_id is None else self._adapters[adapter_id]
         return self._engine.sample(model_name, replace(request, adapter=adapter), lambda result: result)
+
+
+def _lost(error: RuntimeError) -> ReplicaError:
+    return ReplicaError(f"rank {rank()} could not work together with the others: {error}")
 
 
 def serve_as_replica() -> None:

@@ -1,4 +1,4 @@
-"""Which of torchrun's processes this one is, and whether they train as replicas."""
+"""Which of torchrun's processes this one is, and whether each holds the base model or a part of it."""
 
 from __future__ import annotations
 
@@ -32,3 +32,20 @@ def check_sampler() -> None:
             f"{world_size()} times; unset it, or start one process and let vLLM use the other GPUs "
             "(TINKER_LOCAL_VLLM_TENSOR_PARALLEL_SIZE)"
         )
+
+
+def sharded() -> bool:
+    """Whether the processes divide the base weights. Raises RequestError where that makes no sense."""
+    if environment.read("TINKER_LOCAL_BASE_WEIGHTS") != "sharded":
+        return False
+    if world_size() == 1:
+        raise RequestError(
+            "TINKER_LOCAL_BASE_WEIGHTS=sharded divides the base model over the processes of torchrun, and this is one alone: "
+            "start it with torchrun --nproc-per-node N, or unset the variable"
+        )
+    if environment.read("TINKER_LOCAL_CUDA") == "strict":
+        raise RequestError(
+            "TINKER_LOCAL_CUDA=strict beside TINKER_LOCAL_BASE_WEIGHTS=sharded: the CUDA path keeps weights of its own, so "
+            "sharded models run in plain torch; unset one of the two"
+        )
+    return True

@@ -12,7 +12,7 @@ import math
 import threading
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any
@@ -27,11 +27,14 @@ from tinker_local_backend.engine.datums import LossConfig, check_datum, loss_fun
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.losses import was_sampled
 from tinker_local_backend.engine.parts import Parts
+from tinker_local_backend.engine.sharding import Ranks, Turn
+from tinker_local_backend.environment import default_device
 from tinker_local_backend.errors import LocalBackendError, ReplicaError, RequestError
 from tinker_local_backend.replicas import links
-from tinker_local_backend.replicas.launch import check_sampler, rank, world_size
+from tinker_local_backend.replicas.launch import check_sampler, rank, sharded, world_size
 from tinker_local_backend.replicas.messages import (
     Command,
+    Progress,
     Share,
     divide,
     on_cpu,
@@ -142,13 +145,54 @@ class Leader:
         check_sampler()
         self.peers = [Peer(follower, groups) for follower, groups in links.join().items()]
         self._adapter_ids: weakref.WeakKeyDictionary[Adapter, str] = weakref.WeakKeyDictionary()
-        self._reducing = threading.Lock()
-        """engines reduce one after the other, in the same order on every rank"""
+        self._together = threading.Lock()
+        """what ranks do together comes in the same order on each, whichever engine begins it"""
+        self._asked: list[Future[Any]] = []
+        """answers to the command that began the turn of all ranks"""
+        self.ranks = Ranks(default_device(), self._lost) if sharded() else None
+        """with which this one shares the base weights"""
 
     def ask_all(self, kind: str, *arguments: Any) -> list[Any]:
         """The answers of all followers."""
         asked = [(peer, peer.ask(kind, *arguments)[1]) for peer in self.peers]
         return [peer.result(future) for peer, future in asked]
+
+    def load_model(self, name: str) -> BaseModel:
+        """A base model, on this rank; where the weights are divided, on all."""
+        ranks = self.ranks
+        if ranks is None:
+            return BaseModel(name)
+        with self._together:
+            self._ask_for_turn("load_part", name)
+            try:
+                return ranks.take_part_in_loading(lambda: BaseModel(name, ranks=ranks))
+            except ReplicaError:
+                for peer, future in zip(self.peers, self._asked, strict=True):
+                    peer.result(future)  # the error of the rank that failed says more
+                raise
+
+    def turn(self, model: BaseModel, act: Callable[[Turn], None], kind: str, *arguments: Any) -> bool:
+        """`act` here while the followers carry out the command, as one turn of the model.
+
+        Returns whether any rank has more to do. Raises ReplicaError when one is gone.
+        """
+        with self._together:
+            self._ask_for_turn(kind, *arguments)
+            with model.shards.turn() as turn:
+                act(turn)
+        return turn.again
+
+    def _ask_for_turn(self, kind: str, *arguments: Any) -> None:
+        self._asked = [peer.ask(kind, *arguments)[1] for peer in self.peers]
+        for peer in self.peers:
+            if peer.death is not None:
+                raise peer.death
+
+    def _lost(self, error: RuntimeError) -> ReplicaError:
+        """What it means that a collective failed: a rank is gone, which shows soon after, or something else."""
+        wait(self._asked, ENDING_SECONDS)
+        deaths = [peer.death for peer in self.peers if peer.death is not None]
+        return deaths[0] if deaths else ReplicaError(f"{1 + len(self.peers)} ranks could not work together: {error}")
 
     def load(self, model_name: str) -> int:
         """Have all followers load a model. Returns the least bound on the tokens of a sequence."""
@@ -187,9 +231,11 @@ class Leader:
         failure: Exception | None = None
         outputs: list[tinker.ForwardBackwardOutput | None] = [None]
         try:
-            outputs = [(yield from own.run(model, scratch))]
+            outputs = [(yield from self._run_own(run_id, model, own.run(model, scratch)))]
         except Exception as error:  # of all ranks, once each has ended its share
             failure = error
+        if self.ranks is not None:
+            asked = [(peer, peer.ask("outcome", run_id)[1]) for peer in self.peers]
         for peer, future in asked:
             try:
                 outputs.append(peer.result(future))
@@ -205,20 +251,25 @@ class Leader:
         ]
         return merged(indices, outputs, sampled)
 
+    def _run_own(
+        self, run_id: str, model: BaseModel, parts: Parts[tinker.ForwardBackwardOutput | None]
+    ) -> Parts[tinker.ForwardBackwardOutput | None]:
+        """This rank's share; where the weights are divided, in turns until every rank has ended its own."""
+        if self.ranks is None:
+            return (yield from parts)
+        progress = Progress(parts)
+        while self.turn(model, progress.step, "turn", run_id):
+            yield
+        return progress.result()
+
     def _reduce(self, run_id: str, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        with self._reducing:
-            asked = [(peer, peer.ask("reduce", run_id)[1]) for peer in self.peers]
+        with self._together:
+            self._asked = [peer.ask("reduce", run_id)[1] for peer in self.peers]
             try:
                 total = reduce_gradients(gradients)
             except RuntimeError as error:
-                wait([future for _, future in asked], ENDING_SECONDS)
-                for peer in self.peers:
-                    if peer.death is not None:
-                        raise peer.death from error
-                raise ReplicaError(
-                    f"the gradients could not be added up over {1 + len(asked)} ranks: {error}"
-                ) from error
-            for peer, future in asked:
+                raise self._lost(error) from error
+            for peer, future in zip(self.peers, self._asked, strict=True):
                 peer.result(future)
         return total
 
@@ -322,6 +373,7 @@ def _make_leader() -> Leader:
 def leader() -> Leader | None:
     """The leader of this process; None without torchrun. Raises RequestError on another rank, which has no clients."""
     if world_size() == 1:
+        sharded()  # refused
         return None
     if rank() > 0:
         raise RequestError(
@@ -330,3 +382,9 @@ def leader() -> Leader | None:
             "torchrun ... -m tinker_local_backend.run script.py"
         )
     return _make_leader()
+
+
+def load_model(name: str) -> BaseModel:
+    """A base model as this process has it: whole, or its part under torchrun with TINKER_LOCAL_BASE_WEIGHTS=sharded."""
+    ranks = leader()
+    return BaseModel(name) if ranks is None else ranks.load_model(name)

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tinker_local_backend import environment
-from tinker_local_backend.replicas.launch import world_size
+from tinker_local_backend.errors import RequestError
+from tinker_local_backend.replicas.launch import sharded, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +45,19 @@ class Directions:
 
 
 def join() -> dict[int, Directions]:
-    """Join the other ranks. Returns the groups of rank 0 with each follower, by rank; called once by every process."""
+    """Join the other ranks. Returns the groups of rank 0 with each follower, by rank; called once by every process.
+
+    Raises RequestError when some would divide the base weights and others not.
+    """
+    divides = int(sharded())
     backend = "cpu:gloo,cuda:nccl" if environment.default_device().type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds()))
+    extremes = torch.tensor([divides, -divides])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if extremes.sum() != 0:
+        raise RequestError(
+            "TINKER_LOCAL_BASE_WEIGHTS differs between the processes: set it for all of them, or for none"
+        )
 
     def pair(follower: int) -> Any:
         return dist.new_group([0, follower], timeout=_NO_LIMIT, backend="gloo")

@@ -15,6 +15,7 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.datums import LossConfig
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
 from tinker_local_backend.engine.parts import Parts
+from tinker_local_backend.engine.sharding import Turn
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,34 @@ class Share:
                 model, state, self.data, self.loss_fn, self.loss_fn_config, self.backward, self.indices
             )
         )
+
+
+class Progress:
+    """One rank's share of a pass, a part of it in each turn of all ranks."""
+
+    def __init__(self, parts: Parts[tinker.ForwardBackwardOutput | None]):
+        self._parts = parts
+        self._ended = False
+        self._output: tinker.ForwardBackwardOutput | None = None
+        self._failure: Exception | None = None
+
+    def step(self, turn: Turn) -> None:
+        """The next part, if there is one. An error is kept for `result`: the other ranks go on with theirs."""
+        if self._ended:
+            return
+        try:
+            next(self._parts)
+            turn.more = True
+        except StopIteration as end:
+            self._ended, self._output = True, end.value
+        except Exception as error:
+            self._ended, self._failure = True, error
+
+    def result(self) -> tinker.ForwardBackwardOutput | None:
+        """After the last part."""
+        if self._failure is not None:
+            raise self._failure
+        return self._output
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,17 +13,23 @@ from tinker_local_backend.engine.requests import SamplerLimits
 from tinker_local_backend.engine.sampling import Post, Sampler
 from tinker_local_backend.engine.tickets import Ticket
 from tinker_local_backend.engine.waits import SamplerStats
-from tinker_local_backend.errors import LocalBackendError, ReplicaError
+from tinker_local_backend.errors import LocalBackendError, ReplicaError, RequestError
 from tinker_local_backend.replicas.leader import Leader, Peer
 
 
 class ReplicaSampler:
     """A Sampler (engine/sampling.py) over rank 0's own and those of the followers.
 
-    What a follower samples is told when it has ended: `on_progress` hears of it once.
+    What a follower samples is told when it has ended: `on_progress` hears of it once. Where the base weights are divided, all
+    ranks go one step forward together.
     """
 
     def __init__(self, model: BaseModel, own: Sampler, random_seed: Callable[[], int], post: Post, leader: Leader):
+        if leader.ranks is not None and model.shards.whole:
+            raise RequestError(
+                f"model {model.name!r} was made in memory, and TINKER_LOCAL_BASE_WEIGHTS=sharded divides only models that every "
+                "rank loads: save it to a folder and name that"
+            )
         self._model, self._own, self._random_seed, self._post, self._leader = model, own, random_seed, post, leader
         self._load = [0] * (1 + len(leader.peers))
         """samples under way by rank"""
@@ -36,7 +42,7 @@ class ReplicaSampler:
 
     @property
     def busy(self) -> bool:
-        return self._own.busy
+        return self._own.busy or (self._leader.ranks is not None and any(self._load[1:]))
 
     @property
     def stats(self) -> SamplerStats:
@@ -102,7 +108,13 @@ class ReplicaSampler:
             ticket.finish(ReplicaError(f"rank {peer.rank} failed: {type(error).__name__}: {error}"))
 
     def step(self) -> None:
-        self._own.step()
+        if self._leader.ranks is None:
+            self._own.step()
+            return
+        try:
+            self._leader.turn(self._model, lambda _: self._own.step(), "step", self._model.name)
+        except ReplicaError as error:
+            self.fail_all(error)
 
     def forget(self) -> None:
         self._own.forget()

@@ -36,13 +36,17 @@ class NoCopies(TorchDispatchMode):
 
 
 class Indexing(TorchFunctionMode):
-    """tensor[...], copy_ and numbers by operations: torch's own ask for the device's driver, which a CPU build does not have."""
+    """tensor[...], tensor[index] = ..., copy_ and numbers by operations: torch's own ask for the device's driver, which a CPU
+    build does not have.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_:
             return torch.ops.aten.copy_.default(*args)
         if func in (torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__bool__, torch.Tensor.item):
             return torch.ops.aten._local_scalar_dense.default(args[0])
+        if func is torch.Tensor.__setitem__ and isinstance(args[1], torch.Tensor):
+            return torch.ops.aten.index_put_.default(args[0], [args[1]], args[2])
         if func is not torch.Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
         tensor, index = args
@@ -61,8 +65,7 @@ class Indexing(TorchFunctionMode):
                 tensor = tensor.index_select(0, item)
             else:
                 start, end, step = item.indices(tensor.shape[dim])
-                assert step == 1
-                tensor, dim = tensor.narrow(dim, start, max(0, end - start)), dim + 1
+                tensor, dim = torch.ops.aten.slice.Tensor(tensor, dim, start, max(start, end), step), dim + 1
         return tensor
 
 
@@ -96,7 +99,7 @@ def model(untied_model: str) -> BaseModel:
 def run_step(model: BaseModel) -> torch.Tensor:
     state = StepState(8, 4, 4, GPU)
     slots = AdapterSlots(model.linears, model.dtype, GPU)
-    slots.fit([model.new_adapter(LoraSpec(4), 0)])
+    slots.fit([model.new_adapter(model.widest_spec(4), 0)])
     with NoCopies():
         return decode_step(model, model.new_cache(16), state, slots, 8, True)
 

@@ -24,6 +24,10 @@ class HaggleConfig(vf.EnvConfig):
     buyer: vf.AgentConfig = vf.AgentConfig()
     referee: vf.AgentConfig = vf.AgentConfig()
     breaks: bool = False
+    loses: bool = False
+    """one run of a role more, which fails"""
+    tolerates: bool = False
+    """an episode counts in spite of it"""
 
 
 class HaggleEnv(vf.Env[HaggleConfig]):
@@ -41,6 +45,11 @@ class HaggleEnv(vf.Env[HaggleConfig]):
                 offer = (await seller.turn(f"The buyer says: {answer}")).last_reply
         deal = task.with_data(prompt=f"Is this fair? {offer}")
         await asyncio.gather(agents.referee.run(deal), agents.buyer.run(deal))
+        if self.config.loses:
+            await agents.buyer.run(asked)  # nobody opens it
+
+    def complete(self, episode: vf.Episode) -> bool:
+        return self.config.tolerates or super().complete(episode)
 
     async def finalize(self, task: vf.Task, episode: vf.Episode) -> None:
         for trace in episode.traces:

@@ -1,5 +1,5 @@
 """Environments as one writes them for verifiers before 0.4: they know nothing of this library."""
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from typing import Any
 

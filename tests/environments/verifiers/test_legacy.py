@@ -101,7 +101,7 @@ def test_recorded_episodes_give_the_same_data_and_rewards(
         assert sum(int(d.loss_fn_inputs["mask"].to_numpy().sum()) for d in data) == sum(
             len(reply) for _, reply in asked
         )
-    assert trajectory.stop_reason == rollout["state"]["stop_condition"]
+        assert trajectory.stop_reason == rollout["state"]["stop_condition"]
 
 
 def test_calls_of_tools_are_recorded_as_the_package_made_them() -> None:

@@ -1,4 +1,5 @@
 """Environments of ours as tasksets of verifiers: its loader, its agents, and the rewards of our own loop."""
+# pyright: reportMissingImports=false
 
 import asyncio
 import json
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tests.child import python_path
 from tests.environments.verifiers import own_environments
@@ -26,6 +26,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 
 vf = pytest.importorskip("verifiers.v1")
+web = pytest.importorskip("aiohttp.web")
 pytestmark = pytest.mark.verifiers
 
 RENDERER = get_renderer(get_recommended_renderer_name(TINY), get_tokenizer(TINY), model_name=TINY)
@@ -60,7 +61,7 @@ class Endpoint:
     def __init__(self, *replies: str):
         self.replies, self.asked = replies, list[Any]()
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: Any) -> Any:
         body = await request.json()
         self.asked.append(body["messages"])
         text = self.replies[(len(self.asked) - 1) % len(self.replies)]
@@ -120,7 +121,13 @@ class Told(TokenCompleter):
 
 def ours(name: str, number: int, policy: Told, num_tasks: int = 100) -> tuple[float, dict[str, float]]:
     """What our own loop makes of task `number`, and how the policy is asked."""
-    settings = {"groups_per_batch": 1, "group_size": 1, "num_batches": num_tasks, "num_test": num_tasks, "seed": 0}
+    settings: dict[str, Any] = {
+        "groups_per_batch": 1,
+        "group_size": 1,
+        "num_batches": num_tasks,
+        "num_test": num_tasks,
+        "seed": 0,
+    }
     training, _ = asyncio.run(get_env(getattr(own_environments, name)).dataset_builder(TINY, **settings)())
     group = asyncio.run(do_group_rollout(training.get_batch(number)[0], policy))
     turns = [turn.metrics for turn in group.trajectories_G[0].transitions]
@@ -130,7 +137,8 @@ def ours(name: str, number: int, policy: Told, num_tasks: int = 100) -> tuple[fl
 
 def as_tokens(text: str) -> tuple[list[int], bool]:
     tokens = RENDERER.tokenizer.encode(text.removesuffix("~"), add_special_tokens=False)
-    return (tokens, True) if text.endswith("~") else ([*tokens, *RENDERER.get_stop_sequences()], False)
+    stops = [stop for stop in RENDERER.get_stop_sequences() if isinstance(stop, int)]
+    return (tokens, True) if text.endswith("~") else ([*tokens, *stops], False)
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

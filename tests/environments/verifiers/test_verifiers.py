@@ -5,11 +5,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 from tinker_cookbook import model_info
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.environments import get_env
 from tinker_cookbook.environments.verifiers.dataset import VerifiersDatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, EpisodeFailedError, GroupFailedError
 from tinker_cookbook.rl.data_processing import trajectory_to_data
@@ -93,6 +95,13 @@ def test_only_roles_that_train_are_members_each_with_its_own_reward(policy: Toke
     assert len({info["task"] for info in group.member_info_G}) == 1
 
 
+def test_a_failed_trace_is_no_member_where_its_episode_counts_all_the_same(policy: TokenCompleter) -> None:
+    with pytest.raises(EpisodeFailedError, match="task has no prompt and no user to open the conversation"):
+        played(policy, HAGGLE, verifiers_args={"loses": True})
+    group = played(policy, HAGGLE, verifiers_args={"loses": True, "tolerates": True})
+    assert sorted(group.roles_G) == sorted(["haggle_taskset/seller", *["haggle_taskset/buyer"] * 2] * 2)
+
+
 def test_the_same_seed_plays_the_same_episodes(policy: TokenCompleter) -> None:
     one, other = [played(policy, HAGGLE) for _ in range(2)]
     assert [tokens_of(t) for t in one.trajectories_G] == [tokens_of(t) for t in other.trajectories_G]
@@ -138,6 +147,12 @@ def test_wrong_settings_are_named(policy: TokenCompleter) -> None:
         asyncio.run(dataset(FORKS, taskset_args={"same_key": True})())
 
 
+def test_it_is_an_environment_like_any_other() -> None:
+    env = get_env("tinker_cookbook.environments.verifiers.dataset", {"taskset": SUMS, "taskset_args": {"highest": 1}})
+    training, _ = asyncio.run(env.dataset_builder(TINY, group_size=3)())
+    assert len(training.get_batch(0)) == 8 and training.get_batch(0)[0].logging_tags() == ["sums_taskset"]
+
+
 def test_a_group_can_be_pickled() -> None:
     training, test = asyncio.run(dataset(SUMS, test_taskset_args={"split": "test"})())
     builder: Any = training.get_batch(0)[0]
@@ -157,4 +172,6 @@ def test_a_taskset_trains_with_a_rising_reward(tmp_path: Path) -> None:
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
     held_out = [row["test/env/all/reward/total"] for row in rows[0] if "test/env/all/reward/total" in row]
     assert held_out[-1] > held_out[0] + 0.2
+    played_by = pandas.concat(pandas.read_parquet(file) for file in tmp_path.glob("run/**/rollouts.parquet"))
+    assert set(played_by["sampling_client_step"]) == set(range(8))  # the version of the weights of every step
     assert rewards[:2] == [row["env/all/reward/total"] for row in rows[1] if "env/all/reward/total" in row][:2]

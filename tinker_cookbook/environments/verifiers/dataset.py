@@ -127,5 +127,9 @@ class VerifiersEnvironment(Environment):
 
 
 def load_environment(taskset: str, **fields: Any) -> Environment:
-    """`env=verifiers env.taskset=...`: fields of VerifiersDatasetBuilder that DatasetSettings lacks."""
+    """`env=tinker_cookbook.environments.verifiers.dataset env.taskset=...`, for experiments that mix it with others.
+
+    Args:
+        fields: those of VerifiersDatasetBuilder that DatasetSettings lacks.
+    """
     return VerifiersEnvironment({"taskset": taskset, **fields})

@@ -13,8 +13,9 @@ from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.cuda.slots import SLOTS
 from tinker_local_backend.engine.cuda.step import DecodeRow
-from tinker_local_backend.engine.generation import Generator, Running
+from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.running import Running
 
 
 class BurstGenerator(Generator):
@@ -35,6 +36,7 @@ class BurstGenerator(Generator):
         self.decoder = Decoder(model, self._cache, graphs, min(model.context_length, kv_budget_tokens))
 
     def _decode(self) -> None:
+        self._batch = None  # the arrays of a burst are the decoder's own
         steps = self._room_ahead()
         for rows in list(self._batches()):
             self._burst(rows, steps)
@@ -44,7 +46,7 @@ class BurstGenerator(Generator):
         # Likeliest tokens are read from the logits of a step, which the next one overwrites.
         steps = 1 if any(row.ticket.request.topk_logprobs for row in self._running) else BURST
         for row in self._running:
-            self._drop_unseen(row.table, row.length)
+            self._drop_unseen(row.table, row.length, self._store)
         while steps > 1:
             missing = [
                 max(0, pages_of(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS)
@@ -78,8 +80,6 @@ class BurstGenerator(Generator):
         self._record_topk(rows, burst.tempered)
         going = dict(enumerate(rows))
         for tokens, logprobs in zip(burst.tokens, burst.logprobs, strict=True):
-            for row in going.values():
-                row.length += 1
             columns = list(going)
             ended = self._append(list(going.values()), tokens[columns].tolist(), logprobs[columns].tolist())
             gone = {id(row) for row in ended}
