@@ -108,6 +108,11 @@ def _weights(player: str) -> WeightsConfig:
     for record in records:
         if record.name == name and record.sampler_path is not None:
             return WeightsConfig(load_checkpoint_path=record.sampler_path)
+    if records:
+        known = ", ".join(record.name for record in records if record.sampler_path is not None)
+        raise ConfigurationError(
+            f"players={player}: the run {folder} has no checkpoint {name!r} to sample from; it has {known}"
+        )
     return WeightsConfig(base_model=player)
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.debate_judge import create_data, rl, sl
 from tests.debate.arena import RIGHT, TINY, WRONG, JudgeByIndex, hold, make_renderer, reply_ids, three_turns
+from tinker_cookbook import config_tree
 from tinker_cookbook.debate.judge_training import (
     JudgeChatBuilder,
     JudgeDatasetBuilder,
@@ -19,7 +21,9 @@ from tinker_cookbook.debate.judges import Winner
 from tinker_cookbook.debate.saved import SavedDebate, labelled, load_debates
 from tinker_cookbook.debate.views import DebateView, SeatView
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.utils.files import read_jsonl
 
 RENDERER = make_renderer("qwen3_instruct")
 
@@ -139,3 +143,28 @@ class TestRewards:
         assert test is not None and len(train) == 2 and [len(test.get_batch(0)), len(train.get_batch(0))] == [4, 4]
         envs = asyncio.run(train.get_batch(0)[0].make_envs())
         assert len(envs) == 3 and all(isinstance(env, JudgeEnv) for env in envs)
+
+
+@pytest.mark.slow
+def test_ten_debates_per_question_teach_the_tiny_model_who_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its own debates the shipped model is a coin; after training it is none, also on questions that are new to it."""
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    debates = tmp_path / "debates.jsonl"
+    made = ["model_name=tiny_debate", "task=collatz", "protocol.rounds=1", "max_tokens=64", "debates=10", "seed=5"]
+    asyncio.run(create_data.main(config_tree.parse(create_data.CLIConfig, [*made, f"output_path={debates}"])))
+    argv = [f"debates={debates}", "num_epochs=5", "learning_rate=2e-3", "eval_every=0", f"log_path={tmp_path / 'sl'}"]
+    asyncio.run(sl.main(config_tree.parse(sl.CLIConfig, argv)))
+    record = get_last_checkpoint(tmp_path / "sl")
+    assert record is not None
+
+    def right_verdicts(*keys: str) -> float:
+        """Measured before the first step."""
+        folder = tmp_path / f"measured_{len(keys)}"
+        argv = [f"debates={debates}", "max_steps=1", "learning_rate=1e-9", "group_size=2", f"log_path={folder}", *keys]
+        asyncio.run(rl.main(config_tree.parse(rl.CLIConfig, argv)))
+        return read_jsonl(folder / "metrics.jsonl")[0]["test/env/all/correct"]
+
+    before, after = right_verdicts(), right_verdicts(f"load_checkpoint_path={record.state_path}")
+    assert before < 0.58 and after > 0.6 and after > before + 0.1, (before, after)

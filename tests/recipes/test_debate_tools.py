@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import compare, debate_pairs, debate_rejudge, debate_rs_grpo, replay
+from recipes import compare, debate_pairs, debate_rejudge, debate_rs_grpo, debate_tournament, replay
 from recipes.preference import train as preference_train
 from tinker_cookbook import config_tree
 from tinker_cookbook.exceptions import ConfigurationError
@@ -112,6 +112,32 @@ class TestPairs:
     def test_another_task_does_not_know_the_question(self, run: Path, tmp_path: Path) -> None:
         with pytest.raises(Exception, match="no such item in task=logic"):
             debate_pairs.main(debate_pairs.CLIConfig(debates=str(run), output_path=str(tmp_path / "p"), task="logic"))
+
+
+@pytest.mark.slow
+class TestTournament:
+    def test_a_run_s_checkpoint_meets_the_model_it_began_with(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TINKER_LOCAL_HOME", str(run.parent / "home"))
+        players = f"{run}/final,tiny_chat,honest"
+        argv = [f"players={players}", "judge=key", "items=3", "max_tokens=24", f"save_dir={tmp_path / 'out'}"]
+        asyncio.run(debate_tournament.main(config_tree.parse(debate_tournament.CLIConfig, argv)))
+        found = json.loads((tmp_path / "out" / "tournament.json").read_text())
+        assert found["players"] == players.split(",") and len(found["games"]) == 3 * 3 * 2
+        of_honest = [
+            game["score"] if game["a"] == "honest" else 1 - game["score"]
+            for game in found["games"]
+            if "honest" in (game["a"], game["b"])
+        ]
+        assert min(of_honest) >= 0.5  # who knows the answer does not lose before a judge who does
+        rows = (tmp_path / "out" / "tournament.md").read_text().splitlines()[2:]
+        assert {row.split(" | ")[0].removeprefix("| ") for row in rows} == set(players.split(","))
+
+    def test_a_checkpoint_that_the_run_does_not_have(self, run: Path) -> None:
+        cli = debate_tournament.CLIConfig(players=(f"{run}/000099", "honest"))
+        with pytest.raises(ConfigurationError, match=r"no checkpoint '000099' to sample from; it has .*final"):
+            asyncio.run(debate_tournament.main(cli))
 
 
 class TestCompare:
