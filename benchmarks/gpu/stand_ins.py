@@ -14,7 +14,7 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.execution import CudaExecution
 from tinker_local_backend.engine.execution import Execution
 
-CACHE_TOKENS = 1 << 11
+CACHE_TOKENS = 1 << 10
 """The stand-in for the attention kernel gathers as many tokens for each row as its table could hold."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.captured import CAPTURED, FOLDER
 from tests.engine.devices import PlaceError, here
 
 DESELECTED = pytest.StashKey[int]()
@@ -21,8 +22,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that hold on the CPU alone, if this is another device."""
-    left_out = [item for item in items if not here().runs({mark.name for mark in item.iter_markers()})]
+    """Leave out the tests that hold on the CPU alone, if this is another device, and those that the CUDA path need not run."""
+    left_out = [
+        item
+        for item in items
+        if not here().runs({mark.name for mark in item.iter_markers()})
+        or (here().captured and item.path.parent == FOLDER and item.path.stem not in CAPTURED)
+    ]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
     config.stash[DESELECTED] = len(left_out)
@@ -30,9 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def summary(config: pytest.Config) -> str:
     """Where the tests of this folder run, and how many of them do not."""
-    return (
-        f"engine tests on {here()}; {config.stash.get(DESELECTED, 0)} deselected as promises of the CPU (cpu_promise)"
-    )
+    why = "promises of the CPU (cpu_promise)" + (" or named in captured.py" if here().captured else "")
+    return f"engine tests on {here()}; {config.stash.get(DESELECTED, 0)} deselected as {why}"
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

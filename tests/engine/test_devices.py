@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine import helpers, selection
+from tests.engine import captured, helpers, selection
 from tests.engine.devices import Place, PlaceError, here, place_from
 from tests.engine.helpers import assert_close, assert_near, assert_repeats, assert_same_tokens, near, tolerance
 from tinker_local_backend.environment import default_device, default_dtype
@@ -90,6 +90,10 @@ def run_dummies(folder: Path, pretend: bool, **environment: str) -> subprocess.C
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     return subprocess.run([*command, str(folder)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=55)
+
+
+def test_every_test_that_samples_runs_captured_or_says_why_not() -> None:
+    assert captured.undecided() == []
 
 
 def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:

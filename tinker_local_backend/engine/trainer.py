@@ -61,9 +61,9 @@ class TrainState:
         """Forget the gradients, and what is missing in them."""
         self.gradients = self.failure = None
 
-    def accumulate(self, gradients: list[torch.Tensor]) -> None:
-        """Add the gradients of a call. Raises NonFiniteError, with nothing added, when one is not finite."""
-        if not _are_finite(gradients):
+    def accumulate(self, gradients: list[torch.Tensor], checked: bool = False) -> None:
+        """Add the gradients of a call. Raises NonFiniteError, with nothing added, when one is not finite (`checked`: all are)."""
+        if not checked and not _are_finite(gradients):
             raise _not_finite("gradient")
         if self.gradients is None:
             self.gradients = gradients
@@ -159,7 +159,7 @@ def forward_backward(
         if not _are_finite(gradients):
             culprits = yield from _broken(model, state, examples, run)
             raise _not_finite("gradient", [names[i] for i in culprits])
-        state.accumulate(gradients)
+        state.accumulate(gradients, checked=True)
     metrics = {
         "loss:sum": loss_sum,
         "tokens:sum": float(sum(len(example.tokens) for example in examples)),

@@ -25,8 +25,11 @@ def test_the_visit_is_complete_and_right_on_a_cpu(tmp_path: Path) -> None:
     assert [(row[0], row[1]) for row in overview] == [(section.title, COMPLETE) for section in SECTIONS]
     assert all(row[4] == "0" and row[5] == "" for row in overview), overview
     titles = " | ".join(table.title for table in report.tables)
+    answers = next(table for table in report.tables if table.title == "Marks").rows
+    assert {row[3] for row in answers} == {"stand-in, not a measurement"}, "each has its number, which measures nothing"
     for part in ("Machine", "Decoding, tiny", "Training, tiny", "Sampler against trainer", "One GRPO step",
-                 "decode steps", "forward and backward,", "completion tokens per second", "reads from the device"):  # fmt: skip
+                 "decode steps", "forward and backward,", "completion tokens per second", "reads from the device",
+                 "Checks at start", "Parts of decoding", "Parts of training", "Equality"):  # fmt: skip
         assert part in titles
     assert all(table.rows for table in report.tables if "bytes that must be read" not in table.title)
     checks = next(table for table in report.tables if table.title.startswith("Correctness")).rows
