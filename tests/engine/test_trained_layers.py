@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.devices import here
 from tests.engine.test_families import WINDOW, write_family
-from tinker_local_backend.engine import trained_layers
+from tinker_local_backend.engine import trained_attention, trained_layers, trained_linears
 from tinker_local_backend.engine.attention import PackedPlan, Segment
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.llama_like import JoinedLinear
+from tinker_local_backend.engine.lora import Adapter, AdapterRouting, LoraLinear, LoraSpec
 from tinker_local_backend.engine.trained_layers import TrainedLayers
 
 pytestmark = pytest.mark.skipif(not here().is_reference, reason="the pass is for CPUs, and the bounds for float32")
@@ -74,11 +75,14 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.abs().max()))
 
 
+@pytest.mark.parametrize("share", [0, 1000], ids=["apart", "merged"])
 @pytest.mark.parametrize("trained", ["all", "attention", "MLP", "loaded"])
 def test_hidden_states_and_gradients_are_those_of_the_modules(
-    trained: str, model: BaseModel, monkeypatch: pytest.MonkeyPatch
+    trained: str, share: int, model: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the adapter's products beside those of the weights, and with the adapter in a copy of them."""
     assert model._trained is not None
+    monkeypatch.setattr(trained_linears, "MERGED_SHARE", share)
     spec = LoraSpec(4, train_attn=trained != "MLP", train_mlp=trained != "attention", train_unembed=False)
     adapter = trained_adapter(model, spec)
     if trained == "loaded":  # by someone who adapts only some of the linears
@@ -101,6 +105,25 @@ def test_a_pass_without_gradients_gives_the_same_bits_and_keeps_no_graph(model: 
     with torch.no_grad():
         found = model.hidden_states(*inputs(SEGMENTS), adapter)
     assert torch.equal(found, expected) and expected.requires_grad and not found.requires_grad
+
+
+@pytest.mark.parametrize("short", [0, 64], ids=["kernel", "products"])
+def test_both_kinds_of_attention(short: int, model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = trained_adapter(model, LoraSpec(4, train_unembed=False))
+    monkeypatch.setattr(trained_attention, "SHORT", short)
+    assert_equal(hidden_and_gradients(model, adapter), through_modules(model, adapter, monkeypatch))
+
+
+def test_small_weights_take_the_adapter_in_where_that_is_less_work() -> None:
+    def way(tokens: int, size_in: int, size_out: int, rank: int) -> str:
+        linears = [LoraLinear(nn.Linear(size_in, size_out), name, AdapterRouting()) for name in ("gate", "up")]
+        a = {linear.name: torch.zeros(rank, size_in) for linear in linears}
+        b = {linear.name: torch.zeros(size_out, rank) for linear in linears}
+        adapter = Adapter(LoraSpec(rank), a, b)
+        return type(trained_linears.trained_linear(JoinedLinear(linears), adapter, tokens)).__name__
+
+    assert way(512, 64, 192, 16) == way(512, 64, 192, 32) == "_Merged"
+    assert way(512, 64, 192, 1) == way(8, 64, 192, 16) == way(2048, 512, 1536, 64) == "_Apart"
 
 
 @pytest.mark.parametrize("family", ["llama-untied", "qwen3-tied"])

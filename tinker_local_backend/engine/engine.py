@@ -23,6 +23,7 @@ import torch
 from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate, running_loop
+from tinker_local_backend.engine.memory import keep_freed_memory
 from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.requests import SamplerLimits, SamplingRequest
@@ -279,6 +280,8 @@ class Engine:
 
     def adopt(self, model: BaseModel) -> None:
         """Serve a base model that the caller made, under its name. Only within an operation."""
+        if model.device.type == "cpu":
+            keep_freed_memory()
         tokens = self._kv_tokens or self._default_kv_tokens(model)
         self._generators[model.name] = self._make_sampler(model, tokens, self.random_seed, self._post)
         self._models[model.name] = model

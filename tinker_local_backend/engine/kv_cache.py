@@ -71,7 +71,7 @@ class KVCache:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
         raw = np.empty(size + ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % ALIGNMENT
-        return torch.from_numpy(raw[start : start + size]).view(self._dtype).view(shape)
+        return torch.as_tensor(raw[start : start + size]).view(self._dtype).view(shape)
 
     def resize(self, pages: int) -> None:
         """Have so many pages; those that stay keep their contents. 0 gives the memory back, or zeroes it if it is fixed."""

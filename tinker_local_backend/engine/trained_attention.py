@@ -1,4 +1,4 @@
-"""Attention of a training pass and its gradient: each run of a PackedPlan by torch's fused kernel for CPUs.
+"""Attention of a training pass and its gradient: short sequences by products, others by torch's fused kernel for CPUs.
 
 The same numbers as attention.py gives, without a graph: a run costs autograd some ten nodes, which on short sequences take
 longer than the attention itself. For layers without soft caps.
@@ -13,6 +13,11 @@ import torch
 from tinker_local_backend.engine.attention import PackedPlan, Run
 from tinker_local_backend.engine.decode_attention import LayerAttention
 
+SHORT = 64
+"""Tokens of a sequence up to which the probabilities of attention are kept, as many numbers per token and head: products of
+whole heads are then faster than the fused kernel, which works in small blocks and computes them a second time."""
+
+_softmax_backward = torch._softmax_backward_data  # pyright: ignore[reportAttributeAccessIssue]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -21,16 +26,13 @@ def attend(
     layer: LayerAttention, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, plan: PackedPlan
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Attended values (T, H, D), and of each run what its gradient needs beside them."""
-    outputs, sums = [], []
-    heads = query_THD.shape[1]
+    outputs, kept = [], []
     for run in plan.runs:
-        query = _by_head(_own(query_THD, run), run)
-        key, value = (_by_head(_seen(tensor, run, heads), run) for tensor in (key_TKD, value_TKD))
-        bias = _bias(layer, run, plan, query)
-        output, log_sum = _forward(query, key, value, 0.0, bias is None, attn_mask=bias, scale=layer.scaling)
-        outputs.append(_by_token(output))
-        sums.append(log_sum)
-    return _joined(outputs), sums
+        tensors = query_THD, key_TKD, value_TKD
+        output, own = (_attend_short if _is_short(layer, run) else _attend)(layer, run, tensors, plan)
+        outputs.append(output)
+        kept.append(own)
+    return _joined(outputs), kept
 
 
 def gradient(
@@ -40,33 +42,106 @@ def gradient(
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
     attended_THD: torch.Tensor,
-    sums: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
     plan: PackedPlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dL/d query, key and value, from dL/d attended and what `attend` took and gave."""
-    heads, kv_heads = query_THD.shape[1], key_TKD.shape[1]
-    by_query, by_key, by_value = [], [], []
+    gathered: tuple[list[torch.Tensor], ...] = [], [], []
     places = {run.first.start: i for i, run in enumerate(plan.runs)}
-    for run, log_sum in zip(plan.runs, sums, strict=True):
-        query, attended, by_attended = (
-            _by_head(_own(tensor, run), run) for tensor in (query_THD, attended_THD, by_attended_THD)
-        )
-        key, value = (_by_head(_seen(tensor, run, heads), run) for tensor in (key_TKD, value_TKD))
-        bias = _bias(layer, run, plan, query)
-        parts = _backward(
-            by_attended, query, key, value, attended, log_sum, 0.0, bias is None, attn_mask=bias, scale=layer.scaling
-        )
-        by_query.append(_by_token(parts[0]))
-        for found, gathered in zip(parts[1:], (by_key, by_value), strict=True):
-            by_seen = _by_token(found)
-            if heads != kv_heads:
-                by_seen = by_seen.unflatten(1, (kv_heads, -1)).sum(dim=2)
-            if run.first.prefix is not None:
-                # The prefix is a run of its own, which came earlier.
-                gathered[places[run.first.prefix[0]]] += by_seen[: run.first.before]
-                by_seen = by_seen[run.first.before :]
-            gathered.append(by_seen)
-    return _joined(by_query), _joined(by_key), _joined(by_value)
+    tensors = query_THD, key_TKD, value_TKD
+    for run, own in zip(plan.runs, kept, strict=True):
+        if _is_short(layer, run):
+            parts = _gradient_short(layer, run, tensors, by_attended_THD, own)
+        else:
+            parts = _gradient(layer, run, tensors, by_attended_THD, attended_THD, own, plan)
+        if run.first.prefix is not None:
+            # The prefix is a run of its own, which came earlier.
+            for by_seen, of_runs in zip(parts[1:], gathered[1:], strict=True):
+                of_runs[places[run.first.prefix[0]]] += by_seen[: run.first.before]
+            parts = parts[0], *(by_seen[run.first.before :] for by_seen in parts[1:])
+        for part, of_runs in zip(parts, gathered, strict=True):
+            of_runs.append(part)
+    by_query, by_key, by_value = map(_joined, gathered)
+    return by_query, by_key, by_value
+
+
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries (T, H, D), keys and values (T, KV, D)"""
+
+
+def _attend(layer: LayerAttention, run: Run, tensors: _Tensors, plan: PackedPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value = _of_kernel(tensors, run)
+    bias = _bias(layer, run, plan, query)
+    output, log_sums = _forward(query, key, value, 0.0, bias is None, attn_mask=bias, scale=layer.scaling)
+    return _by_token(output), log_sums
+
+
+def _gradient(
+    layer: LayerAttention,
+    run: Run,
+    tensors: _Tensors,
+    by_attended_THD: torch.Tensor,
+    attended_THD: torch.Tensor,
+    log_sums: torch.Tensor,
+    plan: PackedPlan,
+) -> _Tensors:
+    """By the queries of the run, and by the keys and values that they see."""
+    query, key, value = _of_kernel(tensors, run)
+    attended, by_attended = (_by_head(_own(tensor, run), run) for tensor in (attended_THD, by_attended_THD))
+    bias = _bias(layer, run, plan, query)
+    parts = _backward(
+        by_attended, query, key, value, attended, log_sums, 0.0, bias is None, attn_mask=bias, scale=layer.scaling
+    )
+    by_query, by_key, by_value = map(_by_token, parts)
+    heads, kv_heads = tensors[0].shape[1], tensors[1].shape[1]
+    if heads != kv_heads:
+        by_key, by_value = (part.unflatten(1, (kv_heads, -1)).sum(dim=2) for part in (by_key, by_value))
+    return by_query, by_key, by_value
+
+
+def _is_short(layer: LayerAttention, run: Run) -> bool:
+    """Whether a run's probabilities are kept."""
+    return run.length <= SHORT and _is_plain(layer, run)
+
+
+def _attend_short(
+    layer: LayerAttention, run: Run, tensors: _Tensors, plan: PackedPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value = (_grouped(tensor, run, tensors[1].shape[1]) for tensor in tensors)
+    group = query.shape[1] // run.length
+    bias = plan.bias(0, run.length, None, query)[:, None].expand(-1, group, -1).flatten(0, 1)
+    probabilities = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=layer.scaling).softmax(dim=-1)
+    return _ungrouped(torch.bmm(probabilities, value), run), probabilities
+
+
+def _gradient_short(
+    layer: LayerAttention,
+    run: Run,
+    tensors: _Tensors,
+    by_attended_THD: torch.Tensor,
+    probabilities: torch.Tensor,
+) -> _Tensors:
+    kv_heads = tensors[1].shape[1]
+    query, key, value, by_attended = (_grouped(tensor, run, kv_heads) for tensor in (*tensors, by_attended_THD))
+    by_value = torch.bmm(probabilities.transpose(1, 2), by_attended)
+    by_probabilities = torch.bmm(by_attended, value.transpose(1, 2))
+    by_scores = _softmax_backward(by_probabilities, probabilities, -1, probabilities.dtype)
+    by_query = torch.baddbmm(query, by_scores, key, beta=0, alpha=layer.scaling)
+    by_key = torch.baddbmm(key, by_scores.transpose(1, 2), query, beta=0, alpha=layer.scaling)
+    by_query, by_key, by_value = (_ungrouped(part, run) for part in (by_query, by_key, by_value))
+    return by_query, by_key, by_value
+
+
+def _grouped(tensor_THD: torch.Tensor, run: Run, kv_heads: int) -> torch.Tensor:
+    """(count * S, KV * G, D) -> (count * KV, S * G, D): the query heads that share a key head are more queries of it."""
+    split = _own(tensor_THD, run).unflatten(0, (run.count, -1)).unflatten(2, (kv_heads, -1))
+    return split.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def _ungrouped(tensor: torch.Tensor, run: Run) -> torch.Tensor:
+    """The reverse."""
+    split = tensor.unflatten(1, (run.length, -1)).unflatten(0, (run.count, -1))
+    return split.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _own(tensor_THD: torch.Tensor, run: Run) -> torch.Tensor:
@@ -85,6 +160,16 @@ def _seen(tensor_TKD: torch.Tensor, run: Run, heads: int) -> torch.Tensor:
     return tensor.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1).flatten(1, 2)
 
 
+def _of_kernel(tensors: _Tensors, run: Run) -> _Tensors:
+    """Queries of a run, keys and values that they see, as the kernel takes them: (count, H, S, D)."""
+    query, heads = _own(tensors[0], run), tensors[0].shape[1]
+    return (
+        _by_head(query, run),
+        _by_head(_seen(tensors[1], run, heads), run),
+        _by_head(_seen(tensors[2], run, heads), run),
+    )
+
+
 def _by_head(tensor: torch.Tensor, run: Run) -> torch.Tensor:
     """(count * S, H, D) -> (count, H, S, D)"""
     return tensor.unflatten(0, (run.count, -1)).transpose(1, 2)
@@ -99,9 +184,11 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _is_plain(layer: LayerAttention, run: Run) -> bool:
+    """Whether the run's tokens see all of their sequence that is not behind them, and nothing else."""
+    return run.first.before == 0 and (layer.window is None or run.length <= layer.window)
+
+
 def _bias(layer: LayerAttention, run: Run, plan: PackedPlan, query: torch.Tensor) -> torch.Tensor | None:
     """What is added to the scores of a run; None where it is that of causal attention to itself."""
-    before, length = run.first.before, run.length
-    if before == 0 and (layer.window is None or length <= layer.window):
-        return None
-    return plan.bias(before, length, layer.window, query)
+    return None if _is_plain(layer, run) else plan.bias(run.first.before, run.length, layer.window, query)

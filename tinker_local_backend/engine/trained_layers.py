@@ -147,7 +147,7 @@ class _Layer:
     def __init__(self, layer: Any, adapter: Adapter, cos: torch.Tensor, sin: torch.Tensor, plan: PackedPlan):
         self._layer, self._cos, self._sin, self._plan = layer, cos, sin, plan
         joined = layer.qkv, layer.out, layer.gate_up, layer.down
-        self._linears = [trained_linear(part, adapter) for part in joined]
+        self._linears = [trained_linear(part, adapter, len(cos)) for part in joined]
         self.names = [name for part in self._linears for name in part.names]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:

@@ -18,8 +18,8 @@ from tinker_local_backend.engine.products import linear
 LARGEST_MERGED = 1 << 18
 """Elements of a weight up to which it is copied for a pass: it stays in the caches;"""
 
-MERGED_SHARE = 2
-"""and it has at most so many times the multiplications per token of the adapter's own products, which are slower each."""
+MERGED_SHARE = 2.5
+"""and this takes at most so many times the multiplications of the adapter's own products, which are slower each."""
 
 GradientsByName = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """path of a linear -> dL/d A and dL/d B"""
@@ -47,17 +47,21 @@ class TrainedLinear(Protocol):
         ...
 
 
-def trained_linear(joined: JoinedLinear, adapter: Adapter) -> TrainedLinear:
-    """By the cheaper of the two ways, which depends on sizes alone."""
+def trained_linear(joined: JoinedLinear, adapter: Adapter, tokens: int) -> TrainedLinear:
+    """By the cheaper of the two ways for a pass of so many tokens, which depends on sizes alone."""
     size_out, size_in = joined.weight.shape
-    ranks = [len(adapter.a[name]) for name in joined.names if name in adapter.a]
-    own = sum(rank * (size_in + size) for rank, size in zip(ranks, joined.sizes, strict=False))
-    few = size_out * size_in <= MERGED_SHARE * _PASSES * own
-    return (_Merged if few and joined.weight.numel() <= LARGEST_MERGED else _Apart)(joined, adapter)
+    ranks = [
+        (len(adapter.a[name]), size) for name, size in zip(joined.names, joined.sizes, strict=True) if name in adapter.a
+    ]
+    apart = tokens * _PASSES * sum(rank * (size_in + size) for rank, size in ranks)
+    merged = tokens * size_out * size_in + _PASSES * sum(rank * size * size_in for rank, size in ranks)
+    is_small = joined.weight.numel() <= LARGEST_MERGED
+    return (_Merged if is_small and merged <= MERGED_SHARE * apart else _Apart)(joined, adapter)
 
 
 _PASSES = 3
-"""An adapter's products are those of the forward pass, of dL/dx, and of its own gradients; a weight's gradient is one."""
+"""An adapter's products are those of the forward pass, of dL/dx, and of its own gradients. Merged, that is the product for the
+weight's gradient, and without the tokens once the adapter into the weight, and twice the gradients out of the weight's."""
 
 
 class _Parts:
