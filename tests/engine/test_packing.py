@@ -325,6 +325,7 @@ def test_a_prefix_is_computed_once_and_its_equal_targets_are_scored_once(
     assert sum(rows) == 30 + 8 * 2 + 7
 
 
+@pytest.mark.cpu_promise
 def test_neighbours_of_one_length_share_a_call_of_attention(
     training: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

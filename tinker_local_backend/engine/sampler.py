@@ -67,7 +67,8 @@ class RowParams:
 def divisors_of(temperatures: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """What logits are divided by: greedy rows are scored at temperature 1."""
     temperatures = np.asarray(temperatures, dtype=np.float64)
-    return np.where(temperatures > 0, np.maximum(temperatures, LEAST_DIVISOR), 1.0).astype(np.float32)
+    with np.errstate(over="ignore"):  # beyond float32 it is infinite, and all tokens are alike
+        return np.where(temperatures > 0, np.maximum(temperatures, LEAST_DIVISOR), 1.0).astype(np.float32)
 
 
 def next_tokens(
