@@ -14,7 +14,7 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import step as step_module
 from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
-from tinker_local_backend.engine.cuda.graphs import CaptureError, graphs_for
+from tinker_local_backend.engine.cuda.graphs import CaptureError, Graphs, Uncaptured, graphs_for
 from tinker_local_backend.engine.cuda.slots import SLOTS
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.execution import Reference
@@ -161,27 +161,34 @@ def test_replays_give_what_eager_steps_give(model: BaseModel) -> None:
 
 @torch.inference_mode()
 def test_a_planted_index_that_the_capture_bakes_in_is_caught(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = itertools.count()
+    row = 0
 
     def plant(state: Any, tempered: torch.Tensor) -> None:
-        state.tokens[next(count) % 3].fill_(7)  # an index from Python: the same one at every replay
+        state.tokens[row].fill_(7)  # an index from Python: a replay has that of the capture
+
+    def before(burst: int) -> None:
+        nonlocal row
+        row = burst
 
     with_step(monkeypatch, plant)
-    assert not replay_equals_eager(model)
+    assert not replay_equals_eager(model, before)
+    assert replay_equals_eager(model, before, Uncaptured()), (
+        "the index alone changes nothing where Python runs the step"
+    )
 
 
-def replay_equals_eager(model: BaseModel) -> bool:
-    """Whether a captured step gives in a burst what the same step gives when Python runs it again each time."""
-
-    class Eager:
-        def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-            return lambda: step(), torch.empty(8, 1)
-
+def replay_equals_eager(
+    model: BaseModel, before: Callable[[int], None] = lambda burst: None, graphs: Graphs | None = None
+) -> bool:
+    """Whether a captured step gives in two bursts, told `before`, what it gives when Python runs it again each time."""
     results = []
-    for graphs in (graphs_for(model.device), Eager()):
-        decoder = Decoder(model, model.new_cache(16), graphs, 128)
-        burst = decoder.run(some_rows(), BURST)
-        results.append((burst.tokens.tolist(), burst.logprobs.round(4).tolist()))
+    for way in (graphs or graphs_for(model.device), Uncaptured()):
+        decoder, bursts = Decoder(model, model.new_cache(16), way, 128), []
+        for number in range(2):
+            before(number)
+            burst = decoder.run(some_rows(), BURST)
+            bursts.append((burst.tokens.tolist(), burst.logprobs.round(4).tolist()))
+        results.append(bursts)
     return results[0] == results[1]
 
 
