@@ -307,7 +307,7 @@ def test_a_step_judge(serve: Callable[..., Endpoint]) -> None:
 
     async def check() -> list[bool | None]:
         judge = await config.make(seed=3)
-        return [await judge(Step("the first step", "1 + 1 = 3", False), (i,)) for i in range(3)]
+        return [(await judge(Step("the first step", "1 + 1 = 3", False), (i,))).holds for i in range(3)]
 
     assert asyncio.run(check()) == [False, True, None]
 

@@ -27,8 +27,8 @@ PAGES = (
     "example_data/README.md",
     "benchmarks/README.md",
 )
-INNER = re.compile(r"tinker_local_backend\.(\w+)\.")
-"""Modules that users reach through the package's clients and commands; the index counts them by folder."""
+INNER = re.compile(r"tinker_local_backend\.(\w+)\.|tinker_cookbook\.(environments\.verifiers|report|runs)\.")
+"""Modules that users reach through a package's clients and commands; the index counts them by folder."""
 INDEX, FULL = "llms.txt", "llms-full.txt"
 MAX_INDEX_BYTES = 60_000
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,7 +145,7 @@ def _index(pages: Sequence[str], modules: dict[str, list[_Module]], shown: int) 
     for package, found in modules.items():
         told = [m for m in found if m not in recipes and (m.names or m.summary)]
         outer = [m for m in told if not INNER.match(m.name)]
-        inner = Counter(match[1] for m in told if (match := INNER.match(m.name)))
+        inner = Counter(match[1] or match[2] for m in told if (match := INNER.match(m.name)))
         counted = ", ".join(f"{folder} ({count})" for folder, count in inner.items())
         sections[package] = [_index_entry(m, shown, below=package) for m in outer]
         sections[package] += [f"- and the modules of {counted}: [{FULL}]({FULL})"] if inner else []

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import open_runs
@@ -31,7 +32,10 @@ RUNS = {
     ),
 }  # fmt: skip
 
-SHOTS = (("debate", "rollouts", "light"), ("sweep", "curves", "dark"))
+SHOTS: tuple[tuple[str, str, Literal["light", "dark"]], ...] = (
+    ("debate", "rollouts", "light"),
+    ("sweep", "curves", "dark"),
+)
 """run, panel and colours of each picture"""
 
 

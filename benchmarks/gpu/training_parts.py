@@ -122,7 +122,7 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
 
 
 def _measured(visit: Visit, call: Callable[[], Any], state: trainer.TrainState, names: list[str]) -> Measured:
-    call()
+    output = call()
     if visit.on_gpu:
         torch.cuda.reset_peak_memory_stats(visit.device)
     times = []

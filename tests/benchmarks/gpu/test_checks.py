@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu import sampling_checks, state_checks, training_checks
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.findings import Findings
-from tinker_local_backend.engine import generation, micro_batch, trainer
+from tinker_local_backend.engine import generation, micro_batch, running, trainer
 from tinker_local_backend.engine.base_model import BaseModel
 
 
@@ -46,10 +46,8 @@ def test_logprobs_of_the_wrong_temperature_are_caught(case: Case, monkeypatch: p
 
 
 def test_rows_that_use_another_rows_adapter_are_caught(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = generation.group_rows
-    monkeypatch.setattr(
-        generation, "group_rows", lambda adapters, device: original([*adapters[1:], adapters[0]], device)
-    )
+    original = running.group_rows
+    monkeypatch.setattr(running, "group_rows", lambda adapters, device: original([*adapters[1:], adapters[0]], device))
     sampling_checks.adapters_in_one_batch(case)
     assert any("mixed batch" in name for name in failed(case.findings))
 

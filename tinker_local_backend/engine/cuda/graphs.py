@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-
-T = TypeVar("T")
 
 
 class CaptureError(RuntimeError):
@@ -24,8 +22,8 @@ class CaptureError(RuntimeError):
 class Graphs(Protocol):
     """Captures steps."""
 
-    def capture(self, step: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """What replays the step, and what the step returned: tensors that every replay fills anew.
+    def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """What replays the step, and what the step returned: a tensor that every replay fills anew.
 
         The step runs once or more for this, so call it while its tensors hold nothing that matters.
         """
@@ -39,7 +37,7 @@ class CudaGraphs:
         self._device = device
         self._pool: Any = None
 
-    def capture(self, step: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # kernels are compiled and libraries make their workspaces before the capture
@@ -74,7 +72,7 @@ _FROM_PYTHON = ("lift_fresh", "lift_fresh_copy")
 class RecordedGraphs:
     """The stand-in: records the operations of a step with the tensors that they touched, and runs them again."""
 
-    def capture(self, step: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Raises CaptureError for what waits for the device and for tensors made from Python values."""
         step()
         recording = _Recording()
