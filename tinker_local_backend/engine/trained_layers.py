@@ -20,8 +20,9 @@ from transformers.activations import ACT2FN
 
 from tinker_local_backend.engine import trained_attention
 from tinker_local_backend.engine.attention import PackedPlan
-from tinker_local_backend.engine.llama_like import LlamaLikeDecoder
+from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, rotation
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.products import worst_error
 from tinker_local_backend.engine.trained_linears import GradientsByName, trained_linear
 
 if TYPE_CHECKING:
@@ -54,11 +55,9 @@ class TrainedLayers:
     ) -> torch.Tensor:
         """Final hidden states (T, hidden). With `recompute` only the input of each layer is kept for the backward pass."""
         x_TH = self.embedding(tokens_T)
-        cos, sin = (part[0][:, None] for part in self._rotary(x_TH, positions_T[None]))
-        half, heads = cos.shape[-1] // 2, self.layers[0].heads + self.layers[0].kv_heads
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        heads = self.layers[0].heads + self.layers[0].kv_heads
         # A factor that lies in memory as often as it is used is twice as fast.
-        cos, sin = (factor.expand(-1, heads, -1).contiguous() for factor in (cos, sin))
+        cos, sin = (factor.expand(-1, heads, -1).contiguous() for factor in rotation(self._rotary, x_TH, positions_T))
         layers = [_Layer(layer, adapter, cos, sin, plan) for layer in self.layers]
         names = [name for layer in layers for name in layer.names]
         whole = _Pass(layers, names, self.final_norm, recompute)
@@ -271,12 +270,13 @@ def checked_layers(
         float((one - other).norm() / (other.norm() + largest * LEAST_SHARE))
         for one, other in zip(found, expected, strict=True)
     ]
-    if not max(errors) <= LARGEST_ERROR:
+    worst = worst_error(errors)
+    if worst > LARGEST_ERROR:
         logger.warning(
             "model %r: the joined training pass gives other hidden states or gradients than its modules (relative error "
             "%.1e); it trains through the modules, which is slower",
             model.name,
-            max(errors),
+            worst,
         )
         return None
     return layers
