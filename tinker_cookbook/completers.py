@@ -128,9 +128,12 @@ async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tin
         raise ConfigurationError(f"sampling_client {type(client).__name__} has neither sample nor sample_async")
     found: Any = call(prompt=prompt, num_samples=1, sampling_params=params)
     while not hasattr(found, "sequences"):
-        if isinstance(found, concurrent.futures.Future) and not inspect.isawaitable(found):
-            found = asyncio.wrap_future(cast("concurrent.futures.Future[Any]", found))
-        found = await (found if inspect.isawaitable(found) else found.result_async())
+        if inspect.isawaitable(found):
+            found = await found
+        elif isinstance(found, concurrent.futures.Future):
+            found = await asyncio.wrap_future(cast("concurrent.futures.Future[Any]", found))
+        else:
+            found = await found.result_async()
     return found
 
 
