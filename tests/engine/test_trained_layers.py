@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.devices import here
 from tests.engine.test_families import WINDOW, write_family
-from tinker_local_backend.engine import trained_attention, trained_layers, trained_linears
+from tinker_local_backend.engine import trained_attention, trained_layers, trained_linears, trained_norms
 from tinker_local_backend.engine.attention import PackedPlan, Segment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.llama_like import JoinedLinear
@@ -160,12 +160,12 @@ def test_another_activation_or_dtype_trains_through_the_modules(tmp_path: Path) 
     assert trained_layers.checked_layers(model, model._decoder, model._check_sequences()) is None
 
 
-@pytest.mark.parametrize("part", ["_norm_gradient", "_scale"])
+@pytest.mark.parametrize("part", ["gradient", "reciprocal_rms"])
 def test_a_pass_that_gives_something_else_is_not_used(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = getattr(trained_layers, part)
-    monkeypatch.setattr(trained_layers, part, lambda *arguments: right(*arguments) * 1.01)
+    right = getattr(trained_norms, part)
+    monkeypatch.setattr(trained_norms, part, lambda *arguments: right(*arguments) * 1.01)
     with caplog.at_level(logging.WARNING):
         model = BaseModel(write_family("qwen3-tied", tmp_path))
     assert model._trained is None and "trains through the modules" in caplog.text
