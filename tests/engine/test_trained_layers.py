@@ -5,6 +5,7 @@ tests/engine/test_families.py compares it with float64 references.
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,36 @@ def test_a_pass_without_gradients_gives_the_same_bits_and_keeps_no_graph(model: 
     with torch.no_grad():
         found = model.hidden_states(*inputs(SEGMENTS), adapter)
     assert torch.equal(found, expected) and expected.requires_grad and not found.requires_grad
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+def test_rotary_factors_are_kept_for_the_same_positions_where_nothing_else_changes_them(
+    rope_type: str, model: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model._trained is not None
+    adapter = trained_adapter(model, LoraSpec(2, train_unembed=False))
+    rotary = Counted(model._trained._rotary, rope_type)
+    monkeypatch.setattr(model._trained, "_rotary", rotary)
+    monkeypatch.setattr(model._trained, "_rotation", None)
+    tokens, calls = torch.arange(5), []
+    for start in (0, 0, 3, 0):
+        model.hidden_states(tokens, tokens + start, PackedPlan([Segment(0, 5)]), adapter)
+        calls.append(rotary.calls)
+    assert calls == ([1, 1, 2, 3] if rope_type == "default" else [1, 2, 3, 4])
+    monkeypatch.setattr(trained_layers, "KEPT_ROTATIONS", 0)
+    model.hidden_states(tokens, tokens + 1, PackedPlan([Segment(0, 5)]), adapter)
+    assert model._trained._rotation is None
+
+
+class Counted:
+    """A rotary embedding that counts its calls."""
+
+    def __init__(self, rotary: Any, rope_type: str):
+        self._rotary, self.rope_type, self.calls = rotary, rope_type, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self._rotary(*arguments)
 
 
 @pytest.mark.parametrize("short", [0, 64], ids=["kernel", "products"])

@@ -5,6 +5,8 @@ The weight of a norm is left to the linear behind it (trained_linears.py).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 
@@ -36,9 +38,7 @@ class HeadNorm:
     def __init__(self, weight: torch.Tensor, eps: float):
         heads, size = weight.shape
         self._weight, self._eps = weight.flatten(), eps
-        self._spread = torch.eye(heads, dtype=weight.dtype).repeat_interleave(size, dim=1)
-        """(heads, heads * D)"""
-        self._mean = self._spread.t() / size
+        self._mean, self._spread = _blocks(heads, size, weight.dtype)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x (T, heads * D) -> the same normalised, and the scale of each head (T, heads)."""
@@ -52,3 +52,10 @@ class HeadNorm:
         torch.mul(by_y, scale @ (self._spread * self._weight), out=out)
         along = (dot @ self._mean).mul_(scale.square())
         out.addcmul_(x, along @ self._spread, value=-1)
+
+
+@lru_cache(maxsize=4)
+def _blocks(heads: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What takes the mean of each head, (heads * D, heads), and what repeats a number of each, (heads, heads * D)."""
+    spread = torch.eye(heads, dtype=dtype).repeat_interleave(size, dim=1)
+    return spread.t() / size, spread
