@@ -153,9 +153,9 @@ class _Kept(NamedTuple):
     """the input times its scale, without the norm's weight"""
     scale: torch.Tensor
     qkv: torch.Tensor
-    """(T, (query heads + 2 * key heads) * D), as the products gave it"""
+    """(T, query heads + 2 * key heads, D), as the products gave it"""
     qk_scale: torch.Tensor | None
-    """(T, query heads + key heads)"""
+    """(T, query heads + key heads, 1)"""
     rotated: torch.Tensor
     """(T, query heads + key heads, D)"""
     attended: torch.Tensor
@@ -199,10 +199,10 @@ class _Layer:
         scale = trained_norms.reciprocal_rms(x, layer.input_norm.variance_epsilon)
         normed = x * scale
         qkv, inner_qkv = qkv_linear.forward(normed)
-        qk, qk_scale = qkv[:, : self._rotated_heads * layer.head_dim], None
+        qkv = qkv.view(tokens, -1, layer.head_dim)
+        qk, qk_scale = qkv[:, : self._rotated_heads], None
         if self._head_norm is not None:
             qk, qk_scale = self._head_norm.forward(qk)
-        qk = qk.unflatten(1, (-1, layer.head_dim))
         rotated = torch.addcmul(qk * self._cos, qk.roll(layer.head_dim // 2, -1), self._sin)
         attended, of_attention = trained_attention.attend(layer.attention, self._seen(rotated, qkv), self._plan)
         middle, inner_out = out_linear.forward(attended.view(tokens, -1))
@@ -220,8 +220,8 @@ class _Layer:
 
     def _seen(self, rotated: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of the attention, or their gradients, where they lie in these two."""
-        values = qkv.unflatten(1, (-1, self._layer.head_dim))[:, self._rotated_heads :]
-        return rotated[:, : self._layer.heads], rotated[:, self._layer.heads :], values
+        heads = self._layer.heads
+        return rotated[:, :heads], rotated[:, heads:], qkv[:, self._rotated_heads :]
 
     def backward(
         self, by_y: torch.Tensor, tensors: Sequence[torch.Tensor | None], gradients: GradientsByName, wants_x: bool
@@ -264,11 +264,14 @@ class _Layer:
         )
         # A rotation by half the width is its own inverse.
         turned = (by_rotated * self._sin).roll(layer.head_dim // 2, -1)
-        width = self._rotated_heads * layer.head_dim
-        qk, by_qk = kept.qkv[:, :width], by_qkv[:, :width]
+        qk, by_qk = (tensor[:, : self._rotated_heads] for tensor in (kept.qkv, by_qkv))
         if self._head_norm is None or kept.qk_scale is None:
-            torch.addcmul(turned, by_rotated, self._cos, out=by_qk.unflatten(1, (-1, layer.head_dim)))
-            return by_qkv
+            torch.addcmul(turned, by_rotated, self._cos, out=by_qk)
+        else:
+            by_normed = turned.addcmul_(by_rotated, self._cos)
+            # A rotation keeps the product of a vector and its gradient.
+            self._head_norm.gradient(by_normed, by_rotated.mul_(kept.rotated), qk, kept.qk_scale, out=by_qk)
+        return by_qkv.flatten(1)
         by_normed = torch.addcmul(turned, by_rotated, self._cos).flatten(1)
         # A rotation keeps the product of a vector and its gradient.
         self._head_norm.gradient(by_normed, by_rotated.mul_(kept.rotated).flatten(1), qk, kept.qk_scale, out=by_qk)

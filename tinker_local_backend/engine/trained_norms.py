@@ -5,8 +5,6 @@ The weight of a norm is left to the linear behind it (trained_linears.py).
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 
@@ -25,37 +23,20 @@ def gradient(
 
 
 class HeadNorm:
-    """The norm of each of several heads, with its weight.
-
-    Sums over a head, and a number of each head for all of its dimensions, are products with matrices that are zero but for
-    one block per head. Operations on the last of three dimensions have a loop for each head of each token, and on heads of
-    32 they take several times as long.
-
-    Args:
-        weight: (heads, D).
-    """
+    """The norm of each of several heads, with its weight (heads, D)."""
 
     def __init__(self, weight: torch.Tensor, eps: float):
-        heads, size = weight.shape
-        self._weight, self._eps = weight.flatten(), eps
-        self._mean, self._spread = _blocks(heads, size, weight.dtype)
+        self._weight, self._eps = weight, eps
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x (T, heads * D) -> the same normalised, and the scale of each head (T, heads)."""
-        scale = (x.square() @ self._mean).add_(self._eps).rsqrt_()
-        return (scale @ (self._spread * self._weight)).mul_(x), scale
+        """x (T, heads, D) -> the same normalised, and the scale of each head (T, heads, 1)."""
+        scale = reciprocal_rms(x, self._eps)
+        return (x * scale).mul_(self._weight), scale
 
     def gradient(
         self, by_y: torch.Tensor, dot: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Puts dL/dx into `out`. dot (T, heads * D): what sums over a head to that of by_y * y."""
-        torch.mul(by_y, scale @ (self._spread * self._weight), out=out)
-        along = (dot @ self._mean).mul_(scale.square())
-        out.addcmul_(x, along @ self._spread, value=-1)
-
-
-@lru_cache(maxsize=4)
-def _blocks(heads: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What takes the mean of each head, (heads * D, heads), and what repeats a number of each, (heads, heads * D)."""
-    spread = torch.eye(heads, dtype=dtype).repeat_interleave(size, dim=1)
-    return spread.t() / size, spread
+        """Puts dL/dx into `out`. dot (T, heads, D): what sums over a head to that of by_y * y. Overwrites `by_y`."""
+        along = dot.mean(dim=-1, keepdim=True).mul_(scale.square())
+        torch.mul(by_y.mul_(self._weight), scale, out=out)
+        out.addcmul_(x, along, value=-1)
