@@ -104,9 +104,7 @@ class PackedPlan:
             self._masks[key] = mask if window is None else mask & (keys > own - window)
         return self._masks[key]
 
-    def bias(
-        self, before: int, queries: int, window: int | None, like: torch.Tensor, repeat: int = 1
-    ) -> torch.Tensor:
+    def bias(self, before: int, queries: int, window: int | None, like: torch.Tensor, repeat: int = 1) -> torch.Tensor:
         """The same as what is added to scores of the dtype and on the device of `like`: 0 or -inf. Each query `repeat` times."""
         key = (before, queries, window, repeat)
         if key not in self._biases:

@@ -17,7 +17,7 @@ SHORT = 64
 """Tokens of a sequence up to which the probabilities of attention are kept, as many numbers per token and head: products of
 whole heads are then faster than the fused kernel, which works in small blocks and computes them a second time."""
 
-_softmax_backward = torch._softmax_backward_data  # pyright: ignore[reportAttributeAccessIssue]
+_softmax_backward = torch._softmax_backward_data  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import BinaryIO, cast
 
 from tinker_local_backend.wire import frames
 from tinker_local_backend.wire.frames import Frame
@@ -27,7 +28,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, name: str):
         self._socket = sock
-        self._incoming = sock.makefile("rb", BUFFER_BYTES)
+        self._incoming = cast(BinaryIO, sock.makefile("rb", BUFFER_BYTES))
         self._outgoing: _Outgoing = queue.SimpleQueue()
         threading.Thread(target=_write, args=(sock, self._outgoing), name=name, daemon=True).start()
 
