@@ -43,6 +43,7 @@ class CLIConfig:
     run: str = chz.field(doc="folder of the run whose rollouts are trained on")
     model_name: str | None = chz.field(default=None, doc="base model; None: the run's")
     lora_rank: int | None = chz.field(default=None, doc="rank of the adapter; None: the run's")
+    train_mlp: bool | None = chz.field(default=None, doc="whether a new adapter is also on the MLPs; None: as the run's")
     learning_rate: float | None = chz.field(default=None, doc="Adam's learning rate; None: the run's")
     loss_fn: str | None = chz.field(default=None, doc=f"{', '.join(LOSS_FNS)}; None: the run's")
     loss_fn_config: dict[str, float] | None = chz.field(
@@ -136,6 +137,8 @@ def settings_of_run(cli: CLIConfig) -> CLIConfig:
     filled = {key: getattr(cli, key) if getattr(cli, key) is not None else config.get(key) for key in keys}
     if cli.loss_fn_config is None and filled["loss_fn"] == config.get("loss_fn"):
         filled["loss_fn_config"] = config.get("loss_fn_config")
+    if cli.train_mlp is None:
+        filled["train_mlp"] = config.get("train_mlp", True)
     if missing := [key for key in keys if filled[key] is None]:
         raise ConfigurationError(f"{folder}/config.json does not say {', '.join(missing)}; give them")
     return chz.replace(cli, **filled)
@@ -166,7 +169,9 @@ async def replay(cli: CLIConfig, files: Sequence[Path], ml_logger: Logger) -> No
     if cli.load_checkpoint_path is not None:
         client = await service.create_training_client_from_state(cli.load_checkpoint_path)
     else:
-        client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
+        client = await service.create_lora_training_client(
+            cli.model_name, rank=cli.lora_rank, seed=cli.seed, train_mlp=cli.train_mlp is not False
+        )
     progress, found = Progress({}), dict[str, float]()
     for step, path in enumerate([*files] * cli.num_epochs):
         data_D = list(datums_of_rows(read_rollouts(path)[1]))

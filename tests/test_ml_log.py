@@ -103,7 +103,7 @@ class FakeWandbRun:
 class TestWandbLogger:
     def test_a_missing_package_says_how_to_install_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "wandb", None)
-        with pytest.raises(ConfigurationError, match=r"wandb_project='p'.*pip install tinker-cookbook-local\[wandb\]"):
+        with pytest.raises(ConfigurationError, match=r"wandb_project='p'.*pip install 'tinker-cookbook-local\[wandb\]"):
             trackers.WandbLogger("p")
 
     def test_a_resumed_run_goes_on_under_the_same_id(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ class TestTrackioLogger:
         monkeypatch.setitem(sys.modules, "trackio", None)
         with pytest.raises(
             ConfigurationError,
-            match=r"trackers=trackio, wandb_project='p'.*pip install tinker-cookbook-local\[trackio\]",
+            match=r"trackers=trackio, wandb_project='p'.*pip install 'tinker-cookbook-local\[trackio\]",
         ):
             trackers.TrackioLogger("p")
 

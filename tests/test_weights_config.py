@@ -86,7 +86,7 @@ def debate(folder: Path, saved: Saved) -> Awaitable[Any]:
         renderer_name="qwen3_instruct",
         judge=JudgeConfig(name="lm", weights=weights),
         num_groups=1,
-        group_size=2,
+        group_size=4,
         num_batches=1,
     )()
 

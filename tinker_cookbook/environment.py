@@ -18,7 +18,7 @@ VARIABLES = {
     "TINKER_DEBATE_BASE_MODEL": "the model of a recipe that is given no `model_name`; default: `tiny_chat`",
     "TINKER_DEBATE_LOG_ROOT": "where runs without `log_path` go",
     "TINKER_COOKBOOK_RUNS_DIR": "folder of runs that are given no path; default: `tinker-cookbook` in the user's data folder",
-    "TINKER_COOKBOOK_TRACEBACK": "1 prints the traceback of an error, of which otherwise only the message is printed",
+    "TINKER_COOKBOOK_TRACEBACK": "1 prints the traceback of an error; otherwise only its message is printed",
 }
 """By name: what the library reads from the environment."""
 

@@ -234,6 +234,8 @@ class TrainingClient:
         path = self._path("weights", name)
 
         def save() -> SaveWeightsResponse:
+            # Whoever goes on from here has new samplers, which remember nothing.
+            self._run.engine.forget_prefixes()
             self._run.save(path, ttl_seconds, overwrite, user_metadata)
             return SaveWeightsResponse(path=str(path))
 

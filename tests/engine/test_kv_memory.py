@@ -118,6 +118,24 @@ def test_growing_takes_one_more_layer_for_a_moment(meter: Meter, pages: int) -> 
     assert meter.most == 0
 
 
+def test_a_growth_that_fails_leaves_nothing_to_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layers had room."""
+    cache, empty, grown = KVCache(3, 2, 4, torch.float32, here().device), KVCache._empty, []
+
+    def scarce(self: KVCache, pages: int) -> torch.Tensor:
+        if len(grown) == 2:
+            raise MemoryError
+        grown.append(pages)
+        return empty(self, pages)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(KVCache, "_empty", scarce)
+        cache.resize(10)
+    assert cache.bytes > 0
+    cache.resize(0)
+    assert cache.bytes == 0
+
+
 def test_a_long_sequence_makes_short_ones_no_dearer(model: BaseModel) -> None:
     """64 of 80 tokens and one of 200: no more than what each takes, rounded up to pages, and half as much for growth."""
     direct = Direct(model)

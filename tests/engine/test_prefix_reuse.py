@@ -268,7 +268,7 @@ def test_turns_of_policy_and_judge_each_go_on_from_their_own(home: Path, tied_mo
             assert hits == (0 if first else seen + 5)
 
 
-def test_after_training_nothing_is_reused_and_the_memory_is_given_back(service: ServiceClient, tied_model: str) -> None:
+def test_after_training_and_saving_nothing_is_reused(service: ServiceClient, tied_model: str) -> None:
     client = make_training_client(service, tied_model)
     snapshot = client.save_weights_and_get_sampling_client().result()
     generator = snapshot._engine._generators[tied_model]
@@ -288,6 +288,7 @@ def test_after_training_nothing_is_reused_and_the_memory_is_given_back(service: 
         lambda: client.forward([cross_entropy_datum(5, 0)], "cross_entropy"),
         lambda: client.forward_backward([cross_entropy_datum(5, 0)], "cross_entropy"),
         lambda: client.optim_step(STEP),
+        lambda: client.save_state("kept"),  # a run that goes on from it has a new sampler
     ):
         train().result()
         assert cache.pages == 0 and cache.bytes == 0

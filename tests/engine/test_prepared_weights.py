@@ -1,5 +1,6 @@
 """Decoding with prepared weights, packed and with the snapshot of all rows in them: the same to rounding, and forgotten."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,6 +161,17 @@ def test_the_same_steps_give_the_same_bits(model: BaseModel, soon: None) -> None
     assert [s.logprobs for s in results[0].sequences] == [s.logprobs for s in results[1].sequences]
 
 
+def test_a_model_that_was_just_loaded_gives_the_bits_of_one_that_was_idle(tied_model: str, soon: None) -> None:
+    """The first is that of a run that is resumed. What is compared when it is loaded is no step of a sampler."""
+    model, one, results = BaseModel(tied_model), request(random_tokens(9, 4), None, max_tokens=12), []
+    for _ in range(2):
+        with held_in_steps(model, None) as held:
+            results.append(alone(model, one))
+        assert held == [False] * 3 + [True] * 8
+    first, second = (result.sequences[0].logprobs for result in results)
+    assert first == second
+
+
 def test_rows_of_several_snapshots_get_their_own(model: BaseModel, soon: None) -> None:
     first, second = (frozen_adapter(model, 4, seed) for seed in (1, 2))
     requests = [
@@ -220,3 +232,25 @@ def test_a_snapshot_that_nobody_has_any_more_is_not_kept(model: BaseModel, soon:
     assert holds(model, adapter) and prepared._held is not None
     del adapter
     assert prepared._held() is None and prepared.apply([]) == ([], False)
+
+
+def test_without_memory_for_the_copies_decoding_goes_on(
+    tied_model: str, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prepare, calls = BaseModel(tied_model), joined_linear.JoinedLinear.prepare, []
+    one = request(random_tokens(6, 2), frozen_adapter(model, 4, seed=1), max_tokens=14)
+    expected = unmerged(model, one, monkeypatch)
+
+    def scarce(self: joined_linear.JoinedLinear, adapter: Adapter | None) -> None:
+        calls.append(self)
+        if len(calls) > 1:
+            raise MemoryError
+        prepare(self, adapter)
+
+    monkeypatch.setattr(joined_linear.JoinedLinear, "prepare", scarce)
+    direct = Direct(model)
+    with caplog.at_level(logging.WARNING):
+        (found,) = direct.run(one)
+    assert_same_samples(found, expected)
+    assert len(calls) == 2 and direct.generator.stats.out_of_memory == 0
+    assert calls[0]._prepared is None and caplog.text.count("out of memory for a copy of the weights") == 1

@@ -1,7 +1,9 @@
 """Products by oneDNN are those of torch, and are not used where they are not."""
 
 import logging
+import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -91,3 +93,23 @@ def test_a_build_whose_onednn_is_wrong_or_absent_does_without(
 def test_processors_for_which_mkl_is_made_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_vendor", lambda: "GenuineIntel")
     assert not products.onednn_is_faster()
+
+
+@pytest.mark.usefixtures("amd")
+def test_weights_that_onednn_cannot_pack_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of memory, or because the processor does not multiply in their dtype. Another error is none of this."""
+    assert products.onednn_is_faster()
+    for text in ("could not create a primitive descriptor for a reorder", "something else"):
+
+        def refuse(*arguments: object, text: str = text) -> torch.Tensor:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+        with nullcontext() if "primitive" in text else pytest.raises(RuntimeError, match=text):
+            assert products.packed(random(512, 512)) is None
+
+
+def test_an_error_that_is_nan_is_the_worst_wherever_it_stands() -> None:
+    errors = [1e-7, math.nan, 1e-3]
+    assert {products.worst_error(errors[i:] + errors[:i]) for i in range(3)} == {math.inf}
+    assert products.worst_error([1e-7, 1e-3, 1e-5]) == 1e-3

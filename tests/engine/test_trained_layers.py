@@ -4,6 +4,7 @@ tests/engine/test_families.py compares it with float64 references.
 """
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +192,13 @@ def test_another_activation_or_dtype_trains_through_the_modules(tmp_path: Path) 
     assert trained_layers.checked_layers(model, model._decoder, model._check_sequences()) is None
 
 
-@pytest.mark.parametrize("part", ["gradient", "reciprocal_rms"])
+@pytest.mark.parametrize(("part", "factor"), [("gradient", 1.01), ("gradient", math.nan), ("reciprocal_rms", 1.01)])
 def test_a_pass_that_gives_something_else_is_not_used(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    part: str, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also if the hidden states are right, and gradients are NaN."""
     right = getattr(trained_norms, part)
-    monkeypatch.setattr(trained_norms, part, lambda *arguments: right(*arguments) * 1.01)
+    monkeypatch.setattr(trained_norms, part, lambda *arguments: right(*arguments) * factor)
     with caplog.at_level(logging.WARNING):
         model = BaseModel(write_family("qwen3-tied", tmp_path))
     assert model._trained is None and "trains through the modules" in caplog.text

@@ -21,6 +21,7 @@ def make_evaluator() -> Any:
 
 GIVEN: dict[str, Any] = {
     "lora_rank": 3,
+    "train_mlp": False,
     "server_timeout_seconds": 77.0,
     "seed": 5,
     "max_steps": 2,

@@ -251,18 +251,19 @@ class TestSharedBase:
     def test_adapters_on_one_base_model_learn_as_if_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tinker_local_backend.engine import engine
+        from tinker_local_backend.engine.base_model import BaseModel
 
         monkeypatch.delenv("TINKER_BACKEND", raising=False)
         monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
         loaded: list[str] = []
 
-        class Counted(engine.BaseModel):
-            def __init__(self, name: str, *args: Any) -> None:
-                loaded.append(name)
-                super().__init__(name, *args)
+        original = BaseModel.__init__
 
-        monkeypatch.setattr(engine, "BaseModel", Counted)
+        def counted(model: BaseModel, name: str, *args: Any) -> None:
+            loaded.append(name)
+            original(model, name, *args)
+
+        monkeypatch.setattr(BaseModel, "__init__", counted)
         recipe = load_recipe("recipes.rl_basic")
         points = grid({"learning_rate": [1e-4, 1e-2], "seed": [1, 2]})
 

@@ -55,7 +55,7 @@ def require_inspect() -> SimpleNamespace:
         return SimpleNamespace(ai=importlib.import_module("inspect_ai"), **modules)
     except ImportError as error:
         raise ConfigurationError(
-            "the package inspect-ai is not installed. Install it with `pip install tinker-cookbook-local[inspect]`"
+            "the package inspect-ai is not installed. Install it with pip install 'tinker-cookbook-local[inspect]'"
         ) from error
 
 

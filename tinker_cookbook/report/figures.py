@@ -104,7 +104,7 @@ def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
         matplotlib = importlib.import_module("matplotlib")
     except ImportError as error:
         raise ConfigurationError(
-            "matplotlib is not installed. Install it with `pip install tinker-cookbook-local[plot]`"
+            "matplotlib is not installed. Install it with pip install 'tinker-cookbook-local[plot]'"
         ) from error
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")

@@ -205,7 +205,7 @@ def _require(package: str, setting: str, otherwise: str) -> Any:
     except ImportError as error:
         raise ConfigurationError(
             f"{setting}: the package {package} is not installed. "
-            f"Install it with `pip install tinker-cookbook-local[{package}]`, or leave {otherwise}"
+            f"Install it with pip install 'tinker-cookbook-local[{package}]', or leave {otherwise}"
         ) from error
 
 

@@ -202,7 +202,7 @@ class BaseModel:
         """Packed and one token at a time, the check sequences must get the logits that transformers gives each alone.
 
         What the engine cannot do fails here: layers that mix neighbours (convolution, state), attention that is not causal or
-        has more to it than queries, keys and values (sinks, position biases), logits changed behind the head.
+        has more to it than queries, keys, values and sinks (position biases), logits changed behind the head.
 
         Returns the context length: the positions that the model knows, or less where a layer's sliding window does not reach
         the attention function or where longer sequences change the positions of shorter ones.

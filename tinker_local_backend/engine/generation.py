@@ -107,8 +107,8 @@ class Generator:
     def forget(self) -> None:
         """Drop the prefixes of ended sequences and, with nothing running, the cache's memory.
 
-        Called before training: memory is needed then, and whatever is sampled afterwards must not depend on what was
-        sampled before (a resumed run has none of it).
+        Called before training and before a state is saved: training needs memory, and whatever is sampled afterwards must
+        not depend on what was sampled before (a resumed run has none of it).
         """
         self._pool.forget()
         if self._pool.capacity == 0:

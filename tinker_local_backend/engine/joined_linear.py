@@ -7,6 +7,7 @@ snapshot whose B A is added to the weights. Either takes a copy of the weights (
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ import torch
 from torch import nn
 
 from tinker_local_backend.engine.lora import Adapter, LoraLinear, Spans, one_for_all
+from tinker_local_backend.engine.memory import out_of_memory
 from tinker_local_backend.engine.products import by_packed, linear, packed
+
+logger = logging.getLogger(__name__)
 
 PREPARE_AFTER = 8
 """Decode steps of the same kind after which weights are prepared for it, until the sampler has nothing left to do. A number of
@@ -163,10 +167,22 @@ class PreparedWeights:
             self._next, self._steps = weakref.ref(kind), 0
         self._steps += 1
         if self._steps > PREPARE_AFTER:
-            self.forget()
+            self._prepare(kind)
+
+    def _prepare(self, kind: Adapter | _Base) -> None:
+        """Where there is no memory for the copies, decoding goes on without them, now and later."""
+        self.forget()
+        try:
             for joined in self._linears:
                 joined.prepare(kind if isinstance(kind, Adapter) else None)
-            self._held = weakref.ref(kind)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            logger.warning("out of memory for a copy of the weights; decoding goes on without one, which is slower")
+            self.forget()
+            self._possible = False
+            return
+        self._held = weakref.ref(kind)
 
     def apply(self, spans: Spans) -> tuple[Spans, bool]:
         """For rows of these adapters: (those that are not in the prepared weights, whether these are to be used at all)."""

@@ -15,7 +15,7 @@ import torch
 from tinker_local_backend.engine.pages import PAGE_TOKENS
 
 LEAST_HUGE = 4 << 20
-"""Bytes from which numpy asks Linux for huge pages, and torch does not: to write such memory first takes a third of the time."""
+"""Bytes from which numpy asks Linux for huge pages, which torch does not do: the first write then takes a third of the time."""
 
 ALIGNMENT = 64
 """of what torch allocates, in bytes"""
@@ -80,7 +80,7 @@ class KVCache:
                 for layer in self._layers:
                     layer.zero_()
             return
-        if pages == self.pages:
+        if pages == self.pages != 0:  # at 0 some layers may have pages all the same, after a growth that failed
             return
         kept = min(pages, self.pages)
         for layer, old in enumerate(self._layers):

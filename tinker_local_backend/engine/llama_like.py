@@ -77,7 +77,6 @@ class _Layer:
         qk, value = qkv[:, :rotated], qkv[:, rotated:]
         if self.norm_weight is not None:
             qk = _normalised(qk, self.eps) * self.norm_weight
-        # `sin` has the sign of the half that is rotated in.
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
         query, key = qk[:, : self.heads], qk[:, self.heads :]
         by_head = [part.transpose(0, 1)[None] for part in (query, key, value)]
@@ -133,9 +132,7 @@ class LlamaLikeDecoder:
     ) -> torch.Tensor:
         """Final hidden states (R, hidden), as the model's own modules compute them."""
         x_RH = self._embedding(tokens_R)
-        cos, sin = (part[0][:, None] for part in self._rotary(x_RH, positions_R[None]))
-        half = cos.shape[-1] // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        cos, sin = rotation(self._rotary, x_RH, positions_R)
         self.prepared.begin_step(spans)
         spans, prepared = self.prepared.apply(spans)
         for layer in self._layers:
@@ -164,6 +161,7 @@ def checked_decoder(
     if decoder is None:
         return None
     found_RH = decoder.hidden_states(tokens_R, plan.lengths, plan, [])
+    decoder.prepared.forget()  # the check is no step of a sampler: counting it would prepare weights earlier after a restart
     error = float((found_RH - expected_RH).norm() / expected_RH.norm().clamp(min=1e-12))
     if not error <= (1e-5 if expected_RH.dtype == torch.float32 else 1e-1):
         logger.warning(
@@ -174,6 +172,13 @@ def checked_decoder(
         )
         return None
     return decoder
+
+
+def rotation(rotary: nn.Module, x_TH: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors (T, 1, head_dim) of rotary positions: q * cos + (q rolled by half its width) * sin."""
+    cos, sin = (part[0][:, None] for part in rotary(x_TH, positions_T[None]))
+    half = cos.shape[-1] // 2
+    return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
 
 def _norm(x: torch.Tensor, module: Any) -> torch.Tensor:

@@ -6,11 +6,14 @@ import ctypes
 import gc
 import os
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 
 from tinker_local_backend import environment
-from tinker_local_backend.engine.base_model import BaseModel
+
+if TYPE_CHECKING:
+    from tinker_local_backend.engine.base_model import BaseModel
 
 DEFAULT_ACTIVATION_BYTES_CPU = 1 << 30
 SHARE_OF_FREE_CUDA_MEMORY = 0.5
@@ -30,9 +33,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep some of the memory that it frees, unless its environment has settings of malloc of its own.
+    """Let this process keep some of the memory that it frees.
 
-    With C libraries other than glibc nothing changes.
+    That holds for all of its code, so whoever set malloc up himself keeps his settings: with a variable MALLOC_* or
+    GLIBC_TUNABLES in the environment nothing changes, nor with a C library other than glibc.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return

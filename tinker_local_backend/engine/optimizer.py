@@ -29,8 +29,11 @@ class AdamW:
         self._state: dict[str, list[torch.Tensor]] = {}
         """by `_STATE_KEYS`, one of each for every parameter; empty before the first step"""
 
-    def step(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], params: tinker.AdamParams) -> float:
-        """Update in place. Returns the global gradient norm before clipping. Raises NonFiniteError when that is not finite."""
+    def step(self, gradients: list[torch.Tensor], params: tinker.AdamParams) -> float:
+        """Update the parameters in place. Returns the global gradient norm before clipping.
+
+        Raises NonFiniteError when that is not finite.
+        """
         norm = float(global_norm(gradients))
         if not math.isfinite(norm):
             raise NonFiniteError("the accumulated gradient is not finite; it was discarded and no weight was changed")
@@ -38,15 +41,15 @@ class AdamW:
             torch._foreach_mul_(gradients, params.grad_clip_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
         if not self._state:
             self._state = {
-                key: [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+                key: [torch.zeros_like(parameter, requires_grad=False) for parameter in self._parameters]
                 for key in _STATE_KEYS[:2]
             }
-            self._state["step"] = [torch.zeros((), device=parameter.device) for parameter in parameters]
+            self._state["step"] = [torch.zeros((), device=parameter.device) for parameter in self._parameters]
         with torch.no_grad():
             torch._foreach_add_(self._state["step"], 1)  # pyright: ignore[reportPrivateImportUsage]
             # One pass over memory for each matrix, not some ten.
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-                parameters,
+                self._parameters,
                 gradients,
                 self._state["exp_avg"],
                 self._state["exp_avg_sq"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ for 512 (measured on an AMD EPYC with AVX-512, in float32; a little less in bflo
 PACKED_ROWS = 64
 """The order of packed weights is chosen for so many, and does for any."""
 
-_NO_MEMORY = "could not create a primitive"
-"""says oneDNN when it finds no memory for the code that it makes for each shape"""
+_NO_PRIMITIVE = "could not create a primitive"
+"""says oneDNN when it finds no memory for the code that it makes for each shape, or has none for a dtype on this processor"""
 
 LARGEST_ERROR = 1e-5
 """Relative difference from torch's own product, beyond which oneDNN is not used."""
@@ -65,28 +66,36 @@ def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 def _by_either(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """By oneDNN; by MKL where there is no memory for the code that oneDNN makes for each shape."""
+    """By oneDNN; by MKL where oneDNN cannot."""
     try:
         return by_onednn(x, weight, bias)
     except RuntimeError as error:
-        if _NO_MEMORY not in str(error):
+        if _NO_PRIMITIVE not in str(error):
             raise
         return F.linear(x, weight, bias)
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor | None:
-    """A copy of the weight (out, in) in the order in which oneDNN reads it, for `by_packed`; None where it is no faster."""
+    """A copy of the weight (out, in) in the order in which oneDNN reads it, for `by_packed`.
+
+    None where it is no faster, or where oneDNN cannot make one.
+    """
     if weight.numel() < LEAST_PACKED or weight.device.type != "cpu" or not onednn_is_faster():
         return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+    try:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+    except RuntimeError as error:
+        if _NO_PRIMITIVE not in str(error):
+            raise
+        return None
 
 
 def by_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """As `linear`, x (rows, in), with a `packed` weight; not recorded by autograd. None: there is no memory for it."""
+    """As `linear`, x (rows, in), with a `packed` weight; not recorded by autograd. None: oneDNN cannot."""
     try:
         return by_onednn(x, weight, bias)
     except RuntimeError as error:
-        if _NO_MEMORY not in str(error):
+        if _NO_PRIMITIVE not in str(error):
             raise
         return None
 
@@ -125,11 +134,16 @@ def onednn_is_faster() -> bool:
         logger.warning("torch %s has no product by oneDNN (%s): products are those of MKL", torch.__version__, error)
         return False
     wanted = F.linear(x, weight, bias), (x @ weight.t()) @ weight
-    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
-    if not max(errors) <= LARGEST_ERROR:
-        logger.warning("products by oneDNN have a relative error of %.1e: products are those of MKL", max(errors))
+    error = worst_error(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+    if error > LARGEST_ERROR:
+        logger.warning("products by oneDNN have a relative error of %.1e: products are those of MKL", error)
         return False
     return True
+
+
+def worst_error(errors: Iterable[float]) -> float:
+    """The largest. NaN counts as infinite: `max` would keep whichever comes first."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _vendor() -> str:

@@ -20,8 +20,9 @@ from transformers.activations import ACT2FN
 
 from tinker_local_backend.engine import trained_attention, trained_norms
 from tinker_local_backend.engine.attention import PackedPlan
-from tinker_local_backend.engine.llama_like import LlamaLikeDecoder
+from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, rotation
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.products import worst_error
 from tinker_local_backend.engine.trained_linears import GradientsByName, trained_linear
 from tinker_local_backend.engine.trained_norms import HeadNorm
 
@@ -63,9 +64,9 @@ class TrainedLayers:
     ) -> torch.Tensor:
         """Final hidden states (T, hidden). With `recompute` only the input of each layer is kept for the backward pass."""
         x_TH = self.embedding(tokens_T)
-        rotation = self._rotation_of(x_TH, positions_T)
+        factors = self._rotation_of(x_TH, positions_T)
         layers = [
-            _Layer(layer, head_norm, adapter, rotation, plan)
+            _Layer(layer, head_norm, adapter, factors, plan)
             for layer, head_norm in zip(self.layers, self._head_norms, strict=True)
         ]
         names = [name for layer in layers for name in layer.names]
@@ -80,11 +81,9 @@ class TrainedLayers:
         """Cosine, and sine with the sign of the half that is rotated in: (T, query heads + key heads, D)."""
         if self._rotation is not None and torch.equal(self._rotation[0], positions_T):
             return self._rotation[1:]
-        cos, sin = (part[0][:, None] for part in self._rotary(x_TH, positions_T[None]))
-        half, heads = cos.shape[-1] // 2, self.layers[0].heads + self.layers[0].kv_heads
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        heads = self.layers[0].heads + self.layers[0].kv_heads
         # A factor that lies in memory as often as it is used is twice as fast.
-        cos, sin = (factor.expand(-1, heads, -1).contiguous() for factor in (cos, sin))
+        cos, sin = (factor.expand(-1, heads, -1).contiguous() for factor in rotation(self._rotary, x_TH, positions_T))
         # The frequencies of other types depend on the lengths of this pass, or of earlier ones.
         is_fixed = self._rotary.rope_type not in ("dynamic", "longrope")
         self._rotation = (positions_T, cos, sin) if is_fixed and cos.numel() <= KEPT_ROTATIONS else None
@@ -179,11 +178,11 @@ class _Layer:
         layer: Any,
         head_norm: HeadNorm | None,
         adapter: Adapter,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        factors: tuple[torch.Tensor, torch.Tensor],
         plan: PackedPlan,
     ):
         self._layer, self._head_norm, self._plan = layer, head_norm, plan
-        self._cos, self._sin = rotation
+        self._cos, self._sin = factors
         self._rotated_heads: int = layer.heads + layer.kv_heads
         joined = layer.qkv, layer.out, layer.gate_up, layer.down
         norms = layer.input_norm.weight, None, layer.mlp_norm.weight, None
@@ -304,12 +303,13 @@ def checked_layers(
         float((one - other).norm() / (other.norm() + largest * LEAST_SHARE))
         for one, other in zip(found, expected, strict=True)
     ]
-    if not max(errors) <= LARGEST_ERROR:
+    worst = worst_error(errors)
+    if worst > LARGEST_ERROR:
         logger.warning(
             "model %r: the joined training pass gives other hidden states or gradients than its modules (relative error "
             "%.1e); it trains through the modules, which is slower",
             model.name,
-            max(errors),
+            worst,
         )
         return None
     return layers

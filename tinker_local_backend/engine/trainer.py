@@ -290,5 +290,5 @@ def optim_step(state: TrainState, params: tinker.AdamParams) -> tinker.types.Opt
     check_adam_params(params)
     gradients = state.gradients
     state.clear()
-    grad_norm = state.optimizer.step(state.adapter.parameters(), gradients, params)
+    grad_norm = state.optimizer.step(gradients, params)
     return tinker.types.OptimStepResponse(metrics={"grad_norm": grad_norm})

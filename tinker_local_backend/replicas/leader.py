@@ -288,7 +288,7 @@ class Leader:
             if not math.isclose(metrics["grad_norm"], norm, rel_tol=SAME_NORM):
                 raise ReplicaError(
                     f"rank {peer.rank} stepped with a gradient of norm {metrics['grad_norm']}, rank 0 with {norm}: the replicas "
-                    "have parted; start the run again from its last checkpoint"
+                    "have diverged; start the run again from its last checkpoint"
                 )
         return response
 

@@ -19,6 +19,7 @@ from tinker_local_backend.engine.cuda.varlen import VarlenPlan
 from tinker_local_backend.engine.decode_attention import LayerAttention
 from tinker_local_backend.engine.lora import Adapter, group_rows
 from tinker_local_backend.engine.pages import PAGE_TOKENS
+from tinker_local_backend.engine.products import worst_error
 from tinker_local_backend.engine.requests import SamplingRequest, StopRule
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
 
@@ -36,11 +37,10 @@ def bound_of(dtype: torch.dtype) -> float:
 
 def _error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     """The largest relative error, of norms; NaN counts as infinite."""
-    errors = [
+    return worst_error(
         float((f.double() - w.double()).norm() / w.double().norm().clamp(min=1e-12))
         for f, w in zip(found, wanted, strict=True)
-    ]
-    return max(error if error == error else float("inf") for error in errors)
+    )
 
 
 class _Random:
