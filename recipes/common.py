@@ -93,8 +93,9 @@ class CommonConfig(RunOptions):
 
     @property
     def is_tiny(self) -> bool:
-        """Whether a shipped model is trained."""
-        return shipped_model(self.model_name) in [shipped_model(name) for name in SHIPPED_MODELS]
+        """Whether a shipped model is trained, by its name or by a path to its folder."""
+        model = Path(shipped_model(self.model_name)).resolve()
+        return model in [Path(shipped_model(name)).resolve() for name in SHIPPED_MODELS]
 
 
 def settle(cli: C) -> C:

@@ -83,7 +83,7 @@ class TestTokenCompleter:
         completion = asyncio.run(policy(tinker.ModelInput.from_ints([1]), [7]))
         assert completion == TokensWithLogprobs([5, 6], [-0.5, -0.25], "length") and sampler.asked == [1]
 
-    @pytest.mark.parametrize("how", ["response", "future", "concurrent future", "sync"])
+    @pytest.mark.parametrize("how", ["response", "future", "concurrent future", "sdk future", "sync"])
     def test_a_client_may_have_sample_async_alone(self, how: str) -> None:
         class AsyncOnly:
             async def sample_async(self, prompt, num_samples, sampling_params):
@@ -105,11 +105,27 @@ class TestTokenCompleter:
                 done.set_result(tinker.SampleResponse(sequences=[Sampler([5], [-0.5]).sequence]))
                 return done
 
+        class Both(concurrent.futures.Future[tinker.SampleResponse]):
+            """As the SDK returns it: to be awaited; its use as a concurrent future is deprecated."""
+
+            def add_done_callback(self, fn):
+                raise AssertionError("the SDK warns that this is deprecated")
+
+            def __await__(self):
+                yield from ()
+                return self.result()
+
+        class Sdk:
+            def sample(self, prompt, num_samples, sampling_params):
+                done = Both()
+                done.set_result(tinker.SampleResponse(sequences=[Sampler([5], [-0.5]).sequence]))
+                return done
+
         class Sync:
             def sample(self, prompt, num_samples, sampling_params):
                 return tinker.SampleResponse(sequences=[Sampler([5], [-0.5]).sequence])
 
-        client: Any = {"concurrent future": Concurrent, "sync": Sync}.get(how, AsyncOnly)()
+        client: Any = {"concurrent future": Concurrent, "sdk future": Sdk, "sync": Sync}.get(how, AsyncOnly)()
         completion = asyncio.run(TinkerTokenCompleter(client, 4)(tinker.ModelInput.from_ints([1]), [7]))
         assert completion == TokensWithLogprobs([5], [-0.5], "stop")
 

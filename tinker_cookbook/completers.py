@@ -128,7 +128,7 @@ async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tin
         raise ConfigurationError(f"sampling_client {type(client).__name__} has neither sample nor sample_async")
     found: Any = call(prompt=prompt, num_samples=1, sampling_params=params)
     while not hasattr(found, "sequences"):
-        if isinstance(found, concurrent.futures.Future):
+        if isinstance(found, concurrent.futures.Future) and not inspect.isawaitable(found):
             found = asyncio.wrap_future(cast("concurrent.futures.Future[Any]", found))
         found = await (found if inspect.isawaitable(found) else found.result_async())
     return found

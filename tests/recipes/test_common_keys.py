@@ -11,6 +11,7 @@ from recipes.common import CommonConfig, settle
 from recipes.distillation.teacher import teacher_run
 from recipes.preference import rlhf_pipeline
 from tinker_cookbook import config_tree
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
 
@@ -107,3 +108,11 @@ def test_so_do_the_supervised_stages_of_other_recipes(tmp_path: Path) -> None:
     settled = settle(off_policy.CLIConfig(log_path=str(tmp_path / "log")))
     config, _ = off_policy.build_config(settled)
     assert teacher_run(settled, config, config.dataset_configs[0].dataset_builder).lr_schedule == "linear"
+
+
+def test_a_shipped_model_is_one_by_its_path_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would get the learning rate of a real model, which does not move it."""
+    monkeypatch.chdir(EXAMPLE_DATA.parent)
+    for name in ("tiny_chat", "example_data/tiny_chat", str(EXAMPLE_DATA / "tiny_debate")):
+        assert CommonConfig(model_name=name).is_tiny, name
+    assert not CommonConfig(model_name="Qwen/Qwen3-8B").is_tiny and not CommonConfig(model_name="./tiny_chat").is_tiny
