@@ -7,7 +7,7 @@ import torch
 
 from tests.engine.helpers import prompt, random_tokens
 from tinker_local_backend import RequestError
-from tinker_local_backend.engine.datums import freeze_data
+from tinker_local_backend.engine.datums import OwnedData, freeze_data
 
 N = 5
 TOKENS = random_tokens(N, 0)
@@ -105,3 +105,10 @@ def test_provenance_stays() -> None:
 def test_what_is_no_datum_is_refused(data: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         freeze_data(data)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_nobody_else_holds_is_not_copied() -> None:
+    data = OwnedData([make(target_tokens=np.arange(N))])
+    assert freeze_data(data) is data
+    (copied,) = freeze_data(list(data))
+    assert copied is not data[0]

@@ -6,6 +6,7 @@ tests/engine/test_families.py compares it with float64 references.
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.devices import here
 from tests.engine.test_families import WINDOW, write_family
-from tinker_local_backend.engine import trained_attention, trained_layers, trained_linears
+from tinker_local_backend.engine import trained_attention, trained_layers, trained_linears, trained_norms
 from tinker_local_backend.engine.attention import PackedPlan, Segment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.llama_like import JoinedLinear
@@ -108,6 +109,36 @@ def test_a_pass_without_gradients_gives_the_same_bits_and_keeps_no_graph(model: 
     assert torch.equal(found, expected) and expected.requires_grad and not found.requires_grad
 
 
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+def test_rotary_factors_are_kept_for_the_same_positions_where_nothing_else_changes_them(
+    rope_type: str, model: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model._trained is not None
+    adapter = trained_adapter(model, LoraSpec(2, train_unembed=False))
+    rotary = Counted(model._trained._rotary, rope_type)
+    monkeypatch.setattr(model._trained, "_rotary", rotary)
+    monkeypatch.setattr(model._trained, "_rotation", None)
+    tokens, calls = torch.arange(5), []
+    for start in (0, 0, 3, 0):
+        model.hidden_states(tokens, tokens + start, PackedPlan([Segment(0, 5)]), adapter)
+        calls.append(rotary.calls)
+    assert calls == ([1, 1, 2, 3] if rope_type == "default" else [1, 2, 3, 4])
+    monkeypatch.setattr(trained_layers, "KEPT_ROTATIONS", 0)
+    model.hidden_states(tokens, tokens + 1, PackedPlan([Segment(0, 5)]), adapter)
+    assert model._trained._rotation is None
+
+
+class Counted:
+    """A rotary embedding that counts its calls."""
+
+    def __init__(self, rotary: Any, rope_type: str):
+        self._rotary, self.rope_type, self.calls = rotary, rope_type, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self._rotary(*arguments)
+
+
 @pytest.mark.parametrize("short", [0, 64], ids=["kernel", "products"])
 def test_both_kinds_of_attention(short: int, model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = trained_adapter(model, LoraSpec(4, train_unembed=False))
@@ -161,13 +192,13 @@ def test_another_activation_or_dtype_trains_through_the_modules(tmp_path: Path) 
     assert trained_layers.checked_layers(model, model._decoder, model._check_sequences()) is None
 
 
-@pytest.mark.parametrize(("part", "factor"), [("_norm_gradient", 1.01), ("_norm_gradient", math.nan), ("_scale", 1.01)])
+@pytest.mark.parametrize(("part", "factor"), [("gradient", 1.01), ("gradient", math.nan), ("reciprocal_rms", 1.01)])
 def test_a_pass_that_gives_something_else_is_not_used(
     part: str, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also if the hidden states are right, and gradients are NaN."""
-    right = getattr(trained_layers, part)
-    monkeypatch.setattr(trained_layers, part, lambda *arguments: right(*arguments) * factor)
+    right = getattr(trained_norms, part)
+    monkeypatch.setattr(trained_norms, part, lambda *arguments: right(*arguments) * factor)
     with caplog.at_level(logging.WARNING):
         model = BaseModel(write_family("qwen3-tied", tmp_path))
     assert model._trained is None and "trains through the modules" in caplog.text

@@ -79,7 +79,7 @@ class PackedPlan:
     sinks: bool = False
     """set by the pass: some layer has attention sinks"""
     _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
-    _biases: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    _biases: dict[tuple[int, int, int | None, int], torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -104,11 +104,11 @@ class PackedPlan:
             self._masks[key] = mask if window is None else mask & (keys > own - window)
         return self._masks[key]
 
-    def bias(self, before: int, queries: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """The same as what is added to scores of the dtype and on the device of `like`: 0 or -inf."""
-        key = (before, queries, window)
+    def bias(self, before: int, queries: int, window: int | None, like: torch.Tensor, repeat: int = 1) -> torch.Tensor:
+        """The same as what is added to scores of the dtype and on the device of `like`: 0 or -inf. Each query `repeat` times."""
+        key = (before, queries, window, repeat)
         if key not in self._biases:
-            hidden = ~self.visible(before, queries, window, like.device)
+            hidden = ~self.visible(before, queries, window, like.device).repeat_interleave(repeat, dim=0)
             self._biases[key] = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
         return self._biases[key]
 

@@ -73,7 +73,7 @@ def _one_pass(
     budget: ActivationBudget,
     loss_fn: CustomLossFn,
 ) -> tinker.ForwardBackwardOutput:
-    gradients = state.zeros()
+    gradients: list[torch.Tensor] = []
     recompute = budget.must_recompute(batch.tokens)
     with torch.enable_grad(), model.routed(state.adapter), model.recompute(recompute):
         hidden = trainer.batch_hidden(model, state.adapter, batch)

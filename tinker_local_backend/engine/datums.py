@@ -38,14 +38,21 @@ class Example:
     inputs: dict[str, npt.NDArray]
 
 
+class OwnedData(list[tinker.Datum]):
+    """Datums of which nobody else holds any part."""
+
+
 def freeze_data(data: Sequence[tinker.Datum]) -> list[tinker.Datum]:
     """Copies that nothing outside can change, for an operation that runs after its caller has gone on.
 
-    A Datum holds the caller's own arrays and token lists. Nothing is checked here but that these are datums.
+    A Datum holds the caller's own arrays and token lists. OwnedData stays as it is. Nothing is checked here but that these are
+    datums.
 
     Raises:
         RequestError: data is no sequence of tinker.Datum.
     """
+    if isinstance(data, OwnedData):
+        return data
     if isinstance(data, tinker.Datum) or not isinstance(data, Sequence):
         raise RequestError(f"data must be a list of tinker.Datum, got {type(data).__name__}")
     for index, datum in enumerate(data):

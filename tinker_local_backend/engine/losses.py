@@ -144,6 +144,8 @@ class LossFn:
     """whether a sampled token with advantage 0 has a gradient"""
     is_elementwise: bool = True
     """whether a position's loss depends on that position alone"""
+    is_linear: bool = False
+    """whether a position's loss is a multiple of its logprob, the slope then being the loss at 1"""
     ratio: Callable[[torch.Tensor, Inputs], torch.Tensor] = probability_ratio
     clip_binds: Callable[[torch.Tensor, Inputs, Config], torch.Tensor] | None = None
 
@@ -157,7 +159,7 @@ class LossFn:
 _POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
 
 LOSSES: dict[str, LossFn] = {
-    "cross_entropy": LossFn(("target_tokens", "weights"), {}, cross_entropy, is_policy_loss=False),
+    "cross_entropy": LossFn(("target_tokens", "weights"), {}, cross_entropy, is_policy_loss=False, is_linear=True),
     "importance_sampling": LossFn(_POLICY_INPUTS, {}, importance_sampling),
     "ppo": LossFn(
         _POLICY_INPUTS,

@@ -16,6 +16,10 @@ from tinker_local_backend.errors import NonFiniteError, RequestError
 
 _STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
 
+LARGEST_JOINED = 1 << 18
+"""Numbers of all gradients of a CPU up to which their norm is that of a copy in one piece: matrix by matrix it takes longer to
+begin than to compute."""
+
 
 class AdamW:
     """Moments for a fixed list of parameters, in that order. The learning rate and the rest arrive with every step."""
@@ -97,6 +101,9 @@ class AdamW:
 
 def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Euclidean norm of all entries of all matrices, a float64 scalar on their device."""
+    if gradients[0].device.type == "cpu" and sum(gradient.numel() for gradient in gradients) <= LARGEST_JOINED:
+        joined = torch.cat([gradient.flatten() for gradient in gradients])
+        return torch.linalg.vector_norm(joined, dtype=torch.float64)
     norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
     return torch.linalg.vector_norm(torch.stack(norms))
 

@@ -17,63 +17,58 @@ SHORT = 64
 """Tokens of a sequence up to which the probabilities of attention are kept, as many numbers per token and head: products of
 whole heads are then faster than the fused kernel, which works in small blocks and computes them a second time."""
 
-_softmax_backward = torch._softmax_backward_data  # pyright: ignore[reportAttributeAccessIssue]
+_softmax_backward = torch._softmax_backward_data  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
-def attend(
-    layer: LayerAttention, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, plan: PackedPlan
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Attended values (T, H, D), and of each run what its gradient needs beside them."""
-    outputs, kept = [], []
-    for run in plan.runs:
-        tensors = query_THD, key_TKD, value_TKD
-        output, own = (_attend_short if _is_short(layer, run) else _attend)(layer, run, tensors, plan)
-        outputs.append(output)
-        kept.append(own)
-    return _joined(outputs), kept
-
-
-def gradient(
-    layer: LayerAttention,
-    by_attended_THD: torch.Tensor,
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    attended_THD: torch.Tensor,
-    kept: Sequence[torch.Tensor],
-    plan: PackedPlan,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dL/d query, key and value, from dL/d attended and what `attend` took and gave."""
-    gathered: tuple[list[torch.Tensor], ...] = [], [], []
-    places = {run.first.start: i for i, run in enumerate(plan.runs)}
-    tensors = query_THD, key_TKD, value_TKD
-    for run, own in zip(plan.runs, kept, strict=True):
-        if _is_short(layer, run):
-            parts = _gradient_short(layer, run, tensors, by_attended_THD, own)
-        else:
-            parts = _gradient(layer, run, tensors, by_attended_THD, attended_THD, own, plan)
-        if run.first.prefix is not None:
-            # The prefix is a run of its own, which came earlier.
-            for by_seen, of_runs in zip(parts[1:], gathered[1:], strict=True):
-                of_runs[places[run.first.prefix[0]]] += by_seen[: run.first.before]
-            parts = parts[0], *(by_seen[run.first.before :] for by_seen in parts[1:])
-        for part, of_runs in zip(parts, gathered, strict=True):
-            of_runs.append(part)
-    by_query, by_key, by_value = map(_joined, gathered)
-    return by_query, by_key, by_value
-
 
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries (T, H, D), keys and values (T, KV, D)"""
 
 
-def _attend(layer: LayerAttention, run: Run, tensors: _Tensors, plan: PackedPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(layer: LayerAttention, tensors: _Tensors, plan: PackedPlan) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Attended values (T, H, D), and of each run what its gradient needs beside them."""
+    attended_THD, kept = tensors[0].new_empty(tensors[0].shape), []
+    for run in plan.runs:
+        output, own = (_attend_short if _is_short(layer, run) else _attend)(layer, run, tensors, plan)
+        _by_sequence(attended_THD, run, tensors[1].shape[1]).copy_(output)
+        kept += own
+    return attended_THD, kept
+
+
+def gradient(
+    layer: LayerAttention,
+    by_attended_THD: torch.Tensor,
+    tensors: _Tensors,
+    attended_THD: torch.Tensor,
+    kept: Sequence[torch.Tensor],
+    plan: PackedPlan,
+    into: _Tensors,
+) -> None:
+    """Puts dL/d query, key and value into `into`, from dL/d attended and what `attend` took and gave."""
+    left = iter(kept)
+    kv_heads = tensors[1].shape[1]
+    for run in plan.runs:
+        if _is_short(layer, run):
+            parts = _gradient_short(layer, run, tensors, by_attended_THD, [next(left) for _ in range(_KEPT_OF_SHORT)])
+        else:
+            parts = _gradient(layer, run, tensors, by_attended_THD, attended_THD, next(left), plan)
+        if run.first.prefix is not None:
+            # The prefix is a run of its own, which came earlier; this one is a single sequence.
+            before = run.first.before
+            for by_seen, whole in zip(parts[1:], into[1:], strict=True):
+                whole[slice(*run.first.prefix)] += by_seen[0, :before].flatten(1, 2)
+            parts = parts[0], *(by_seen[:, before:] for by_seen in parts[1:])
+        for part, whole in zip(parts, into, strict=True):
+            _by_sequence(whole, run, kv_heads).copy_(part)
+
+
+def _attend(
+    layer: LayerAttention, run: Run, tensors: _Tensors, plan: PackedPlan
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     query, key, value = _of_kernel(tensors, run)
     bias = _bias(layer, run, plan, query)
     output, log_sums = _forward(query, key, value, 0.0, bias is None, attn_mask=bias, scale=layer.scaling)
-    return _by_token(output), log_sums
+    return _of_sequences(output, tensors[1].shape[1]), [log_sums]
 
 
 def _gradient(
@@ -85,17 +80,16 @@ def _gradient(
     log_sums: torch.Tensor,
     plan: PackedPlan,
 ) -> _Tensors:
-    """By the queries of the run, and by the keys and values that they see."""
+    """By the queries of the run, and by the keys and values that they see: (count, S, KV, G, D)."""
     query, key, value = _of_kernel(tensors, run)
     attended, by_attended = (_by_head(_own(tensor, run), run) for tensor in (attended_THD, by_attended_THD))
     bias = _bias(layer, run, plan, query)
     parts = _backward(
         by_attended, query, key, value, attended, log_sums, 0.0, bias is None, attn_mask=bias, scale=layer.scaling
     )
-    by_query, by_key, by_value = map(_by_token, parts)
-    heads, kv_heads = tensors[0].shape[1], tensors[1].shape[1]
-    if heads != kv_heads:
-        by_key, by_value = (part.unflatten(1, (kv_heads, -1)).sum(dim=2) for part in (by_key, by_value))
+    by_query, by_key, by_value = (_of_sequences(part, tensors[1].shape[1]) for part in parts)
+    if by_query.shape[3] > 1:
+        by_key, by_value = (part.sum(dim=3, keepdim=True) for part in (by_key, by_value))
     return by_query, by_key, by_value
 
 
@@ -104,49 +98,51 @@ def _is_short(layer: LayerAttention, run: Run) -> bool:
     return run.length <= SHORT and _is_plain(layer, run)
 
 
+_KEPT_OF_SHORT = 4
+"""Tensors that `_attend_short` keeps."""
+
+
 def _attend_short(
     layer: LayerAttention, run: Run, tensors: _Tensors, plan: PackedPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     query, key, value = (_grouped(tensor, run, tensors[1].shape[1]) for tensor in tensors)
-    group = query.shape[1] // run.length
-    bias = plan.bias(0, run.length, None, query)[:, None].expand(-1, group, -1).flatten(0, 1)
+    bias = plan.bias(0, run.length, None, query, repeat=query.shape[1] // run.length)
     probabilities = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=layer.scaling).softmax(dim=-1)
-    return _ungrouped(torch.bmm(probabilities, value), run), probabilities
+    return _ungrouped(torch.bmm(probabilities, value), run), [query, key, value, probabilities]
 
 
 def _gradient_short(
-    layer: LayerAttention,
-    run: Run,
-    tensors: _Tensors,
-    by_attended_THD: torch.Tensor,
-    probabilities: torch.Tensor,
+    layer: LayerAttention, run: Run, tensors: _Tensors, by_attended_THD: torch.Tensor, kept: Sequence[torch.Tensor]
 ) -> _Tensors:
-    kv_heads = tensors[1].shape[1]
-    query, key, value, by_attended = (_grouped(tensor, run, kv_heads) for tensor in (*tensors, by_attended_THD))
+    """As `_gradient`."""
+    query, key, value, probabilities = kept
+    by_attended = _grouped(by_attended_THD, run, tensors[1].shape[1])
     by_value = torch.bmm(probabilities.transpose(1, 2), by_attended)
     by_probabilities = torch.bmm(by_attended, value.transpose(1, 2))
     by_scores = _softmax_backward(by_probabilities, probabilities, -1, probabilities.dtype)
     by_query = torch.baddbmm(query, by_scores, key, beta=0, alpha=layer.scaling)
     by_key = torch.baddbmm(key, by_scores.transpose(1, 2), query, beta=0, alpha=layer.scaling)
-    by_query, by_key, by_value = (_ungrouped(part, run) for part in (by_query, by_key, by_value))
-    return by_query, by_key, by_value
+    return _ungrouped(by_query, run), _ungrouped(by_key, run), _ungrouped(by_value, run)
 
 
 def _grouped(tensor_THD: torch.Tensor, run: Run, kv_heads: int) -> torch.Tensor:
     """(count * S, KV * G, D) -> (count * KV, S * G, D): the query heads that share a key head are more queries of it."""
-    split = _own(tensor_THD, run).unflatten(0, (run.count, -1)).unflatten(2, (kv_heads, -1))
-    return split.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    return _by_sequence(tensor_THD, run, kv_heads).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _ungrouped(tensor: torch.Tensor, run: Run) -> torch.Tensor:
-    """The reverse."""
-    split = tensor.unflatten(1, (run.length, -1)).unflatten(0, (run.count, -1))
-    return split.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    """(count * KV, S * G, D) -> (count, S, KV, G, D)"""
+    return tensor.unflatten(1, (run.length, -1)).unflatten(0, (run.count, -1)).transpose(1, 2)
 
 
 def _own(tensor_THD: torch.Tensor, run: Run) -> torch.Tensor:
     """The rows of a run."""
     return tensor_THD[run.first.start : run.first.start + run.tokens]
+
+
+def _by_sequence(tensor_THD: torch.Tensor, run: Run, kv_heads: int) -> torch.Tensor:
+    """The rows of a run, as (count, S, KV, G, D)."""
+    return _own(tensor_THD, run).unflatten(0, (run.count, -1)).unflatten(2, (kv_heads, -1))
 
 
 def _seen(tensor_TKD: torch.Tensor, run: Run, heads: int) -> torch.Tensor:
@@ -175,13 +171,9 @@ def _by_head(tensor: torch.Tensor, run: Run) -> torch.Tensor:
     return tensor.unflatten(0, (run.count, -1)).transpose(1, 2)
 
 
-def _by_token(tensor: torch.Tensor) -> torch.Tensor:
-    """The reverse."""
-    return tensor.transpose(1, 2).flatten(0, 1)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _of_sequences(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """(count, H, S, D) -> (count, S, KV, G, D)"""
+    return tensor.transpose(1, 2).unflatten(2, (kv_heads, -1))
 
 
 def _is_plain(layer: LayerAttention, run: Run) -> bool:

@@ -18,12 +18,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from tinker_local_backend.engine import trained_attention
+from tinker_local_backend.engine import trained_attention, trained_norms
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, rotation
 from tinker_local_backend.engine.lora import Adapter, LoraSpec
 from tinker_local_backend.engine.products import worst_error
 from tinker_local_backend.engine.trained_linears import GradientsByName, trained_linear
+from tinker_local_backend.engine.trained_norms import HeadNorm
 
 if TYPE_CHECKING:
     from tinker_local_backend.engine.base_model import BaseModel
@@ -36,6 +37,9 @@ LARGEST_ERROR = 1e-3
 LEAST_SHARE = 1e-3
 """A gradient that is small beside the largest is compared as if it were this part of that one larger."""
 
+KEPT_ROTATIONS = 1 << 20
+"""Numbers of a pass's rotary factors, up to which they are kept for a next pass with the same positions."""
+
 _silu_backward = torch.ops.aten.silu_backward.grad_input
 
 
@@ -44,6 +48,11 @@ class TrainedLayers:
 
     def __init__(self, decoder: LlamaLikeDecoder):
         self.embedding, self._rotary, self.layers, self.final_norm = decoder.parts
+        self._head_norms = [
+            None if layer.norm_weight is None else HeadNorm(layer.norm_weight, layer.eps) for layer in self.layers
+        ]
+        self._rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        """positions, and the factors for them"""
 
     def hidden_states(
         self,
@@ -55,10 +64,11 @@ class TrainedLayers:
     ) -> torch.Tensor:
         """Final hidden states (T, hidden). With `recompute` only the input of each layer is kept for the backward pass."""
         x_TH = self.embedding(tokens_T)
-        heads = self.layers[0].heads + self.layers[0].kv_heads
-        # A factor that lies in memory as often as it is used is twice as fast.
-        cos, sin = (factor.expand(-1, heads, -1).contiguous() for factor in rotation(self._rotary, x_TH, positions_T))
-        layers = [_Layer(layer, adapter, cos, sin, plan) for layer in self.layers]
+        factors = self._rotation_of(x_TH, positions_T)
+        layers = [
+            _Layer(layer, head_norm, adapter, factors, plan)
+            for layer, head_norm in zip(self.layers, self._head_norms, strict=True)
+        ]
         names = [name for layer in layers for name in layer.names]
         whole = _Pass(layers, names, self.final_norm, recompute)
         if not torch.is_grad_enabled():
@@ -66,6 +76,18 @@ class TrainedLayers:
         matrices = [matrix for name in names for matrix in (adapter.a[name], adapter.b[name])]
         result: Any = _Recorded.apply(whole, x_TH, *matrices)
         return result
+
+    def _rotation_of(self, x_TH: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine, and sine with the sign of the half that is rotated in: (T, query heads + key heads, D)."""
+        if self._rotation is not None and torch.equal(self._rotation[0], positions_T):
+            return self._rotation[1:]
+        heads = self.layers[0].heads + self.layers[0].kv_heads
+        # A factor that lies in memory as often as it is used is twice as fast.
+        cos, sin = (factor.expand(-1, heads, -1).contiguous() for factor in rotation(self._rotary, x_TH, positions_T))
+        # The frequencies of other types depend on the lengths of this pass, or of earlier ones.
+        is_fixed = self._rotary.rope_type not in ("dynamic", "longrope")
+        self._rotation = (positions_T, cos, sin) if is_fixed and cos.numel() <= KEPT_ROTATIONS else None
+        return cos, sin
 
 
 class _Recorded(torch.autograd.Function):
@@ -90,25 +112,31 @@ class _Pass:
 
     def __init__(self, layers: Sequence[_Layer], names: Sequence[str], final_norm: Any, recompute: bool):
         self._layers, self._names, self._norm, self._recompute = layers, names, final_norm, recompute
+        self._counts: list[int] = []
+        """tensors kept for each layer"""
 
     def forward(self, x_TH: torch.Tensor, keep: Callable[[Sequence[torch.Tensor | None]], None]) -> torch.Tensor:
         for layer in self._layers:
             y_TH, kept = layer.forward(x_TH)
-            keep([x_TH] if self._recompute else kept)
+            own = [x_TH] if self._recompute else kept
+            self._counts.append(len(own))
+            keep(own)
             x_TH = y_TH
-        scale = _scale(x_TH, self._norm.variance_epsilon)
-        keep([x_TH, scale])
-        return (x_TH * scale).mul_(self._norm.weight)
+        scale = trained_norms.reciprocal_rms(x_TH, self._norm.variance_epsilon)
+        normed = x_TH * scale
+        keep([normed, scale])
+        return normed * self._norm.weight
 
     def backward(self, by_hidden_TH: torch.Tensor, kept: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """dL/d A and dL/d B of each of the names."""
-        *of_layers, x_TH, scale = kept
-        assert x_TH is not None and scale is not None
-        by_TH = _norm_gradient(by_hidden_TH, x_TH, scale, self._norm.weight)
-        each = len(of_layers) // len(self._layers)
+        *of_layers, normed, scale = kept
+        assert normed is not None and scale is not None
+        by_TH = trained_norms.gradient(by_hidden_TH * self._norm.weight, normed, scale)
         gradients: GradientsByName = {}
+        end = len(of_layers)
         for i in reversed(range(len(self._layers))):
-            own = of_layers[i * each : (i + 1) * each]
+            own = of_layers[end - self._counts[i] : end]
+            end -= self._counts[i]
             if self._recompute:
                 (x_TH,) = own
                 assert x_TH is not None
@@ -118,18 +146,20 @@ class _Pass:
 
 
 class _Kept(NamedTuple):
-    """What a layer's gradient needs, beside a tensor for each run of its attention."""
+    """What a layer's gradient needs, beside what its attention keeps."""
 
-    x: torch.Tensor
-    x_scale: torch.Tensor
+    normed: torch.Tensor
+    """the input times its scale, without the norm's weight"""
+    scale: torch.Tensor
     qkv: torch.Tensor
     """(T, query heads + 2 * key heads, D), as the products gave it"""
     qk_scale: torch.Tensor | None
+    """(T, query heads + key heads, 1)"""
     rotated: torch.Tensor
     """(T, query heads + key heads, D)"""
     attended: torch.Tensor
-    middle: torch.Tensor
-    """the residual between attention and MLP"""
+    middle_normed: torch.Tensor
+    """of the residual between attention and MLP"""
     middle_scale: torch.Tensor
     gate_up: torch.Tensor
     opened: torch.Tensor
@@ -143,53 +173,66 @@ class _Kept(NamedTuple):
 class _Layer:
     """A decoder layer in one pass."""
 
-    def __init__(self, layer: Any, adapter: Adapter, cos: torch.Tensor, sin: torch.Tensor, plan: PackedPlan):
-        self._layer, self._cos, self._sin, self._plan = layer, cos, sin, plan
+    def __init__(
+        self,
+        layer: Any,
+        head_norm: HeadNorm | None,
+        adapter: Adapter,
+        factors: tuple[torch.Tensor, torch.Tensor],
+        plan: PackedPlan,
+    ):
+        self._layer, self._head_norm, self._plan = layer, head_norm, plan
+        self._cos, self._sin = factors
+        self._rotated_heads: int = layer.heads + layer.kv_heads
         joined = layer.qkv, layer.out, layer.gate_up, layer.down
-        self._linears = [trained_linear(part, adapter, len(cos)) for part in joined]
+        norms = layer.input_norm.weight, None, layer.mlp_norm.weight, None
+        self._linears = [
+            trained_linear(part, adapter, len(self._cos), norm) for part, norm in zip(joined, norms, strict=True)
+        ]
         self.names = [name for part in self._linears for name in part.names]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """x (T, hidden) -> the output, of the same shape, and what `backward` needs."""
         layer, (qkv_linear, out_linear, gate_up_linear, down_linear) = self._layer, self._linears
         tokens, size = len(x), layer.gate_up.sizes[0]
-        x_scale = _scale(x, layer.input_norm.variance_epsilon)
-        qkv, inner_qkv = qkv_linear.forward((x * x_scale).mul_(layer.input_norm.weight))
+        scale = trained_norms.reciprocal_rms(x, layer.input_norm.variance_epsilon)
+        normed = x * scale
+        qkv, inner_qkv = qkv_linear.forward(normed)
         qkv = qkv.view(tokens, -1, layer.head_dim)
-        qk, value = qkv[:, : -layer.kv_heads], qkv[:, -layer.kv_heads :]
-        qk_scale = None
-        if layer.norm_weight is not None:
-            qk_scale = _scale(qk, layer.eps)
-            qk = (qk * qk_scale).mul_(layer.norm_weight)
+        qk, qk_scale = qkv[:, : self._rotated_heads], None
+        if self._head_norm is not None:
+            qk, qk_scale = self._head_norm.forward(qk)
         rotated = torch.addcmul(qk * self._cos, qk.roll(layer.head_dim // 2, -1), self._sin)
-        query, key = rotated[:, : layer.heads], rotated[:, layer.heads :]
-        attended, sums = trained_attention.attend(layer.attention, query, key, value, self._plan)
+        attended, of_attention = trained_attention.attend(layer.attention, self._seen(rotated, qkv), self._plan)
         middle, inner_out = out_linear.forward(attended.view(tokens, -1))
         middle.add_(x)
-        middle_scale = _scale(middle, layer.mlp_norm.variance_epsilon)
-        gate_up, inner_gate_up = gate_up_linear.forward((middle * middle_scale).mul_(layer.mlp_norm.weight))
+        middle_scale = trained_norms.reciprocal_rms(middle, layer.mlp_norm.variance_epsilon)
+        middle_normed = middle * middle_scale
+        gate_up, inner_gate_up = gate_up_linear.forward(middle_normed)
         opened = F.silu(gate_up[:, :size])
         y, inner_down = down_linear.forward(opened * gate_up[:, size:])
         kept = _Kept(
-            x, x_scale, qkv, qk_scale, rotated, attended, middle, middle_scale, gate_up, opened,
+            normed, scale, qkv, qk_scale, rotated, attended, middle_normed, middle_scale, gate_up, opened,
             inner_qkv, inner_out, inner_gate_up, inner_down,
         )  # fmt: skip
-        return y.add_(middle), [*kept, *sums]
+        return y.add_(middle), [*kept, *of_attention]
+
+    def _seen(self, rotated: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of the attention, or their gradients, where they lie in these two."""
+        heads = self._layer.heads
+        return rotated[:, :heads], rotated[:, heads:], qkv[:, self._rotated_heads :]
 
     def backward(
         self, by_y: torch.Tensor, tensors: Sequence[torch.Tensor | None], gradients: GradientsByName, wants_x: bool
     ) -> torch.Tensor:
         """dL/dx; without `wants_x`, of a layer before which nothing is trained, something else."""
         kept = _Kept(*tensors[: len(_Kept._fields)])  # pyright: ignore[reportArgumentType]
-        layer, (qkv_linear, out_linear, _, _) = self._layer, self._linears
+        qkv_linear, out_linear, _, _ = self._linears
         by_middle = self._mlp_gradient(by_y, kept, gradients)
         by_attended = out_linear.backward(by_middle, kept.attended.view(len(by_y), -1), kept.inner_out, gradients)
         by_qkv = self._attention_gradient(by_attended, kept, tensors[len(_Kept._fields) :])
-        normed = (kept.x * kept.x_scale).mul_(layer.input_norm.weight)
-        by_normed = qkv_linear.backward(by_qkv, normed, kept.inner_qkv, gradients, wants_x)
-        if not wants_x:
-            return by_middle
-        return _norm_gradient(by_normed, kept.x, kept.x_scale, layer.input_norm.weight).add_(by_middle)
+        by_normed = qkv_linear.backward(by_qkv, kept.normed, kept.inner_qkv, gradients, wants_x)
+        return trained_norms.gradient(by_normed, kept.normed, kept.scale, by_middle) if wants_x else by_middle
 
     def _mlp_gradient(self, by_y: torch.Tensor, kept: _Kept, gradients: GradientsByName) -> torch.Tensor:
         """dL/d middle."""
@@ -200,48 +243,38 @@ class _Layer:
         by_gate_up = torch.empty_like(kept.gate_up)
         torch.mul(by_product, kept.opened, out=by_gate_up[:, size:])
         _silu_backward(by_product.mul_(up), gate, grad_input=by_gate_up[:, :size])
-        normed = (kept.middle * kept.middle_scale).mul_(layer.mlp_norm.weight)
-        by_normed = gate_up_linear.backward(by_gate_up, normed, kept.inner_gate_up, gradients)
-        return _norm_gradient(by_normed, kept.middle, kept.middle_scale, layer.mlp_norm.weight).add_(by_y)
+        by_normed = gate_up_linear.backward(by_gate_up, kept.middle_normed, kept.inner_gate_up, gradients)
+        return trained_norms.gradient(by_normed, kept.middle_normed, kept.middle_scale, by_y)
 
     def _attention_gradient(
-        self, by_attended: torch.Tensor, kept: _Kept, sums: Sequence[torch.Tensor | None]
+        self, by_attended: torch.Tensor, kept: _Kept, of_attention: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """dL/d of what the products of queries, keys and values gave, (T, out)."""
         layer = self._layer
-        rotated_heads = layer.heads + layer.kv_heads
-        by_qkv = torch.empty_like(kept.qkv)
-        by_query, by_key, by_value = trained_attention.gradient(
+        by_rotated, by_qkv = torch.empty_like(kept.rotated), torch.empty_like(kept.qkv)
+        trained_attention.gradient(
             layer.attention,
             by_attended.view_as(kept.attended),
-            kept.rotated[:, : layer.heads],
-            kept.rotated[:, layer.heads :],
-            kept.qkv[:, rotated_heads:],
+            self._seen(kept.rotated, kept.qkv),
             kept.attended,
-            sums,  # pyright: ignore[reportArgumentType]
+            of_attention,  # pyright: ignore[reportArgumentType]
             self._plan,
+            into=self._seen(by_rotated, by_qkv),
         )
-        by_qkv[:, rotated_heads:] = by_value
-        by_rotated = torch.cat((by_query, by_key), dim=1)
         # A rotation by half the width is its own inverse.
         turned = (by_rotated * self._sin).roll(layer.head_dim // 2, -1)
-        by_qk = torch.addcmul(turned, by_rotated, self._cos)
-        if kept.qk_scale is not None:
-            by_qk = _norm_gradient(by_qk, kept.qkv[:, :rotated_heads], kept.qk_scale, layer.norm_weight)
-        by_qkv[:, :rotated_heads] = by_qk
+        qk, by_qk = (tensor[:, : self._rotated_heads] for tensor in (kept.qkv, by_qkv))
+        if self._head_norm is None or kept.qk_scale is None:
+            torch.addcmul(turned, by_rotated, self._cos, out=by_qk)
+        else:
+            by_normed = turned.addcmul_(by_rotated, self._cos)
+            # A rotation keeps the product of a vector and its gradient.
+            self._head_norm.gradient(by_normed, by_rotated.mul_(kept.rotated), qk, kept.qk_scale, out=by_qk)
         return by_qkv.flatten(1)
-
-
-def _scale(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / the root of the mean square of the last dimension, which stays with size 1."""
-    return x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-
-
-def _norm_gradient(by_y: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """dL/dx of y = x * scale(x) * weight."""
-    by_scaled = by_y * weight
-    along = (by_scaled * x).mean(dim=-1, keepdim=True)
-    return by_scaled.mul_(scale).addcmul_(x, along.mul_(scale.pow(3)), value=-1)
+        by_normed = torch.addcmul(turned, by_rotated, self._cos).flatten(1)
+        # A rotation keeps the product of a vector and its gradient.
+        self._head_norm.gradient(by_normed, by_rotated.mul_(kept.rotated).flatten(1), qk, kept.qk_scale, out=by_qk)
+        return by_qkv
 
 
 def checked_layers(

@@ -3,6 +3,8 @@
 An adapter's own products are small and many. Where a weight is small too, it is cheaper to add scale * B @ A to a copy of the
 weight once in a pass: the forward pass and dL/dx are then one product each, and the gradients of A and B come from that of
 the weight.
+
+The weight of a norm in front of a linear is its part: the copy takes that in as well.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class TrainedLinear(Protocol):
     """of the parts that the adapter has matrices for"""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x (T, in) -> (T, out), and what the gradient needs beside x."""
+        """x (T, in), which lacks the norm's weight -> (T, out), and what the gradient needs beside x."""
         ...
 
     def backward(
@@ -47,8 +49,13 @@ class TrainedLinear(Protocol):
         ...
 
 
-def trained_linear(joined: JoinedLinear, adapter: Adapter, tokens: int) -> TrainedLinear:
-    """By the cheaper of the two ways for a pass of so many tokens, which depends on sizes alone."""
+def trained_linear(
+    joined: JoinedLinear, adapter: Adapter, tokens: int, norm: torch.Tensor | None = None
+) -> TrainedLinear:
+    """By the cheaper of the two ways for a pass of so many tokens, which depends on sizes alone.
+
+    norm: (in,), the weight of the norm in front; None: there is none.
+    """
     size_out, size_in = joined.weight.shape
     ranks = [
         (len(adapter.a[name]), size) for name, size in zip(joined.names, joined.sizes, strict=True) if name in adapter.a
@@ -56,7 +63,7 @@ def trained_linear(joined: JoinedLinear, adapter: Adapter, tokens: int) -> Train
     apart = tokens * _PASSES * sum(rank * (size_in + size) for rank, size in ranks)
     merged = tokens * size_out * size_in + _PASSES * sum(rank * size * size_in for rank, size in ranks)
     is_small = joined.weight.numel() <= LARGEST_MERGED
-    return (_Merged if is_small and merged <= MERGED_SHARE * apart else _Apart)(joined, adapter)
+    return (_Merged if is_small and merged <= MERGED_SHARE * apart else _Apart)(joined, adapter, norm)
 
 
 _PASSES = 3
@@ -67,8 +74,8 @@ weight's gradient, and without the tokens once the adapter into the weight, and 
 class _Parts:
     """The weight, and the adapter's matrices of each part that it has some for."""
 
-    def __init__(self, joined: JoinedLinear, adapter: Adapter):
-        self._weight, self._bias, self._scale = joined.weight, joined.bias, adapter.spec.scale
+    def __init__(self, joined: JoinedLinear, adapter: Adapter, norm: torch.Tensor | None):
+        self._weight, self._bias, self._scale, self._norm = joined.weight, joined.bias, adapter.spec.scale, norm
         self.names: list[str] = []
         self._columns: list[tuple[int, int]] = []
         """first and number of each one's outputs"""
@@ -85,11 +92,12 @@ class _Parts:
 class _Merged(_Parts):
     """With a copy of the weight to which the adapter is added."""
 
-    def __init__(self, joined: JoinedLinear, adapter: Adapter):
-        super().__init__(joined, adapter)
-        self._merged = self._weight.clone()
+    def __init__(self, joined: JoinedLinear, adapter: Adapter, norm: torch.Tensor | None):
+        super().__init__(joined, adapter, norm)
+        self._merged = self._weight.clone() if norm is None else self._weight * norm
         for (first, size), a, b in zip(self._columns, self._a, self._b, strict=True):
-            self._merged.narrow(0, first, size).addmm_(b, a, alpha=self._scale)
+            own = self._merged.narrow(0, first, size)
+            own.addmm_(b, a if norm is None else a * norm, alpha=self._scale)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return linear(x, self._merged, self._bias), None
@@ -105,7 +113,7 @@ class _Merged(_Parts):
         size_out, size_in = self._weight.shape
         # The product is faster with the fewer rows.
         by_weight = linear(by_y.t(), x.t()) if size_out <= size_in else linear(x.t(), by_y.t()).t()
-        by_weight.mul_(self._scale)
+        by_weight.mul_(self._scale if self._norm is None else self._norm * self._scale)
         for name, (first, size), a, b in zip(self.names, self._columns, self._a, self._b, strict=True):
             own = by_weight.narrow(0, first, size)
             gradients[name] = b.t() @ own, own @ a.t()
@@ -115,12 +123,13 @@ class _Merged(_Parts):
 class _Apart(_Parts):
     """With the adapter's products beside that of the weight: scale * (x @ a.T) @ b.T."""
 
-    def __init__(self, joined: JoinedLinear, adapter: Adapter):
-        super().__init__(joined, adapter)
+    def __init__(self, joined: JoinedLinear, adapter: Adapter, norm: torch.Tensor | None):
+        super().__init__(joined, adapter, norm)
         self._ranks = [len(a) for a in self._a]
         self._joined_a = torch.cat(self._a) if len(self._a) > 1 else self._a[0] if self._a else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = self._weighted(x)
         y = linear(x, self._weight, self._bias)
         if self._joined_a is None:
             return y, None
@@ -128,6 +137,9 @@ class _Apart(_Parts):
         for (first, size), part, b in zip(self._columns, inner.split(self._ranks, dim=1), self._b, strict=True):
             y.narrow(1, first, size).addmm_(part, b.t())
         return y, inner
+
+    def _weighted(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._norm is None else x * self._norm
 
     def backward(
         self,
@@ -137,14 +149,23 @@ class _Apart(_Parts):
         gradients: GradientsByName,
         wants_x: bool = True,
     ) -> torch.Tensor:
-        if self._joined_a is None or inner is None:
-            return linear(by_y, self._weight.t()) if wants_x else by_y
+        by_x = linear(by_y, self._weight.t()) if wants_x else by_y
+        if self._joined_a is not None and inner is not None:
+            by_inner = self._adapter_gradient(by_y, x, inner, gradients)
+            if wants_x:
+                by_x.addmm_(by_inner, self._joined_a)
+        return by_x.mul_(self._norm) if wants_x and self._norm is not None else by_x
+
+    def _adapter_gradient(
+        self, by_y: torch.Tensor, x: torch.Tensor, inner: torch.Tensor, gradients: GradientsByName
+    ) -> torch.Tensor:
+        """dL/d (x @ a.T) of all parts beside each other."""
         by_parts = [by_y.narrow(1, first, size) for first, size in self._columns]
         products = [by_part @ b for by_part, b in zip(by_parts, self._b, strict=True)]
         by_inner = (torch.cat(products, dim=1) if len(products) > 1 else products[0]).mul_(self._scale)
-        by_a = linear(by_inner.t(), x.t()).split(self._ranks)
+        by_a = linear(by_inner.t(), self._weighted(x).t()).split(self._ranks)
         for name, by_part, part, by_own in zip(
             self.names, by_parts, inner.split(self._ranks, dim=1), by_a, strict=True
         ):
             gradients[name] = by_own, by_part.t() @ part
-        return linear(by_y, self._weight.t()).addmm_(by_inner, self._joined_a) if wants_x else by_y
+        return by_inner

@@ -45,7 +45,7 @@ class TrainState:
     """of a pass since the gradients were last cleared"""
 
     def zeros(self) -> list[torch.Tensor]:
-        """What the gradients of a call are gathered in."""
+        """The gradients of a call without datums."""
         return [torch.zeros_like(parameter) for parameter in self.adapter.parameters()]
 
     @contextmanager
@@ -113,7 +113,7 @@ def forward_backward(
     loss, config, temperature = loss_function(loss_fn, loss_fn_config)
     names = indices or range(len(data))
     examples = [check_datum(datum, i, loss_fn, loss, model) for i, datum in zip(names, data, strict=True)]
-    gradients = state.zeros()
+    gradients: list[torch.Tensor] = []
     outputs: list[dict[str, tinker.TensorData]] = [{} for _ in examples]
     loss_sum, passed, trained = 0.0, 0, 0
     broken: list[int] = []
@@ -157,7 +157,7 @@ def forward_backward(
         raise _not_finite("loss", sorted(names[i] for i in broken))
     if backward:
         if not _are_finite(gradients):
-            culprits = yield from _broken(model, state, examples, run)
+            culprits = yield from _broken(model, examples, run)
             raise _not_finite("gradient", [names[i] for i in culprits])
         state.accumulate(gradients, checked=True)
     metrics = {
@@ -172,7 +172,6 @@ def forward_backward(
 
 def _broken(
     model: BaseModel,
-    state: TrainState,
     examples: Sequence[Example],
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> Parts[list[int]]:
@@ -180,7 +179,7 @@ def _broken(
     broken = []
     for i, example in enumerate(examples):
         yield
-        own = state.zeros()
+        own: list[torch.Tensor] = []
         for _ in each_micro_batch(model, [example], partial(run, into=own)):
             pass
         if not _are_finite(own):
@@ -241,6 +240,8 @@ def _scores_and_gradient(
 
 def _slopes(loss: LossFn, logprobs: torch.Tensor, inputs: Mapping[str, torch.Tensor], config: Config) -> torch.Tensor:
     """dL/d logprobs, of the same shape."""
+    if loss.is_linear:
+        return loss.compute(torch.ones_like(logprobs), inputs, config)
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
         return torch.autograd.grad(loss.compute(leaf, inputs, config).sum(), leaf)[0]
@@ -249,18 +250,25 @@ def _slopes(loss: LossFn, logprobs: torch.Tensor, inputs: Mapping[str, torch.Ten
 def backpropagate(
     model: BaseModel, hidden: torch.Tensor, gradient: ScoreGradient, adapter: Adapter, gradients: list[torch.Tensor]
 ) -> None:
-    """Carry a gradient by the scored hidden states to the adapter's matrices and add it to `gradients`."""
+    """Carry a gradient by the scored hidden states to the adapter's matrices and add it to `gradients`, empty at first."""
     parameters = adapter.parameters()
     parts: list[torch.Tensor | None] = [None] * len(parameters)
     if hidden.requires_grad and not gradient.is_zero:
         with model.shards.computing(Step.BACKWARD):
             parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
+    place = {id(parameter): i for i, parameter in enumerate(parameters)}
+    for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
+        parts[place[id(matrix)]] = part
+    if not gradients:
+        # The optimizer reads them as they lie in memory.
+        gradients += [
+            torch.zeros_like(parameter) if part is None else part.contiguous()
+            for parameter, part in zip(parameters, parts, strict=True)
+        ]
+        return
     found = [(total, part) for total, part in zip(gradients, parts, strict=True) if part is not None]
     if found:
         torch._foreach_add_(*map(list, zip(*found, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
-    place = {id(parameter): i for i, parameter in enumerate(parameters)}
-    for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
-        gradients[place[id(matrix)]] += part
 
 
 def optim_step(state: TrainState, params: tinker.AdamParams) -> tinker.types.OptimStepResponse:

@@ -10,6 +10,7 @@ from typing import Any
 
 import tinker
 
+from tinker_local_backend.engine.datums import OwnedData
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import LoraSpec
 from tinker_local_backend.errors import RequestError
@@ -108,7 +109,7 @@ class Operations:
 
     def op_forward_backward(self, fields: Fields, body: bytes) -> Reply:
         message = codec.parse_forward_backward(body)
-        model, data, config = self._model(fields), codec.datums(message), codec.loss_config(message)
+        model, data, config = self._model(fields), OwnedData(codec.datums(message)), codec.loss_config(message)
         call = model.forward if message.forward_only else model.forward_backward
         return (
             call(data, message.loss_fn, config),

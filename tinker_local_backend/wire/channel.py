@@ -7,9 +7,14 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import BinaryIO, cast
 
 from tinker_local_backend.wire import frames
 from tinker_local_backend.wire.frames import Frame
+
+BUFFER_BYTES = 1 << 16
+"""Read at a time: small frames come several together, and each call of the kernel lets go of the interpreter, for which the
+threads that compute would then have to wait."""
 
 _Outgoing = queue.SimpleQueue[Callable[[], Frame] | None]
 
@@ -23,6 +28,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, name: str):
         self._socket = sock
+        self._incoming = cast(BinaryIO, sock.makefile("rb", BUFFER_BYTES))
         self._outgoing: _Outgoing = queue.SimpleQueue()
         threading.Thread(target=_write, args=(sock, self._outgoing), name=name, daemon=True).start()
 
@@ -33,7 +39,7 @@ class Channel:
     def receive(self) -> Frame | None:
         """Block until the next frame; None when either side has closed. On one thread."""
         with suppress(OSError):
-            return frames.receive(self._socket)
+            return frames.receive(self._incoming)
         return None
 
     def close(self) -> None:

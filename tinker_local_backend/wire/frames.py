@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 _SIZES = struct.Struct(">IQ")
 
@@ -29,25 +29,14 @@ def send(sock: socket.socket, frame: Frame) -> None:
     sock.sendall(b"".join(frame.encode()))
 
 
-def receive(sock: socket.socket) -> Frame | None:
-    """The next frame; None when the other side has closed."""
-    sizes = _read(sock, _SIZES.size)
-    if sizes is None:
+def receive(stream: BinaryIO) -> Frame | None:
+    """The next frame of a socket's stream; None when the other side has closed."""
+    sizes = stream.read(_SIZES.size)
+    if len(sizes) < _SIZES.size:
         return None
     text_size, body_size = _SIZES.unpack(sizes)
-    text, body = _read(sock, text_size), _read(sock, body_size)
-    return None if text is None or body is None else Frame(json.loads(text), bytes(body))
-
-
-def _read(sock: socket.socket, size: int) -> bytearray | None:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = sock.recv_into(view)
-        if count == 0:
-            return None
-        view = view[count:]
-    return data
+    text, body = stream.read(text_size), stream.read(body_size)
+    return Frame(json.loads(text), body) if len(text) + len(body) == text_size + body_size else None
 
 
 async def receive_async(reader: asyncio.StreamReader) -> Frame | None:
