@@ -43,7 +43,9 @@ class CLIConfig:
     run: str = chz.field(doc="folder of the run whose rollouts are trained on")
     model_name: str | None = chz.field(default=None, doc="base model; None: the run's")
     lora_rank: int | None = chz.field(default=None, doc="rank of the adapter; None: the run's")
-    train_mlp: bool | None = chz.field(default=None, doc="whether a new adapter is also on the MLPs; None: as the run's")
+    train_mlp: bool | None = chz.field(
+        default=None, doc="whether a new adapter is also on the MLPs; None: as the run's"
+    )
     learning_rate: float | None = chz.field(default=None, doc="Adam's learning rate; None: the run's")
     loss_fn: str | None = chz.field(default=None, doc=f"{', '.join(LOSS_FNS)}; None: the run's")
     loss_fn_config: dict[str, float] | None = chz.field(

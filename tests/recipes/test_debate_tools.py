@@ -32,7 +32,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tools")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_LOCAL_HOME", str(folder / "home"))
-        argv = [*SMALL, "train_mlp=false", "debate_train=judge", "max_tokens=24", "max_eval_items=4", f"log_path={folder / 'run'}"]
+        argv = [
+            *SMALL,
+            "train_mlp=false",
+            "debate_train=judge",
+            "max_tokens=24",
+            "max_eval_items=4",
+            f"log_path={folder / 'run'}",
+        ]
         asyncio.run(debate_rs_grpo.main(config_tree.parse(debate_rs_grpo.CLIConfig, argv)))
     return folder / "run"
 
