@@ -51,7 +51,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     from tinker_cookbook.data.shipped import shipped_model
 
     models = ",".join(shipped_model(name) for name in ("tiny_chat", "tiny_debate"))
-    with Serving(tmp_path_factory.mktemp("home"), model=None, models=models) as serving:
+    # The models of ended runs stay until their sessions have missed their heartbeats.
+    with Serving(tmp_path_factory.mktemp("home"), model=None, models=models, max_models=100) as serving:
         yield serving
 
 
