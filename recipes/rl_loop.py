@@ -45,7 +45,6 @@ class CLIConfig:
     behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, delete, raise; resume: begin anew")
     learning_rate: float = chz.field(default=1e-3, doc="Adam's learning rate", validator=chz.validators.gt(0))
     lora_rank: int = chz.field(default=32, doc="rank of the LoRA adapter", validator=chz.validators.gt(0))
-    train_mlp: bool = chz.field(default=True, doc="adapters on the MLPs, too; false where they are routed experts")
     groups_per_batch: int = chz.field(default=16, doc="questions per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="replies per question", validator=chz.validators.gt(1))
     max_steps: int = chz.field(default=20, doc="number of steps", validator=chz.validators.gt(0))
@@ -80,9 +79,7 @@ async def main(cli: CLIConfig) -> None:
 
 async def train(cli: CLIConfig, renderer: Renderer, ml_logger: Logger) -> None:
     service = backends.create_service_client(cli.backend)
-    client = await service.create_lora_training_client(
-        cli.model_name, rank=cli.lora_rank, seed=cli.seed, train_mlp=cli.train_mlp
-    )
+    client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     adam = tinker.AdamParams(learning_rate=cli.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
     rng, progress = random.Random(cli.seed), Progress({})
 

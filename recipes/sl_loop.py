@@ -45,7 +45,6 @@ class CLIConfig:
     behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, delete, raise; resume: begin anew")
     learning_rate: float = chz.field(default=1e-3, doc="peak learning rate", validator=chz.validators.gt(0))
     lora_rank: int = chz.field(default=32, doc="rank of the LoRA adapter", validator=chz.validators.gt(0))
-    train_mlp: bool = chz.field(default=True, doc="adapters on the MLPs, too; false where they are routed experts")
     batch_size: int = chz.field(default=16, doc="conversations per step", validator=chz.validators.gt(0))
     num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
     max_length: int = chz.field(default=512, doc="longest conversation in tokens", validator=chz.validators.gt(1))
@@ -69,9 +68,7 @@ async def main(cli: CLIConfig) -> None:
 
 async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: Logger) -> None:
     service = backends.create_service_client(cli.backend)
-    client = await service.create_lora_training_client(
-        cli.model_name, rank=cli.lora_rank, seed=cli.seed, train_mlp=cli.train_mlp
-    )
+    client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     total_steps, progress = cli.num_epochs * len(dataset), Progress({})
     for step in range(total_steps):
         epoch, batch = divmod(step, len(dataset))
