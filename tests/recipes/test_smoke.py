@@ -44,6 +44,7 @@ def sl_basic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SLOW = {
     "recipes.validate_gpu",
     "recipes.compare",
+    "recipes.debate_study",
     "recipes.demo",
     "recipes.guess_number",
     "recipes.preference.rlhf_pipeline",
