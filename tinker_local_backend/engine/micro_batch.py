@@ -45,13 +45,17 @@ class MicroBatch:
     """`scored`, and"""
     host_inputs: dict[str, npt.NDArray]
     """`inputs` in the host's memory: what is asked of these does not wait for a GPU"""
+    scored_in_order: bool
+    """each position has a score of its own, in the same order"""
 
     def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores (S, K) as values of the positions (P, K)."""
-        return scores[self.scored]
+        return scores if self.scored_in_order else scores[self.scored]
 
     def of_scores(self, values: torch.Tensor) -> torch.Tensor:
         """Values of positions (P, K) summed by the score that they share (S, K)."""
+        if self.scored_in_order:
+            return values
         return torch.zeros_like(self.score_targets, dtype=values.dtype).index_add_(0, self.scored, values)
 
 
@@ -167,6 +171,7 @@ def make_micro_batch(
         inputs={key: torch.from_numpy(value).to(device) for key, value in inputs.items()},
         host_scored=host_scored,
         host_inputs=inputs,
+        scored_in_order=np.array_equal(host_scored, np.arange(count)),
     )
 
 

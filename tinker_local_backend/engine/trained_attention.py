@@ -7,6 +7,7 @@ longer than the attention itself. For layers without soft caps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -106,7 +107,7 @@ def _attend_short(
     layer: LayerAttention, run: Run, tensors: _Tensors, plan: PackedPlan
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     query, key, value = (_grouped(tensor, run, tensors[1].shape[1]) for tensor in tensors)
-    bias = plan.bias(0, run.length, None, query, repeat=query.shape[1] // run.length)
+    bias = _short_bias(run.length, query.shape[1] // run.length, query.dtype)
     probabilities = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=layer.scaling).softmax(dim=-1)
     return _ungrouped(torch.bmm(probabilities, value), run), [query, key, value, probabilities]
 
@@ -125,14 +126,21 @@ def _gradient_short(
     return _ungrouped(by_query, run), _ungrouped(by_key, run), _ungrouped(by_value, run)
 
 
+@lru_cache(maxsize=8)
+def _short_bias(length: int, repeat: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of causal attention, (length * repeat, length): each query as often as there are heads that share a key head."""
+    return PackedPlan([]).bias(0, length, None, torch.empty(0, dtype=dtype), repeat)
+
+
 def _grouped(tensor_THD: torch.Tensor, run: Run, kv_heads: int) -> torch.Tensor:
     """(count * S, KV * G, D) -> (count * KV, S * G, D): the query heads that share a key head are more queries of it."""
-    return _by_sequence(tensor_THD, run, kv_heads).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    grouped = _by_sequence(tensor_THD, run, kv_heads).transpose(1, 2)
+    return grouped.reshape(run.count * kv_heads, -1, tensor_THD.shape[2])
 
 
 def _ungrouped(tensor: torch.Tensor, run: Run) -> torch.Tensor:
     """(count * KV, S * G, D) -> (count, S, KV, G, D)"""
-    return tensor.unflatten(1, (run.length, -1)).unflatten(0, (run.count, -1)).transpose(1, 2)
+    return tensor.view(run.count, -1, run.length, tensor.shape[1] // run.length, tensor.shape[2]).transpose(1, 2)
 
 
 def _own(tensor_THD: torch.Tensor, run: Run) -> torch.Tensor:
@@ -142,7 +150,8 @@ def _own(tensor_THD: torch.Tensor, run: Run) -> torch.Tensor:
 
 def _by_sequence(tensor_THD: torch.Tensor, run: Run, kv_heads: int) -> torch.Tensor:
     """The rows of a run, as (count, S, KV, G, D)."""
-    return _own(tensor_THD, run).unflatten(0, (run.count, -1)).unflatten(2, (kv_heads, -1))
+    _, heads, size = tensor_THD.shape
+    return _own(tensor_THD, run).view(run.count, run.length, kv_heads, heads // kv_heads, size)
 
 
 def _seen(tensor_TKD: torch.Tensor, run: Run, heads: int) -> torch.Tensor:
@@ -168,12 +177,13 @@ def _of_kernel(tensors: _Tensors, run: Run) -> _Tensors:
 
 def _by_head(tensor: torch.Tensor, run: Run) -> torch.Tensor:
     """(count * S, H, D) -> (count, H, S, D)"""
-    return tensor.unflatten(0, (run.count, -1)).transpose(1, 2)
+    return tensor.view(run.count, -1, *tensor.shape[1:]).transpose(1, 2)
 
 
 def _of_sequences(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """(count, H, S, D) -> (count, S, KV, G, D)"""
-    return tensor.transpose(1, 2).unflatten(2, (kv_heads, -1))
+    count, heads, length, size = tensor.shape
+    return tensor.transpose(1, 2).view(count, length, kv_heads, heads // kv_heads, size)
 
 
 def _is_plain(layer: LayerAttention, run: Run) -> bool:

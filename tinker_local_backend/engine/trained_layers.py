@@ -271,10 +271,6 @@ class _Layer:
             # A rotation keeps the product of a vector and its gradient.
             self._head_norm.gradient(by_normed, by_rotated.mul_(kept.rotated), qk, kept.qk_scale, out=by_qk)
         return by_qkv.flatten(1)
-        by_normed = torch.addcmul(turned, by_rotated, self._cos).flatten(1)
-        # A rotation keeps the product of a vector and its gradient.
-        self._head_norm.gradient(by_normed, by_rotated.mul_(kept.rotated).flatten(1), qk, kept.qk_scale, out=by_qk)
-        return by_qkv
 
 
 def checked_layers(

@@ -41,6 +41,8 @@ class TrainState:
     adapter: Adapter
     optimizer: AdamW
     gradients: list[torch.Tensor] | None = None
+    norm: float | None = None
+    """of the gradients, where it is known"""
     failure: str | None = None
     """of a pass since the gradients were last cleared"""
 
@@ -59,22 +61,25 @@ class TrainState:
 
     def clear(self) -> None:
         """Forget the gradients, and what is missing in them."""
-        self.gradients = self.failure = None
+        self.gradients = self.norm = self.failure = None
 
-    def accumulate(self, gradients: list[torch.Tensor], checked: bool = False) -> None:
-        """Add the gradients of a call. Raises NonFiniteError, with nothing added, when one is not finite (`checked`: all are)."""
-        if not checked and not _are_finite(gradients):
+    def accumulate(self, gradients: list[torch.Tensor], norm: float | None = None) -> None:
+        """Add the gradients of a call, whose norm this is. Raises NonFiniteError, with nothing added, when one is not finite."""
+        norm = _norm(gradients) if norm is None else norm
+        if not math.isfinite(norm):
             raise _not_finite("gradient")
         if self.gradients is None:
-            self.gradients = gradients
+            self.gradients, self.norm = gradients, norm
             return
+        self.norm = None
         for total, part in zip(self.gradients, gradients, strict=True):
             total += part
 
 
-def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    # One answer from the device, not one for each matrix; squares of float32 never overflow in float64.
-    return math.isfinite(float(global_norm(gradients)))
+def _norm(gradients: Sequence[torch.Tensor]) -> float:
+    """Finite if all of them are: one answer from the device, not one for each matrix."""
+    # Squares of float32 never overflow in float64.
+    return float(global_norm(gradients))
 
 
 def _not_finite(what: str, datums: Sequence[int] = ()) -> NonFiniteError:
@@ -156,10 +161,11 @@ def forward_backward(
     if not math.isfinite(loss_sum):
         raise _not_finite("loss", sorted(names[i] for i in broken))
     if backward:
-        if not _are_finite(gradients):
+        norm = _norm(gradients)
+        if not math.isfinite(norm):
             culprits = yield from _broken(model, examples, run)
             raise _not_finite("gradient", [names[i] for i in culprits])
-        state.accumulate(gradients, checked=True)
+        state.accumulate(gradients, norm)
     metrics = {
         "loss:sum": loss_sum,
         "tokens:sum": float(sum(len(example.tokens) for example in examples)),
@@ -182,16 +188,14 @@ def _broken(
         own: list[torch.Tensor] = []
         for _ in each_micro_batch(model, [example], partial(run, into=own)):
             pass
-        if not _are_finite(own):
+        if not math.isfinite(_norm(own)):
             broken.append(i)
     return broken
 
 
 def batch_hidden(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> torch.Tensor:
     """Hidden states (S, H) of the positions that are scored, with the graph that leads to the adapter."""
-    tokens_T = torch.tensor(batch.packed.tokens, device=model.device)
-    positions_T = torch.tensor(batch.packed.positions, device=model.device)
-    hidden_TH = model.hidden_states(tokens_T, positions_T, PackedPlan(batch.packed.segments), adapter)
+    hidden_TH = model.hidden_states(*batch.packed.on(model.device), PackedPlan(batch.packed.segments), adapter)
     return hidden_TH if batch.score_rows is None else hidden_TH[batch.score_rows]
 
 
@@ -288,7 +292,7 @@ def optim_step(state: TrainState, params: tinker.AdamParams) -> tinker.types.Opt
             "optim_step without gradients: submit forward_backward first (it accumulates until optim_step)"
         )
     check_adam_params(params)
-    gradients = state.gradients
+    gradients, norm = state.gradients, state.norm
     state.clear()
-    grad_norm = state.optimizer.step(gradients, params)
+    grad_norm = state.optimizer.step(gradients, params, norm)
     return tinker.types.OptimStepResponse(metrics={"grad_norm": grad_norm})
