@@ -239,11 +239,13 @@ class _Layer:
         layer, (_, _, gate_up_linear, down_linear) = self._layer, self._linears
         size = layer.gate_up.sizes[0]
         gate, up = kept.gate_up[:, :size], kept.gate_up[:, size:]
-        by_product = down_linear.backward(by_y, kept.opened * up, kept.inner_down, gradients)
-        by_gate_up = torch.empty_like(kept.gate_up)
-        torch.mul(by_product, kept.opened, out=by_gate_up[:, size:])
-        _silu_backward(by_product.mul_(up), gate, grad_input=by_gate_up[:, :size])
-        by_normed = gate_up_linear.backward(by_gate_up, kept.middle_normed, kept.inner_gate_up, gradients)
+        product = kept.opened * up
+        by_product = down_linear.backward(by_y, product, kept.inner_down, gradients)
+        # Gradients take the places of what they are of: memory that the caches hold.
+        by_opened = torch.mul(by_product, up, out=product)
+        torch.mul(by_product, kept.opened, out=up)
+        _silu_backward(by_opened, gate, grad_input=gate)
+        by_normed = gate_up_linear.backward(kept.gate_up, kept.middle_normed, kept.inner_gate_up, gradients)
         return trained_norms.gradient(by_normed, kept.middle_normed, kept.middle_scale, by_y)
 
     def _attention_gradient(
