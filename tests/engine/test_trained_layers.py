@@ -139,10 +139,11 @@ class Counted:
         return self._rotary(*arguments)
 
 
-@pytest.mark.parametrize("short", [0, 64], ids=["kernel", "products"])
-def test_both_kinds_of_attention(short: int, model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("short", "halved"), [(0, 99), (64, 99), (64, 2)], ids=["kernel", "products", "halves"])
+def test_all_kinds_of_attention(short: int, halved: int, model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = trained_adapter(model, LoraSpec(4, train_unembed=False))
     monkeypatch.setattr(trained_attention, "SHORT", short)
+    monkeypatch.setattr(trained_attention, "LEAST_HALVED", halved)
     assert_equal(hidden_and_gradients(model, adapter), through_modules(model, adapter, monkeypatch))
 
 
