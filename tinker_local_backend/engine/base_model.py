@@ -42,7 +42,7 @@ from tinker_local_backend.engine.lora import (
 )
 from tinker_local_backend.engine.products import float32_product
 from tinker_local_backend.engine.sharding import Ranks, Shards, Step, Whole
-from tinker_local_backend.engine.trained_layers import TrainedLayers, checked_layers
+from tinker_local_backend.engine.trained_layers import Backward, TrainedLayers, checked_layers
 from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -360,10 +360,29 @@ class BaseModel:
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
             if self._trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
-                return self._trained.hidden_states(tokens_T, positions_T, plan, adapters, self._recompute)
+                if not torch.is_grad_enabled():
+                    return self._trained.hidden_states(tokens_T, positions_T, plan, adapters)
         with self.routed(adapters), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
+
+    def training_pass(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan, adapter: Adapter
+    ) -> tuple[torch.Tensor, Backward]:
+        """As `hidden_states`, and what carries a gradient by them to the adapter's matrices."""
+        if self._trained is not None and isinstance(self.execution.packed(plan), PackedPlan):
+            return self._trained.training_pass(tokens_T, positions_T, plan, adapter, self._recompute)
+        with torch.enable_grad():
+            hidden_TH = self.hidden_states(tokens_T, positions_T, plan, adapter)
+
+        def backward(by_hidden_TH: torch.Tensor) -> list[torch.Tensor | None]:
+            matrices = adapter.parameters()
+            if not hidden_TH.requires_grad:
+                return [None] * len(matrices)
+            with self.shards.computing(Step.BACKWARD):
+                return list(torch.autograd.grad(hidden_TH, matrices, by_hidden_TH, allow_unused=True))
+
+        return hidden_TH.detach(), backward
 
     def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Spans | None) -> torch.Tensor:
         """Logits (N, vocabulary) in float32 of N hidden states; not differentiable.

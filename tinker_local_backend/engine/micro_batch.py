@@ -48,6 +48,10 @@ class MicroBatch:
     scored_in_order: bool
     """each position has a score of its own, in the same order"""
 
+    def scored_rows(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Those of the rows of the pass that are scored (S, H)."""
+        return hidden_TH if self.score_rows is None else hidden_TH[self.score_rows]
+
     def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores (S, K) as values of the positions (P, K)."""
         return scores if self.scored_in_order else scores[self.scored]
@@ -139,12 +143,17 @@ def make_micro_batch(
     for group in groups:
         leader = group.members[0]
         for member in group.members:
+            if member == leader:
+                scored[member] = np.arange(count, count + len(targets[member]))
+                count += len(targets[member])
+                rows.append(packed.rows[member])
+                kept.append(targets[member])
+                continue
             new = np.ones(len(targets[member]), dtype=bool)
             own = np.empty(len(new), dtype=np.int64)
-            if member != leader:
-                shared = min(group.prefix, len(new))
-                new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
-                own[:shared] = scored[leader][:shared]
+            shared = min(group.prefix, len(new))
+            new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
+            own[:shared] = scored[leader][:shared]
             own[new] = count + np.arange(new.sum())
             count += int(new.sum())
             rows.append(packed.rows[member][new])

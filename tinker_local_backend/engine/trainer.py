@@ -27,7 +27,7 @@ from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params, global_norm
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer, SlopedRows
-from tinker_local_backend.engine.sharding import Step
+from tinker_local_backend.engine.trained_layers import Backward
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
 NAMED_DATUMS = 8
@@ -129,18 +129,18 @@ def forward_backward(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and elementwise loss of a micro-batch; its gradient is added to those of `into`."""
         sloped = sloped_rows(loss, batch) if backward else None  # copied to the device before it has anything to do
-        with torch.set_grad_enabled(backward), model.routed(state.adapter), model.recompute(recompute):
-            hidden = batch_hidden(model, state.adapter, batch)
+        with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
             scorer = Scorer(model, state.adapter, temperature)
-            if backward:
-                scores, gradient = _scores_and_gradient(scorer, hidden.detach(), batch, loss, config, sloped)
-            else:
-                scores, gradient = scorer.logprobs(hidden, batch.score_targets), None
-            with torch.no_grad():
-                logprobs = batch.of_positions(scores)
-                elementwise = loss.compute(logprobs, batch.inputs, config)
-            if gradient is not None:  # last, because nothing may fail once gradients have been added
-                backpropagate(model, hidden, gradient, state.adapter, into)
+            if not backward:
+                hidden = model.hidden_states(*batch_inputs(model, batch), state.adapter)
+                logprobs = batch.of_positions(scorer.logprobs(batch.scored_rows(hidden), batch.score_targets))
+                return logprobs, loss.compute(logprobs, batch.inputs, config)
+            hidden, carry_back = batch_pass(model, state.adapter, batch)
+            scores, gradient = _scores_and_gradient(scorer, hidden, batch, loss, config, sloped)
+            logprobs = batch.of_positions(scores)
+            elementwise = loss.compute(logprobs, batch.inputs, config)
+            # Last, because nothing may fail once gradients have been added.
+            backpropagate(model, carry_back, gradient, state.adapter, into)
         return logprobs, elementwise
 
     for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
@@ -193,10 +193,22 @@ def _broken(
     return broken
 
 
-def batch_hidden(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> torch.Tensor:
-    """Hidden states (S, H) of the positions that are scored, with the graph that leads to the adapter."""
-    hidden_TH = model.hidden_states(*batch.packed.on(model.device), PackedPlan(batch.packed.segments), adapter)
-    return hidden_TH if batch.score_rows is None else hidden_TH[batch.score_rows]
+def batch_inputs(model: BaseModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, PackedPlan]:
+    """What a pass over a micro-batch takes."""
+    return *batch.packed.on(model.device), PackedPlan(batch.packed.segments)
+
+
+def batch_pass(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> tuple[torch.Tensor, Backward]:
+    """Hidden states (S, H) of the positions that are scored, and what carries a gradient by them to the adapter's matrices."""
+    hidden_TH, backward = model.training_pass(*batch_inputs(model, batch), adapter)
+    rows = batch.score_rows
+    if rows is None:
+        return hidden_TH, backward
+
+    def of_rows(by_hidden_SH: torch.Tensor) -> list[torch.Tensor | None]:
+        return backward(torch.zeros_like(hidden_TH).index_put_((rows,), by_hidden_SH, accumulate=True))
+
+    return batch.scored_rows(hidden_TH), of_rows
 
 
 def _read(logprobs: torch.Tensor, elementwise: torch.Tensor) -> tuple[npt.NDArray[np.float32], float]:
@@ -252,14 +264,11 @@ def _slopes(loss: LossFn, logprobs: torch.Tensor, inputs: Mapping[str, torch.Ten
 
 
 def backpropagate(
-    model: BaseModel, hidden: torch.Tensor, gradient: ScoreGradient, adapter: Adapter, gradients: list[torch.Tensor]
+    model: BaseModel, carry_back: Backward, gradient: ScoreGradient, adapter: Adapter, gradients: list[torch.Tensor]
 ) -> None:
     """Carry a gradient by the scored hidden states to the adapter's matrices and add it to `gradients`, empty at first."""
     parameters = adapter.parameters()
-    parts: list[torch.Tensor | None] = [None] * len(parameters)
-    if hidden.requires_grad and not gradient.is_zero:
-        with model.shards.computing(Step.BACKWARD):
-            parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
+    parts = [None] * len(parameters) if gradient.is_zero else carry_back(gradient.hidden)
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
         parts[place[id(matrix)]] = part

@@ -76,9 +76,9 @@ def gathered_on_the_cpu(rows_TX: torch.Tensor, copies: varlen.Copies) -> torch.T
 
 
 def copied_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(model: Any, hidden: Any, gradient: Any, *rest: Any) -> None:
+    def wrong(model: Any, carry_back: Any, gradient: Any, *rest: Any) -> None:
         gradient.hidden = gradient.hidden.cpu().to(GPU)
-        original(model, hidden, gradient, *rest)
+        original(model, carry_back, gradient, *rest)
 
     return wrong
 
