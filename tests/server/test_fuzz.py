@@ -33,9 +33,8 @@ AT_A_TIME = 16
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with Serving(
-        tmp_path_factory.mktemp("fuzzed"), poll_seconds=0.2, request_gap_seconds=0.2, max_sessions=50, max_models=5
-    ) as serving:
+    limits = {"max_sessions": 50, "max_models": 5, "silent_seconds": 300.0}
+    with Serving(tmp_path_factory.mktemp("fuzzed"), poll_seconds=0.2, request_gap_seconds=0.2, **limits) as serving:
         yield serving
 
 

@@ -1,7 +1,9 @@
 """Requests as they come over a bad network: twice, out of order, too late, about what has ended."""
 
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -195,6 +197,25 @@ def test_a_session_without_heartbeat_dies_and_its_requests_with_it(impatient: Se
     assert wire.post("/session_heartbeat", session_id=session)[0] == 410
 
 
+@contextmanager
+def kept_alive(serving: Serving, session: str) -> Iterator[None]:
+    """Heartbeats of a session, until the body ends."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        wire = Wire(serving.url)
+        while not ended.wait(0.1):
+            wire.post("/session_heartbeat", session_id=session)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_limits_of_a_tenant(impatient: Serving) -> None:
     wire = Wire(impatient.url)
     sessions = [wire.session() for _ in range(4)]
@@ -202,9 +223,10 @@ def test_limits_of_a_tenant(impatient: Serving) -> None:
     assert status == 403 and "max_sessions" in reply["detail"]
     for number in range(2):
         wire.model(sessions[0], number)
-    status, reply = wire.post(
-        "/create_model", session_id=sessions[1], model_seq_id=0, base_model=_base(wire), lora_config={"rank": 2}
-    )
+    with kept_alive(impatient, sessions[0]):
+        status, reply = wire.post(
+            "/create_model", session_id=sessions[1], model_seq_id=0, base_model=_base(wire), lora_config={"rank": 2}
+        )
     assert status == 403 and "max_models" in reply["detail"]
     status, reply = wire.post(
         "/create_model", session_id=sessions[1], model_seq_id=0, base_model=_base(wire), lora_config={"rank": 9}

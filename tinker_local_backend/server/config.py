@@ -59,6 +59,12 @@ class ServerConfig:
     session_timeout_seconds: float = chz.field(
         default=300.0, doc="a session without heartbeat for so long is dead", validator=chz.validators.gt(0)
     )
+    silent_seconds: float = chz.field(
+        default=30.0,
+        doc="a session without heartbeat for so long ends where max_sessions or max_models leaves no room for a new one; the "
+        "SDK sends a heartbeat every 10",
+        validator=chz.validators.gt(10),
+    )
     request_gap_seconds: float = chz.field(
         default=330.0,
         doc="how long a request waits for an earlier one of its model that has not arrived",

@@ -56,7 +56,7 @@ def _add_models(routes: APIRouter) -> None:
             "user_metadata": body.user_metadata or {},
             **lora.model_dump(),
         }
-        request, model_id = service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
+        request, model_id = await service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
         return {"request_id": request.request_id, "model_id": model_id}
 
     @routes.post("/load_weights")
@@ -77,7 +77,7 @@ def _add_models(routes: APIRouter) -> None:
         if body.base_model is not None:
             service.check_served(body.base_model)
         fields |= {"op": "load_model", "base_model": body.base_model, "user_metadata": body.user_metadata or {}}
-        request, model_id = service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
+        request, model_id = await service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
         return {"request_id": request.request_id, "model_id": model_id}
 
     @routes.post("/get_info")
