@@ -45,12 +45,13 @@ class Serving:
 
     def _read(self, ready: threading.Event) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if found := re.search(r"TINKER_BASE_URL=(\S+)", line):
-                self.url = found[1]
-            if "TINKER_API_KEY" in line:
-                ready.set()
+        with self.process.stdout as output:
+            for line in output:
+                self.lines.append(line)
+                if found := re.search(r"TINKER_BASE_URL=(\S+)", line):
+                    self.url = found[1]
+                if "TINKER_API_KEY" in line:
+                    ready.set()
         ready.set()
 
     def stop(self, sign: signal.Signals = signal.SIGTERM) -> int:
