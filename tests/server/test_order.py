@@ -37,6 +37,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         "max_models": 2,
         "max_snapshots": 2,
         "max_rank": 8,
+        "max_sequence_tokens": 400,
         "max_results_mib": 1,
         "max_body_mib": 1,
         "max_decompressed_mib": 2,
@@ -239,6 +240,35 @@ def test_limits_of_a_tenant(impatient: Serving) -> None:
     assert status == 400 and "max_training_requests" in reply["detail"]
     for session in sessions:
         wire.post(f"/sessions/{session}/finish")
+
+
+def test_a_sequence_that_is_too_long(impatient: Serving) -> None:
+    wire = Wire(impatient.url)
+    assert wire.ask("GET", "/get_server_capabilities")[1]["supported_models"][0]["max_context_length"] == 400
+    session = wire.session()
+    model, sampler = wire.model(session), wire.sampler(session)
+    for accepted in (wire.forward_backward(model, 1, length=401)[1], wire.sample(sampler, 0, max_tokens=398)[1]):
+        assert "exceeds the context length 400" in wire.result(accepted)["error"]
+    for accepted in (wire.forward_backward(model, 2, length=400)[1], wire.sample(sampler, 1, max_tokens=397)[1]):
+        assert isinstance(wire.result(accepted), bytes)
+    wire.post(f"/sessions/{session}/finish")
+
+
+def test_a_model_that_is_unloaded_makes_room(impatient: Serving) -> None:
+    """A request of older SDKs. What the model waits for fails; sent again, the request is the same."""
+    wire = Wire(impatient.url)
+    session = wire.session()
+    models = [wire.model(session, number) for number in range(2)]
+    _, held = wire.optim_step(models[0], 2)
+    headers = {"X-Idempotency-Key": "unload"}
+    replies = [wire.ask("POST", "/unload_model", json={"model_id": models[0]}, headers=headers)[1] for _ in range(2)]
+    assert replies[0] == replies[1]
+    assert wire.result(replies[0]) == {"type": "unload_model", "model_id": models[0]}
+    assert "was unloaded" in wire.result(held)["error"]
+    assert wire.optim_step(models[0], 3)[0] == 404
+    wire.model(session, 2)
+    assert loss_of(wire.result(wire.forward_backward(models[1], 1)[1])) > 0
+    wire.post(f"/sessions/{session}/finish")
 
 
 def test_sampling_beyond_the_queue_is_429_and_nothing_is_lost(impatient: Serving) -> None:

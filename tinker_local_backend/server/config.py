@@ -39,6 +39,11 @@ class ServerConfig:
         default=32, doc="adapters that a tenant trains at a time", validator=chz.validators.gt(0)
     )
     max_rank: int = chz.field(default=512, doc="largest LoRA rank", validator=chz.validators.gt(0))
+    max_sequence_tokens: int | None = chz.field(
+        default=None,
+        doc="longest sequence in training and sampling, prompt and completion together; default: the model's context",
+        validator=lambda self, name: chz.validators.gt(0)(self, name) if getattr(self, name) is not None else None,
+    )
     max_snapshots: int = chz.field(
         default=64,
         doc="sampling snapshots of a session that are kept; the least recently used goes",

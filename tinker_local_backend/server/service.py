@@ -161,7 +161,8 @@ class Service:
             for _, turn in model.sequence.clear():
                 turn.request.fail(f"model {model.model_id} could not be made: {reply.fields['error']}")
             return reply
-        if model.session.session_id not in self._sessions:  # it ended in the meantime
+        if model.session.models.get(model.model_id) is not model or model.session.session_id not in self._sessions:
+            # unloaded, or the session ended, in the meantime
             self._drop([model.model_id], [])
             return reply
         model.info = {key: reply.fields[key] for key in ("base_model", "rank", "arch", "execution")}
@@ -177,6 +178,17 @@ class Service:
         if model is None:
             raise Refused(404, _gone("model", model_id))
         return model
+
+    def unload_model(self, tenant: Tenant, model_id: str) -> Request:
+        """Free a model before its session ends. What the engine was given goes on; what is held fails."""
+        model = self.model(tenant, model_id)
+        del model.session.models[model_id]
+        for _, turn in model.sequence.clear():
+            turn.request.fail(f"model {model_id} was unloaded")
+        self._drop([model_id], [])
+        request = self.requests.new(model.session, "unload_model")
+        request.settle(Frame({"json": {"type": "unload_model", "model_id": model_id}}))
+        return request
 
     def model_request(
         self,
