@@ -40,7 +40,7 @@ class Serving:
         )
         ready = threading.Event()
         threading.Thread(target=self._read, args=(ready,), daemon=True).start()
-        assert ready.wait(120) and self.url, "".join(self.lines)
+        assert ready.wait(400) and self.url, "".join(self.lines)
         return self
 
     def _read(self, ready: threading.Event) -> None:
@@ -58,7 +58,7 @@ class Serving:
         """The exit code."""
         if self.process.poll() is None:
             self.process.send_signal(sign)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def __enter__(self) -> Self:
         return self.start()

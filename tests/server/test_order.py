@@ -27,7 +27,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server that gives up after seconds and takes little."""
     pytest.importorskip("fastapi", reason="the extra `server` is not installed")
     limits = {
-        "session_timeout_seconds": 2.5,
+        "session_timeout_seconds": 8.0,
         "request_gap_seconds": 0.5,
         "poll_seconds": 0.5,
         "result_seconds": 0.5,

@@ -47,7 +47,7 @@ class EngineProcess:
         self._running: dict[int, Future[Any]] = {}
 
     def serve(self) -> None:
-        """Until the socket closes. The first frame names the models, which are loaded before it is answered, and the longest sequence."""
+        """Until the socket closes. The first frame has the models, loaded before it is answered, and a bound on sequences."""
         first = self._channel.receive()
         if first is None:
             return
