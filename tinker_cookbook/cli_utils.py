@@ -152,7 +152,8 @@ def run_recipe(
                 raise
             is_usage = all(isinstance(leaf, ConfigurationError | DataError) for leaf in known)
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
-            _fail("\nerror: ".join(messages) + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
+            said = config_tree.as_typed(config_cls, arguments, "\nerror: ".join(messages))
+            _fail(said + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
         finally:
             close_service_clients(status)
 

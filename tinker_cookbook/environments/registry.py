@@ -11,10 +11,10 @@ import chz
 from chz.util import MISSING_TYPE
 
 from tinker_cookbook.config_tree import default_of
-from tinker_cookbook.environments.base import DatasetSettings, Environment, fill_with_args
+from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called, fill_with_args
 from tinker_cookbook.environments.contract import form_of, is_started, what_lacks
 from tinker_cookbook.environments.contract_dataset import loaded_environment
-from tinker_cookbook.environments.multi_turn import check_arguments, multi_turn_env
+from tinker_cookbook.environments.multi_turn import check_arguments, episodes_of
 from tinker_cookbook.environments.packages import LOADER, find_loader, installed_environments
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
@@ -101,7 +101,10 @@ def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:
     if isinstance(found, Environment):
         return _ready(found, said, given)
     if isinstance(found, type) and not _is_loader(found):
-        return _OwnBuilder(found, given) if issubclass(found, RLDatasetBuilder) else multi_turn_env(found, **given)
+        if issubclass(found, RLDatasetBuilder):
+            return _OwnBuilder(found, given)
+        max_turns = given.pop("max_turns", None)
+        return episodes_of(found, given, max_turns)
     if not isinstance(found, type) and form_of(found) is not None:
         return loaded_environment(_short(said), _ready(found, said, given))
     return _called(found, said, given)
@@ -109,7 +112,8 @@ def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:
 
 def load(name: str, /, **args: Any) -> Environment:
     """`get_env` with the arguments as keywords: load("ghost_words", difficulty="hard")."""
-    return get_env(name, args)
+    with arguments_called(""):
+        return get_env(name, args)
 
 
 def _is_loader(found: type) -> bool:
@@ -119,7 +123,7 @@ def _is_loader(found: type) -> bool:
 
 def _ready(found: Any, said: str, given: Mapping[str, Any]) -> Any:
     if given:
-        raise ConfigurationError(f"env_args.{next(iter(given))}: {said} is ready as it is and takes no env_args")
+        raise ConfigurationError(f"env_args.{next(iter(given))}: {said} is ready as it is and takes no arguments")
     return found
 
 
@@ -158,14 +162,14 @@ class _OwnBuilder(Environment):
     def __post_init__(self) -> None:
         name, fields, shared = self.builder.__name__, chz.chz_fields(self.builder), chz.chz_fields(DatasetSettings)
         own = [key for key in fields if key not in shared]
-        takes = ", ".join(f"env_args.{key}" for key in own) or "no env_args"
+        takes = ", ".join(f"env_args.{key}" for key in own) or "no arguments"
         for key in self.env_args:
             if key not in own:
-                why = "is a key of its own: give it without env_args" if key in shared else "is unknown"
+                why = f"is no argument but a setting: give it as {key}" if key in shared else "is unknown"
                 raise ConfigurationError(f"env_args.{key}: {why}; {name} takes {takes}")
         required = [key for key in own if isinstance(default_of(fields[key]), MISSING_TYPE)]
         if lacking := [f"env_args.{key}" for key in required if key not in self.env_args]:
-            raise ConfigurationError(f"env_args: {name} needs {', '.join(lacking)}")
+            raise ConfigurationError(f"{name} needs {', '.join(lacking)}")
 
     def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
         return fill_with_args(self.builder, settings, self.env_args)
