@@ -1,7 +1,7 @@
 """Keys, tenants and names: nobody reaches what is another's, or out of the home."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,43 @@ def naming_routes() -> Iterator[tuple[str, re.Pattern[str]]]:
             yield from ((method, re.compile(re.sub(r"\{\w+(:path)?\}", ".+", route.path))) for method in route.methods)
 
 
+def requests_about(name: Callable[[str], str], session: str, bobs: str) -> list[tuple[str, str, Any]]:
+    """Method, path and body of what can be asked about a session, its first model and sampler, and checkpoints `mine`."""
+    model, sampler = f"{session}:train:0", f"{session}:sample:0"
+    saved, for_sampler = (f"tinker://{model}/{kind}/mine" for kind in ("weights", "sampler_weights"))
+    checkpoint = f"/training_runs/{model}/checkpoints/weights/mine"
+    return [
+        ("POST", "/session_heartbeat", {"session_id": name(session)}),
+        ("POST", f"/sessions/{name(session)}/finish", {}),
+        ("GET", f"/sessions/{name(session)}", None),
+        ("POST", "/get_info", {"model_id": name(model)}),
+        ("POST", "/optim_step", {"model_id": name(model), "seq_id": 3, "adam_params": {}}),
+        ("POST", "/save_weights", {"model_id": name(model), "seq_id": 3, "path": "x"}),
+        ("POST", "/save_weights_for_sampler", {"model_id": name(model), "seq_id": 3, "path": "x"}),
+        ("POST", "/load_weights", {"model_id": name(model), "seq_id": 3, "path": name(saved), "optimizer": True}),
+        ("POST", "/create_model", {"session_id": name(session), "model_seq_id": 9, "base_model": TINY_CHAT}),
+        ("POST", "/unload_model", {"model_id": name(model)}),
+        ("POST", "/save_weights_external", {"model_id": name(model), "seq_id": 3, "path": "x"}),
+        ("GET", f"/samplers/{name(sampler)}", None),
+        ("POST", "/join_sampling_session", {"sampling_session_id": name(sampler)}),
+        ("POST", "/weights_info", {"tinker_path": name(saved)}),
+        ("POST", "/copy_weights", {"source_path": name(saved)}),
+        ("GET", f"/training_runs/{name(model)}", None),
+        ("GET", f"/training_runs/{name(model)}/checkpoints", None),
+        ("GET", f"/models/{name(model)}/checkpoints", None),
+        ("POST", f"{name(checkpoint)}/publish", None),
+        ("DELETE", f"{name(checkpoint)}/publish", None),
+        ("PUT", f"{name(checkpoint)}/ttl", {"ttl_seconds": 1}),
+        ("DELETE", name(checkpoint), None),
+        ("DELETE", name(checkpoint).replace("/weights/", "/"), None),
+        (
+            "POST",
+            "/create_sampling_session",
+            {"session_id": bobs, "sampling_session_seq_id": 5, "model_path": name(for_sampler)},
+        ),
+    ]
+
+
 def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, guarded: Serving) -> None:
     """Every route that names something of alice's answers bob as it does for something that never was."""
     from tinker_local_backend.server.routes_hosted_only import HOSTED_ONLY
@@ -91,42 +128,13 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, guarded: Serving)
     _, accepted = alice.sample(sampler)
     alice.result(accepted)
     bobs = bob.session()
-    checkpoint = f"/training_runs/{model}/checkpoints/weights/mine"
+    assert saved == f"tinker://{model}/weights/mine" and for_sampler == f"tinker://{model}/sampler_weights/mine"
 
     def ask(who: Wire, real: bool) -> list[tuple[int, str]]:
         def name(value: str) -> str:
             return value if real else value.replace(session, "0" * len(session))
 
-        requests = [
-            ("POST", "/session_heartbeat", {"session_id": name(session)}),
-            ("POST", f"/sessions/{name(session)}/finish", {}),
-            ("GET", f"/sessions/{name(session)}", None),
-            ("POST", "/get_info", {"model_id": name(model)}),
-            ("POST", "/optim_step", {"model_id": name(model), "seq_id": 3, "adam_params": {}}),
-            ("POST", "/save_weights", {"model_id": name(model), "seq_id": 3, "path": "x"}),
-            ("POST", "/save_weights_for_sampler", {"model_id": name(model), "seq_id": 3, "path": "x"}),
-            ("POST", "/load_weights", {"model_id": name(model), "seq_id": 3, "path": name(saved), "optimizer": True}),
-            ("POST", "/create_model", {"session_id": name(session), "model_seq_id": 9, "base_model": TINY_CHAT}),
-            ("POST", "/unload_model", {"model_id": name(model)}),
-            ("POST", "/save_weights_external", {"model_id": name(model), "seq_id": 3, "path": "x"}),
-            ("GET", f"/samplers/{name(sampler)}", None),
-            ("POST", "/join_sampling_session", {"sampling_session_id": name(sampler)}),
-            ("POST", "/weights_info", {"tinker_path": name(saved)}),
-            ("POST", "/copy_weights", {"source_path": name(saved)}),
-            ("GET", f"/training_runs/{name(model)}", None),
-            ("GET", f"/training_runs/{name(model)}/checkpoints", None),
-            ("GET", f"/models/{name(model)}/checkpoints", None),
-            ("POST", f"{name(checkpoint)}/publish", None),
-            ("DELETE", f"{name(checkpoint)}/publish", None),
-            ("PUT", f"{name(checkpoint)}/ttl", {"ttl_seconds": 1}),
-            ("DELETE", name(checkpoint), None),
-            ("DELETE", name(checkpoint).replace("/weights/", "/"), None),
-            (
-                "POST",
-                "/create_sampling_session",
-                {"session_id": bobs, "sampling_session_seq_id": 5, "model_path": name(for_sampler)},
-            ),
-        ]
+        requests = requests_about(name, session, bobs)
         answers = [who.ask(method, path, json=body) for method, path, body in requests]
         status, reply = who.post(
             "/load_weights", session_id=bobs, model_seq_id=7 if real else 8, path=name(saved), optimizer=True
