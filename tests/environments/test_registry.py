@@ -106,7 +106,7 @@ def test_a_builder_of_ones_own_is_filled_by_the_names_of_its_fields() -> None:
         (Drawn, {"rng": 2}, "env_args.rng: Drawn is given one for each episode; leave it out"),
         (SUMS, {"a": 1}, "takes no arguments"),
         (choose, {"kinds": 1}, "unexpected keyword argument 'kinds'; it takes env_args.kind"),
-        (choose, {"kind": "nothing"}, "is no class or function but NoneType"),
+        (choose, {"kind": "nothing"}, "it returned nothing; `return` an object with"),
         (choose, {"kind": "function"}, "gave a function"),
         (GuessDatasetBuilder(), {}, "is an object of GuessDatasetBuilder; give the class"),
         (GuessEnv, {}, "is a class over token ids or groups"),

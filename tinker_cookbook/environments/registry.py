@@ -16,7 +16,7 @@ from tinker_cookbook.environments.contract import form_of, is_started, what_lack
 from tinker_cookbook.environments.contract_dataset import loaded_environment
 from tinker_cookbook.environments.multi_turn import check_arguments, episodes_of
 from tinker_cookbook.environments.packages import LOADER, find_loader, installed_environments
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder
@@ -132,11 +132,29 @@ def _called(load: Callable[..., Any], said: str, given: dict[str, Any]) -> Envir
     try:
         check_arguments(load, given, filled=("rng",))
     except ConfigurationError as error:
-        raise ConfigurationError(f"env={said}: {error}. {ENV_KIND.help()}") from None
+        # Perhaps the function is none that makes an environment; with arguments it is meant to be one.
+        is_loader = given or getattr(load, "__name__", "") == LOADER
+        raise ConfigurationError(f"env={said}: {error}" + ("" if is_loader else f". {ENV_KIND.help()}")) from None
     drawn = {"rng": random.Random(0)} if "rng" in inspect.signature(load).parameters and "rng" not in given else {}
-    found, said = load(**given, **drawn), f"{said}()"
+    try:
+        found = load(**given, **drawn)
+    except TinkerCookbookError:
+        raise
+    except Exception as error:  # whatever the user's code raises; its traceback is the way to the line
+        error.add_note(f"env={said}: its arguments were {given or 'none'}")
+        raise
+    said = f"{said}()"
     if form_of(found) is not None and not isinstance(found, type | Environment | RLDatasetBuilder):
         return loaded_environment(_short(said), found, load, given)
+    if inspect.iscoroutine(found):
+        found.close()
+        raise ConfigurationError(
+            f"env={said}: it is async; only methods and reward functions may be: make it a plain `def`"
+        )
+    if found is None or (
+        is_started(found) and not isinstance(found, type | Environment | RLDatasetBuilder | MessageEnv)
+    ):
+        raise ConfigurationError(f"env={said}: {what_lacks(found)}")
     ENV_KIND.check(found, said)
     if isinstance(found, type | Environment):
         return get_env(found)
