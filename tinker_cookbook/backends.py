@@ -163,7 +163,7 @@ def close_service_clients(status: EndStatus, only: ServiceClient | None = None) 
         try:
             future.result(max(0.0, deadline - time.monotonic()))
         except Exception as error:
-            logger.info("the server was not told that this client is done: %s: %s", type(error).__name__, error)
+            logger.debug("the server was not told that this client is done: %s: %s", type(error).__name__, error)
 
 
 @asynccontextmanager
