@@ -47,7 +47,7 @@ demo: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN) -m recipes.demo
 
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 --dist worksteal -q
 
 test-browser: $(STAMP)
 	@command -v chromium chromium-browser google-chrome >/dev/null || \

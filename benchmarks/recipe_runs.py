@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,8 @@ from tinker_cookbook.runs.outcome import before_and_after, first_and_last
 from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
 
 ROOT = Path(__file__).parents[1]
+
+Start = Callable[[list[str], dict[str, str], str], tuple[int, str]]  # (command, environment, typed) -> code, printed
 
 
 @dataclass(frozen=True)
@@ -326,21 +328,23 @@ class Outcome:
         return found
 
 
-def run_recipe(run: RecipeRun, folder: Path, sl_basic: Path, small: bool = False, timeout: float = 900.0) -> Outcome:
-    """One recipe in a process of its own; its checkpoints go below `folder`'s parent."""
-    environment = {**os.environ, "TINKER_LOCAL_HOME": str(sl_basic.parent / "home")}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment.pop("TINKER_BACKEND", None)
-    started, used = time.perf_counter(), _children_cpu()
+def spawned(command: list[str], env: dict[str, str], typed: str) -> tuple[int, str]:
     done = subprocess.run(
-        run.command(folder, sl_basic, small), cwd=ROOT, env=environment, input=run.stdin, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout,
+        command, cwd=ROOT, env=env, input=typed, text=True, timeout=900, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def run_recipe(run: RecipeRun, folder: Path, sl_basic: Path, small: bool = False, start: Start = spawned) -> Outcome:
+    """One recipe in a process of its own; its checkpoints go below `folder`'s parent."""
+    environment = {key: value for key, value in os.environ.items() if key != "TINKER_BACKEND"}
+    environment |= {"TINKER_LOCAL_HOME": str(sl_basic.parent / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    started, used = time.perf_counter(), _children_cpu()
+    returncode, output = start(run.command(folder, sl_basic, small), environment, run.stdin)
     seconds, cpu_seconds = time.perf_counter() - started, _children_cpu() - used
-    has_run = done.returncode == 0
-    values = tuple(measure.read(folder) if has_run else None for measure in run.measures)
+    values = tuple(None if returncode else measure.read(folder) for measure in run.measures)
     missing = tuple(name for name in run.files if not (folder / name).exists())
-    return Outcome(run, seconds, cpu_seconds, done.returncode, done.stdout, values, missing)
+    return Outcome(run, seconds, cpu_seconds, returncode, output, values, missing)
 
 
 def _children_cpu() -> float:

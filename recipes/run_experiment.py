@@ -8,7 +8,8 @@ Tables of the file:
 
     [env]       id (name, module, folder or file), weight, name, and [env.args], the arguments of load_environment
     [[envs]]    instead: several of them, of which each step takes groups in proportion to their weights
-    [warm_up]   data (conversations that show the form of replies, JSONL), steps: a supervised stage that comes first
+    [warm_up]   data (conversations that show the form of replies, JSONL): a supervised stage that comes first, on the
+                shipped tiny models (tiny_steps) and not on others, unless steps says how long for any model
     [trainer]   every key of this recipe, nested ones as tables; [trainer.args] is the same table
     [model]     base_model, renderer_name, lora_rank, load_checkpoint_path
     [tinker]    backend, base_url, api_key_env (the variable that holds the key) or api_key
@@ -31,7 +32,8 @@ from recipes.rl_common import train_and_show, train_config
 from recipes.warm_up import WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import keys_and_values, with_default
-from tinker_cookbook.environments import DatasetSettings, Environment, get_env
+from tinker_cookbook.environments import DatasetSettings, get_env
+from tinker_cookbook.environments.base import arguments_called
 from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
@@ -44,13 +46,13 @@ OTHER_NAMES = {
     "trainer": {"max_new_tokens": "max_tokens", "output_dir": "log_path", "steps": "max_steps"},
     "model": {"base_model": "model_name"},
     "tinker": {},
-    "warm_up": {"data": "warm_up_data", "steps": "warm_up_steps"},
+    "warm_up": {"data": "warm_up_data", "steps": "warm_up_steps", "tiny_steps": "warm_up_tiny_steps"},
 }
 """Keys of a table that are called otherwise in the library."""
 OWN_KEYS = {
     "model": ("base_model", "model_name", "renderer_name", "lora_rank", "load_checkpoint_path"),
     "tinker": ("backend", "base_url", "api_key_env", "api_key"),
-    "warm_up": ("data", "steps"),
+    "warm_up": ("data", "steps", "tiny_steps"),
     "env": ("id", "name", "weight", "args"),
 }
 TABLES = ("env", "envs", "warm_up", "trainer", "model", "tinker")
@@ -195,10 +197,13 @@ def _place(said: str, path: str) -> str:
     return str(beside) if looks_like_one and not Path(said.partition(":")[0]).exists() and beside.exists() else said
 
 
-def environment_of(entry: EnvEntry) -> Environment:
-    """An entry's environment, under its name. Raises ConfigurationError as `get_env`."""
-    env = get_env(entry.id, entry.args)
-    return env.named(entry.name) if isinstance(env, LoadedEnvironment) and entry.name is not None else env
+def source_of(entry: EnvEntry, key: str, settings: DatasetSettings) -> RLDatasetBuilder:
+    """The dataset of an entry's environment, under its name; `key` is the entry's in errors. Raises as `get_env`."""
+    with arguments_called(f"{key}.args"):
+        env = get_env(entry.id, entry.args)
+        if isinstance(env, LoadedEnvironment) and entry.name is not None:
+            env = env.named(entry.name)
+        return env.build(settings)
 
 
 def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
@@ -216,7 +221,8 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
     settings = cli.fill(
         DatasetSettings, groups_per_batch=groups, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli)
     )
-    sources = [environment_of(entry).build(settings) for entry in cli.envs]
+    keys = ["env"] if len(cli.envs) == 1 else [f"envs.{entry.name or i}" for i, entry in enumerate(cli.envs)]
+    sources = [source_of(entry, key, settings) for entry, key in zip(cli.envs, keys, strict=True)]
     if len(sources) == 1:
         return sources[0]
     weights = [entry.weight for entry in cli.envs]

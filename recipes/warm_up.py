@@ -78,9 +78,15 @@ class WarmUpDataConfig(WarmUpStepsConfig):
         default=None,
         doc="JSONL file of conversations that show the form of replies, for the supervised stage; None: no stage",
     )
+    warm_up_tiny_steps: int = chz.field(
+        default=FORM_STEPS,
+        doc="the default of warm_up_steps for tiny_chat; other models skip the stage",
+    )
 
     @chz.validate
     def _check_warm_up_data(self) -> None:
+        if self.warm_up_tiny_steps < 0:
+            raise ConfigurationError(f"warm_up_tiny_steps={self.warm_up_tiny_steps}: must be 0 (no warm-up) or more")
         if self.warm_up_data is None and self.warm_up_steps:
             raise ConfigurationError(
                 f"warm_up_steps={self.warm_up_steps}: there is nothing to learn from; give warm_up_data, a file of conversations"
@@ -144,7 +150,7 @@ def given_conversations(cli: WarmUpDataConfig) -> list[list[Message]]:
         return []
     rows = read_conversations(cli.warm_up_data)
     epochs = Epochs(ShuffledItems(rows), cli.seed, "warm-up")
-    return [epochs.draw(i).messages for i in range(warm_up_steps(cli, FORM_STEPS) * BATCH_SIZE)]
+    return [epochs.draw(i).messages for i in range(warm_up_steps(cli, cli.warm_up_tiny_steps) * BATCH_SIZE)]
 
 
 async def warm_up_on(

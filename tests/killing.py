@@ -27,7 +27,6 @@ import functools
 import importlib
 import inspect
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -37,6 +36,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.child import preloaded
 from tinker_cookbook.cli_utils import run_recipe
 
 FORWARD_BACKWARD = "tinker_local_backend.engine.trainer:forward_backward"
@@ -50,13 +50,6 @@ METRICS_ROW = "tinker_cookbook.utils.ml_log:append_jsonl"
 CHECKPOINT_LINE = "tinker_cookbook.runs.checkpoints:append_jsonl"
 
 _LIMIT_SECONDS = 300.0
-_PRELOADED = [
-    "tests.killing",
-    "recipes.rl_common",
-    "tinker",
-    "tinker_local_backend.engine.engine",
-    "transformers.models.qwen3.modeling_qwen3",
-]
 
 
 @dataclass(frozen=True)
@@ -202,9 +195,7 @@ def run_process(start: Start, folder: Path, prepare: Callable[[], None] | None =
 def started(start: Start, folder: Path, prepare: Callable[[], None] | None = None) -> BaseProcess:
     """The process of `run_process`, which goes on by itself."""
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=_in_child, args=(start, folder, prepare))
+    process = preloaded().Process(target=_in_child, args=(start, folder, prepare))
     process.start()
     return process
 

@@ -105,8 +105,8 @@ INSTALL = ["-m venv .venv", f"{PIP} {TORCH}", f"{PIP} -e .[dev]"]
 
 
 def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) -> None:
-    assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 -q"])
-    assert checkout.make("test") == (0, ["-m pytest -n 2 -q"])
+    assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 --dist worksteal -q"])
+    assert checkout.make("test") == (0, ["-m pytest -n 2 --dist worksteal -q"])
     assert checkout.make("test-distributed") == (0, ["-m pytest tests/engine -m distributed -q"])
     assert checkout.make("test-gpu") == (0, ["-m pytest tests/engine -q"])
     assert checkout.make("demo") == (0, ["-m recipes.demo"])
@@ -150,7 +150,7 @@ def test_an_interrupted_installation_is_made_anew(checkout: Checkout, step: str)
     code, _ = checkout.make("test", fail_on=step)
     assert code != 0
     (checkout.folder / ".venv" / "torn").write_text("")
-    assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 -q"])
+    assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 --dist worksteal -q"])
     assert not (checkout.folder / ".venv" / "torn").exists()
 
 
@@ -168,7 +168,7 @@ def test_an_environment_of_somebody_else_is_used_and_kept(checkout: Checkout) ->
     (checkout.folder / ".venv" / "mine").write_text("")
     for fail_on in ("torch==", ""):
         code, calls = checkout.make("test", fail_on=fail_on)
-    assert (code, calls) == (0, [*INSTALL[1:], "-m pytest -n 2 -q"])
+    assert (code, calls) == (0, [*INSTALL[1:], "-m pytest -n 2 --dist worksteal -q"])
     assert (checkout.folder / ".venv" / "mine").exists()
 
 

@@ -151,8 +151,9 @@ def test_the_error_shows_signature_and_example(registry: Registry, said: str):
 
 
 def test_an_error_while_importing_keeps_its_traceback(registry: Registry, tmp_path: Path):
-    file = write(tmp_path / "own_broken.py", "1 / 0")
-    with pytest.raises(ConfigurationError, match="ZeroDivisionError: division by zero") as raised:
+    file = write(tmp_path / "own_broken.py", "x = 1\nx / 0")
+    message = r"importing .* failed: ZeroDivisionError: division by zero \(own_broken.py, line 2\)$"
+    with pytest.raises(ConfigurationError, match=message) as raised:
         registry.resolve(f"{file}:score")
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 

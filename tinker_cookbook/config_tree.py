@@ -14,6 +14,7 @@ a class method `layer(arguments)`, values below those of the command line that f
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import textwrap
 import types
@@ -81,6 +82,15 @@ def _args_key(config_cls: type, argument: str) -> str:
     part, dot, _ = key.partition(".")
     holder = getattr(config_cls, "ARGS_KEYS", {}).get(part)
     return argument.replace(f"{part}.", f"{holder}.", 1) if dot and holder is not None else argument
+
+
+def as_typed(config_cls: type, arguments: Sequence[str], message: str) -> str:
+    """An error's text with the arguments of parts called as on the command line: env.x, not env_args.x."""
+    typed = {key.partition(".")[0] for key in keys_and_values(arguments)}
+    for part, holder in getattr(config_cls, "ARGS_KEYS", {}).items():
+        if holder not in typed:
+            message = re.sub(rf"\b{holder}\.(?=\w)", f"{part}.", message)
+    return message
 
 
 def keys_and_values(arguments: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,16 +131,22 @@ def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]:
             raise unknown from None
-        # Whatever the user's code raises; its traceback is the way to the line.
-        raise ConfigurationError(
-            f"{kind.key}={said!r}: importing {place} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigurationError(f"{kind.key}={said!r}: importing {place} failed: {what_failed(error)}") from error
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
             raise ConfigurationError(f"{kind.key}={said!r}: {place} has no {name}. {kind.help()}")
         found = getattr(found, part)
     return found
+
+
+def what_failed(error: Exception) -> str:
+    """What an import raised, and in which line of the imported code."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    is_importlib = [str(file).startswith("<frozen importlib") for file, _ in frames]
+    below = frames[is_importlib.index(True) :] if any(is_importlib) else []  # which runs the imported code
+    places = [f" ({file.name}, line {line})" for file, line in below if not str(file).startswith("<")]
+    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
 
 
 def load_file(path: Path) -> ModuleType:

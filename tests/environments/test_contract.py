@@ -256,7 +256,8 @@ def takes_two(self, first, second): ...
         (questions(dataset=[{"prompt": [{"role": "user"}]}]), "it needs `prompt`"),
         (questions(dataset=[{"prompt": "a", "info": 3}]), r"dataset\[0\].info is int"),
         (questions(dataset=[{"prompt": "a", "info": {"tokenizer": 3}}]), "the name is that of a client"),
-        (questions(rubric=Rubric([])), "rubric has no funcs"),
+        (questions(rubric=Rubric([])), "rubric, a Rubric, has no funcs"),
+        (questions(rubric=[float]), r"rubric, a list, has no funcs: .* Rubric\(\[function\]\)"),
         (questions(rubric=Rubric([exact], [1, 2])), "1 funcs need as many weights, got 2"),
         (questions(rubric=Rubric([exact], [float("nan")])), "the weight of exact must be a finite number"),
         (questions(rubric=Rubric([exact, exact])), "two funcs called exact"),
@@ -269,6 +270,14 @@ def takes_two(self, first, second): ...
         (questions(needs=("trainer",)), "needs: 'trainer' is none of sampling_client"),
         (of_class(build=lambda self: []), "build takes nothing; its first argument is the sampling client"),
         (of_class(build=takes_two), "build takes second, which nothing gives"),
+        (
+            of_class(initial_observation=lambda self: "Go.", step=lambda self: 1.0),
+            r"step takes \(\), and will be called with \(action_text\)",
+        ),
+        (
+            of_class(initial_observation=lambda self, seed: "Go.", step=len),
+            r"initial_observation takes \(seed\), and will",
+        ),
         (of_class(initial_observation=lambda self: 3, step=len), "initial_observation gave 3; it gives a text"),
         (
             of_class(initial_observation=lambda self: str(random.random()), step=len),
@@ -337,5 +346,5 @@ def test_an_object_that_cannot_be_copied_says_what_to_do() -> None:
 def test_load_takes_arguments_as_keywords() -> None:
     builder = environments.load("tests.environments.test_contract:Episode", word="reed").dataset_builder(TINY)
     assert isinstance(builder, LoadedDatasetBuilder) and builder.environment.found.word == "reed"
-    with pytest.raises(ConfigurationError, match=r"env_args: Episode.*unexpected keyword argument 'words'"):
+    with pytest.raises(ConfigurationError, match=r"words: Episode.*unexpected keyword argument 'words'"):
         environments.load("tests.environments.test_contract:Episode", words=3)

@@ -143,8 +143,8 @@ def test_the_shipped_environment_holds_words_out() -> None:
     env = get_env("ghost_trace", {"words": 80})
     assert isinstance(env, LoadedEnvironment) and env.questions is not None and env.needs == ("sampling_client",)
     trained, tested = ({row["answer"] for row in rows} for rows in (env.questions.rows, env.questions.test_rows))
-    assert (len(trained), len(tested)) == (70, 10) and not trained & tested
-    assert all(row["info"]["decoy"] != row["answer"] for row in env.questions.rows)
+    assert (len(trained), len(tested)) == (70, 60) and not trained & tested
+    assert all(row["info"]["decoy"] != row["answer"] for row in [*env.questions.rows, *env.questions.test_rows])
     training, test = asyncio.run(env.dataset_builder(TINY)())
     assert len(training) and test is not None
     assert len(set(BANK)) == len(BANK) > 300 and all(word.isalpha() for word in BANK)

@@ -25,11 +25,11 @@ from tinker_cookbook.environments.gradient_prophet import (
     ranking_reward,
     spearman,
 )
-from tinker_cookbook.environments.lessons import probe_prompt, shipped_lessons
+from tinker_cookbook.environments.lessons import further_lessons, probe_prompt, shipped_lessons
 from tinker_cookbook.environments.model_scores import NextTokens, next_tokens
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 
-LESSONS = shipped_lessons()
+LESSONS = [*shipped_lessons(), *further_lessons()]
 MALFORMED = [
     "",
     "1.5",
@@ -212,7 +212,7 @@ def test_one_order_for_all_lessons_is_worth_nothing_over_many() -> None:
         lesson = row["info"]["lesson"]
         changes = [3.0 - lesson.probes.index(probe) for probe in row["info"]["probes"]]
         scores.append(order_score([1, 2, 3], changes))
-    assert abs(np.mean(scores)) < 0.3 and len(rows) == len(LESSONS) == 40
+    assert abs(np.mean(scores)) < 0.3 and len(rows) == len(LESSONS) == 67
 
 
 @pytest.mark.parametrize("mode", ["in_context", "surprise"])
@@ -222,8 +222,9 @@ def test_the_shipped_environment_holds_lessons_out(mode: str) -> None:
     trained, tested = (
         {row["info"]["lesson"] for row in rows} for rows in (env.questions.rows, env.questions.test_rows)
     )
-    assert (len(trained), len(tested)) == (35, 5) and not trained & tested
+    assert (len(trained), len(tested)) == (35, 32) and not trained & tested
     assert len(env.questions.rows) == 35 * (3 if mode == "in_context" else 1)
+    assert len({lesson.question for lesson in LESSONS}) == len(LESSONS) and all(len(x.probes) == 3 for x in LESSONS)
     assert asyncio.run(env.dataset_builder(TINY)())[1] is not None
 
 

@@ -100,7 +100,30 @@ def test_two_packages_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -
             "empty_env has no function load_environment; define `def load_environment",
         ),
         ("three_env.py", "load_environment = 3", "three_env.py", "three_env has no function load_environment"),
-        ("sick_env.py", "1 / 0", "sick_env.py", "importing it failed: ZeroDivisionError"),
+        (
+            "sick_env.py",
+            "\n1 / 0",
+            "sick_env.py",
+            r"importing it failed: ZeroDivisionError: division by zero \(sick_env.py, line 2\)$",
+        ),
+        (
+            "lone_env.py",
+            "import sys\nimport nothing_here",
+            "lone_env.py",
+            r"ModuleNotFoundError: No module named 'nothing_here' \(lone_env.py, line 2\)$",
+        ),
+        (
+            "torn_env.py",
+            "def load_environment(:",
+            "torn_env.py",
+            r"importing it failed: SyntaxError: .*\(torn_env.py, line 1\)$",
+        ),
+        (
+            "late_env.py",
+            "async def load_environment():\n    return 1",
+            "late_env.py",
+            "it is async; only methods and reward functions may be",
+        ),
         (
             "folder_env/readme.txt",
             "",
@@ -111,7 +134,7 @@ def test_two_packages_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -
             "none_env.py",
             "def load_environment():\n    return None",
             "none_env.py",
-            "is no class or function but NoneType",
+            "env=none_env.py.*: it returned nothing; `return` an object with initial_observation and step",
         ),
         (
             "half_env.py",
@@ -123,7 +146,7 @@ def test_two_packages_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -
             "half_two_env.py",
             "class A:\n    dataset = [3]\ndef load_environment(): return A()",
             "half_two_env.py",
-            "for questions it has dataset and lacks rubric",
+            "for questions it has dataset and lacks rubric; for a builder of environments it lacks build$",
         ),
         ("x.py", "", "no_such_env", "env='no_such_env' is unknown; use"),
         ("x.py", "", "no/such/folder", "env='no/such/folder' is unknown; use"),
@@ -133,6 +156,17 @@ def test_what_is_not_there_is_said(file: str, text: str, said: str, message: str
     write(file, text)
     with pytest.raises(ConfigurationError, match=message):
         environments.load(said)
+
+
+def test_the_arguments_of_a_loader_that_fails_are_told() -> None:
+    write("word_env.py", "def load_environment(level: int = 1):\n    return {1: None}[level]")
+    with pytest.raises(KeyError) as raised:
+        environments.load("word_env.py", level=3)
+    assert raised.value.__notes__ == ["env=word_env.py: its arguments were {'level': 3}"]
+    with pytest.raises(ConfigurationError, match=r"^env=word_env.py: levle: .*; it takes level$"):
+        environments.load("word_env.py", levle=3)
+    with pytest.raises(ConfigurationError, match=r"^env=word_env.py: level='high': is str, but .* takes level: int$"):
+        environments.load("word_env.py", level="high")
 
 
 def test_env_keys_on_the_command_line() -> None:

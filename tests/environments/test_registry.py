@@ -12,7 +12,15 @@ from recipes.guess_number import GuessNumberDatasetBuilder
 from recipes.tool_use import ToolUseDatasetBuilder
 from tests.debate.arena import TINY
 from tinker_cookbook import config_tree
-from tinker_cookbook.environments import get_env, known_envs, register_env, single_turn_env, unregister_env
+from tinker_cookbook.environments import (
+    get_env,
+    known_envs,
+    load,
+    multi_turn_env,
+    register_env,
+    single_turn_env,
+    unregister_env,
+)
 from tinker_cookbook.environments.multi_turn import MultiTurnDatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.message_env import MessageEnv
@@ -30,6 +38,11 @@ class Game:
 
     def step(self, message):
         return 1.0
+
+
+class Drawn(Game):
+    def __init__(self, rng):
+        super().__init__(rng.randint(1, 9))
 
 
 @chz.chz(typecheck=True)
@@ -78,17 +91,22 @@ def test_a_builder_of_ones_own_is_filled_by_the_names_of_its_fields() -> None:
 @pytest.mark.parametrize(
     ("env", "env_args", "message"),
     [
-        (OwnBuilder, {}, "env_args: OwnBuilder needs env_args.words"),
-        (OwnBuilder, {"words": 2, "seed": 3}, "env_args.seed: is a key of its own: give it without env_args"),
+        (OwnBuilder, {}, "^OwnBuilder needs env_args.words"),
+        (OwnBuilder, {"words": 2, "seed": 3}, "env_args.seed: is no argument but a setting: give it as seed"),
         (OwnBuilder, {"words": 2, "x": 3}, "env_args.x: is unknown; OwnBuilder takes env_args.words, env_args.share"),
         (OwnBuilder, {"words": "two"}, "env_args.words='two': is str, but OwnBuilder takes words: int"),
-        (OwnBuilder, {"words": 2, "share": -1}, "Expected share to be greater than 0"),
+        (OwnBuilder, {"words": 2, "share": -1}, "OwnBuilder: Expected env_args.share to be greater than 0"),
         (Game, {"size": 2.5}, "env_args.size=2.5: is float, but Game takes size: int"),
         (Game, {"label": 2}, r"but Game takes label: str \| None"),
-        (Game, {"rng": 2}, "unexpected keyword argument 'rng'; it takes env_args.size, env_args.label"),
-        (SUMS, {"a": 1}, "takes no env_args"),
+        (
+            Game,
+            {"rng": 2},
+            r"env_args.rng: Game.*unexpected keyword argument 'rng'; it takes env_args.size, env_args.label",
+        ),
+        (Drawn, {"rng": 2}, "env_args.rng: Drawn is given one for each episode; leave it out"),
+        (SUMS, {"a": 1}, "takes no arguments"),
         (choose, {"kinds": 1}, "unexpected keyword argument 'kinds'; it takes env_args.kind"),
-        (choose, {"kind": "nothing"}, "is no class or function but NoneType"),
+        (choose, {"kind": "nothing"}, "it returned nothing; `return` an object with"),
         (choose, {"kind": "function"}, "gave a function"),
         (GuessDatasetBuilder(), {}, "is an object of GuessDatasetBuilder; give the class"),
         (GuessEnv, {}, "is a class over token ids or groups"),
@@ -106,6 +124,17 @@ def test_a_builder_of_ones_own_is_filled_by_the_names_of_its_fields() -> None:
 def test_a_wrong_one_is_named(env: Any, env_args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         get_env(env, env_args).dataset_builder(TINY)
+
+
+def test_an_argument_is_called_as_it_was_given() -> None:
+    place = "tests.environments.test_registry:Game"
+    for call in (lambda: load(place, size=2.5), lambda: multi_turn_env(Game, size=2.5)):
+        with pytest.raises(ConfigurationError, match=r"^size=2.5: is float, but Game takes size: int"):
+            call()
+    with pytest.raises(ConfigurationError, match=r"inner_args.sise: Game.*it takes inner_args.size, inner_args.label$"):
+        load("gradient_intuition", inner=place, inner_args={"sise": 2})
+    with pytest.raises(ConfigurationError, match=r"game_args.decks: .*; it takes no arguments"):
+        load("kuhn_poker", game_args={"decks": 2})
 
 
 def test_shipped_ones_are_those_of_their_recipes() -> None:

@@ -133,12 +133,26 @@ def test_questions_are_right_once_each_and_held_out() -> None:
     assert asyncio.run(env.dataset_builder(TINY)())[1] is not None
 
 
+def test_further_questions_are_only_for_evaluation() -> None:
+    few, more = (
+        load_environment(questions=12, highest=4, hard_share=0, operations="+", further=further) for further in (0, 10)
+    )
+    assert more.dataset == few.dataset and more.eval_dataset[:2] == few.eval_dataset
+    asked = {row["prompt"] for row in [*more.dataset, *more.eval_dataset]}
+    assert (len(more.dataset), len(more.eval_dataset), len(asked)) == (10, 12, 22)
+
+
 @pytest.mark.parametrize(
     ("args", "match"),
     [
         ({"operations": "/"}, "operations='/'"),
         ({"hard_share": 1.5}, "hard_share=1.5"),
         ({"questions": 90, "highest": 9, "operations": "+"}, "questions=90"),
+        (
+            {"questions": 12, "highest": 4, "operations": "+", "further": 11},
+            "further=11: .* from 0 to 10, nine tenths of the 25",
+        ),
+        ({"further": -1}, "further=-1"),
     ],
 )
 def test_arguments_out_of_range_are_refused(args: dict, match: str) -> None:

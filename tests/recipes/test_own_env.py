@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes import env_rl
+from tests.child import run_forked
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.utils.files import read_jsonl
 from tinker_local_backend.engine.base_model import BaseModel
@@ -37,19 +38,6 @@ def run(folder: Path, keys: str) -> None:
     run_recipe(env_rl.CLIConfig, env_rl.main, argv=[*keys.split(), *SMALL, f"log_path={folder / 'run'}"])
 
 
-def child(folder: Path, *command: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def first_row(folder: Path) -> dict:
     return next(row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "env/all/reward/total" in row)
 
@@ -74,15 +62,23 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("env=my_envs.py:reward", "env_args: reward(question, reply, answer): missing a required argument"),
+        (
+            "env=my_envs.py:reward",
+            "error: env=my_envs.py:reward: reward(question, reply, answer): missing a required argument",
+        ),
         ("env=my_envs.py:ROWS", "is no class or function but list"),
         ("env=my_envs.py:Gess", "my_envs.py has no Gess"),
         ("env=gess", "guess_number, twenty_questions, tool_use, package.module:object"),
         ("env=my_envs.py:Guess env_args.hihest=3", "unexpected keyword argument 'hihest'; it takes env_args.highest"),
+        ("env=my_envs.py:Guess env.hihest=3", "error: env.hihest: Guess(rng, highest: int = 9): got an unexpected"),
+        ("env=my_envs.py:Guess env.hihest=3", "unexpected keyword argument 'hihest'; it takes env.highest"),
+        ("env=my_envs.py:Guess env.highest=ten", "env.highest='ten': is str, but Guess takes highest: int"),
+        ("env=guess_number env.play=True", "env.play: is unknown to guess_number; it takes env.highest"),
+        ("env=guess_number env.highest=1", "Expected env.highest to be greater than 1, got 1"),
         ("env=my_envs.py:Guess env_args.highest=ten", "env_args.highest='ten': is str, but Guess takes highest: int"),
-        ("env=my_envs.py:sums env_args.a=1", "env_args.a: my_envs.py:sums is ready as it is and takes no env_args"),
+        ("env=my_envs.py:sums env_args.a=1", "env_args.a: my_envs.py:sums is ready as it is and takes no arguments"),
         ("env=guess_number env_args.play=True", "env_args.play: is unknown to guess_number; it takes env_args.highest"),
-        ("env=guess_number env_args.highest=1", "Expected highest to be greater than 1, got 1"),
+        ("env=guess_number env_args.highest=1", "Expected env_args.highest to be greater than 1, got 1"),
     ],
 )
 def test_a_wrong_one_is_named_before_a_model_loads(
@@ -93,7 +89,7 @@ def test_a_wrong_one_is_named_before_a_model_loads(
         run(folder, keys)
     shown = capsys.readouterr().err
     assert raised.value.code == 2 and message in shown
-    if "env_args" not in keys:
+    if "env_args" not in keys and "env." not in keys:
         assert "def step(self, message)" in shown, "the error shows an example"
     assert not (folder / "run").exists()
 
@@ -103,13 +99,16 @@ def test_from_python(folder: Path) -> None:
     script = FROM_PYTHON.replace("max_steps=2", f"max_steps=1, {small}, log_path={str(folder / 'run')!r}")
     assert script != FROM_PYTHON
     (folder / "mine.py").write_text(script)
-    done = child(folder, "mine.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "mine.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert first_row(folder)["env/all/turns_per_episode"] > 1
 
 
 def test_a_person_can_play(folder: Path) -> None:
-    keys = ("env=my_envs.py:Guess", "env_args.highest=1", "play=True")
-    done = child(folder, "-m", "recipes.env_rl", *keys, typed="2\n\n1\n\n")
+    words = ["-m", "recipes.env_rl", "env=my_envs.py:Guess", "env_args.highest=1", "play=True"]
+    done = run_forked(words, env=os.environ, cwd=folder, typed="2\n\n1\n\n")
     assert done.returncode == 0, done.stderr
     assert "No. Which one?" in done.stdout and "total reward 0.99, ended by: completed" in done.stdout

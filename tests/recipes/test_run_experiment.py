@@ -6,6 +6,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_what_is_not_known_is_named(
     [
         (["num_rollouts=30"], "num_rollouts=30: must be a multiple of group_size=8, such as 32"),
         (["env.id=no_such_env"], "env='no_such_env' is unknown; use"),
-        (["env.args.lowest=3"], "unexpected keyword argument 'lowest'; it takes env_args.highest"),
+        (["env.args.lowest=3"], "unexpected keyword argument 'lowest'; it takes env.args.highest"),
         (["tinker.api_key=abc", "tinker.api_key_env=KEY"], "are both set"),
         (
             ["tinker.backend=tinker", "tinker.api_key_env=NO_SUCH_KEY"],
@@ -220,11 +221,23 @@ def test_a_supervised_stage_has_a_table_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "path", [path for path in SHIPPED if "[warm_up]" in path.read_text()], ids=lambda path: path.stem
+)
+def test_only_the_shipped_models_learn_the_form_of_a_shipped_file(path: Path, tmp_path: Path) -> None:
+    own = 96 if path.stem == "gradient_intuition" else FORM_STEPS
+    assert len(given_conversations(settle(parse(str(path))))) == own * BATCH_SIZE
+    other = f"model.base_model={copytree(ROOT / 'example_data' / 'tiny_chat', tmp_path / 'other')}"
+    assert given_conversations(settle(parse(str(path), other))) == []
+    assert len(given_conversations(settle(parse(str(path), other, "warm_up.steps=3")))) == 3 * BATCH_SIZE
+
+
+@pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("warm_up.data=nothing.jsonl", r"nothing\.jsonl"),
         ("warm_up.steps=3", "warm_up_steps=3: there is nothing to learn from"),
         ("warm_up.steps=-1", "warm_up_steps=-1: must be 0"),
+        ("warm_up.tiny_steps=-1", "warm_up_tiny_steps=-1: must be 0"),
     ],
 )
 def test_a_stage_without_its_file_is_refused(argument: str, message: str, tmp_path: Path) -> None:

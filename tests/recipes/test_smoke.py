@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recipe_runs import NOT_SMOKED, RECIPES, ROOT, RecipeRun, run_recipe
+from benchmarks.recipe_runs import NOT_SMOKED, RECIPES, ROOT, RecipeRun, run_recipe, spawned
 from recipes.__main__ import recipes
+from tests.child import run_forked
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 
@@ -52,6 +53,15 @@ SLOW = {
 }
 
 
+REAL = {"recipes.chat", "recipes.export", "recipes.preference.train", "recipes.rl_basic"}
+"""With sl_basic, one of each kind that starts as a user starts it; the others are forked. `make smoke` starts all of them."""
+
+
+def forked(command: list[str], env: dict[str, str], typed: str) -> tuple[int, str]:
+    done = run_forked(command[1:], env=env, typed=typed)
+    return done.returncode, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     "run",
     [pytest.param(run, marks=pytest.mark.slow if run.module in SLOW else (), id=run.module) for run in RECIPES],
@@ -60,7 +70,8 @@ def test_smoke(run: RecipeRun, sl_basic: Path, tmp_path: Path) -> None:
     for package in run.needs:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}")
-    outcome = run_recipe(run, tmp_path / "run", sl_basic, small=True)
+    start = spawned if run.module in REAL else forked
+    outcome = run_recipe(run, tmp_path / "run", sl_basic, small=True, start=start)
     assert outcome.returncode == 0, outcome.output[-3000:]
     assert "Traceback" not in outcome.output
     assert outcome.missing == ()

@@ -1,7 +1,9 @@
 """What an environment is before it knows the model: something that gives a dataset of groups for one."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import chz
@@ -37,6 +39,16 @@ class DatasetSettings:
     max_prompt_tokens: int | None = chz.field(default=None, doc="longest prompt; None: no limit")
 
 
+@contextmanager
+def arguments_called(key: str) -> Iterator[None]:
+    """Errors that name an argument `env_args.x` name it as it was given instead: `<key>.x`, or `x` for an empty key."""
+    try:
+        yield
+    except ConfigurationError as error:
+        error.args = (str(error).replace("env_args.", f"{key}." if key else ""),)
+        raise
+
+
 def check_type(owner: str, key: str, value: Any, hint: Any) -> None:
     """Raises ConfigurationError for a value of `env_args` that is not of the type of its annotation."""
     if not is_subtype_instance(value, hint):
@@ -55,7 +67,8 @@ def fill_with_args(config_cls: type[T], settings: Any, env_args: Mapping[str, An
     except ConfigurationError:
         raise
     except (TypeError, ValueError) as error:  # chz names the field as it stores it
-        raise ConfigurationError(f"env_args: {config_cls.__name__}: {str(error).replace('X_', '')}") from None
+        named = re.sub(rf"\bX_({'|'.join(env_args)})\b", r"env_args.\1", str(error)).replace("X_", "")
+        raise ConfigurationError(f"{config_cls.__name__}: {named}") from None
 
 
 class Environment(ABC):

@@ -48,6 +48,11 @@ def is_started(found: Any) -> bool:
 
 def what_lacks(found: Any) -> str:
     """Which of the three forms lacks what."""
+    if found is None:
+        return (
+            "it returned nothing; `return` an object with initial_observation and step (an episode), with dataset and rubric "
+            "(questions), or with build (a builder of environments)"
+        )
     kinds = {"builder": "a builder of environments", "questions": "questions", "episodes": "an episode"}
     parts = []
     for form, names in reversed(_FORMS.items()):

@@ -30,6 +30,7 @@ from tinker_cookbook.environments.contract_groups import (
 )
 from tinker_cookbook.environments.multi_turn import MAX_TURNS
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import parameter_problem
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
@@ -102,7 +103,13 @@ def loaded_environment(
 
 
 def _check_episode(made: LoadedEnvironment) -> None:
-    """That an object which is loaded once shows the same each time: copies of it are what groups play."""
+    """That its methods take what they are given, and that an object which is loaded once shows the same each time.
+
+    Copies of it are what groups play.
+    """
+    for name, given in (("initial_observation", ()), ("step", ("action_text",))):
+        if problem := parameter_problem(getattr(made.found, name), given):
+            raise ConfigurationError(f"{made.name}: {name} {problem}")
     if made.draws() or inspect.iscoroutinefunction(made.found.initial_observation):
         return
     one = copy_for_member(made.found, made.name)

@@ -20,7 +20,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 COUNT, HIGHEST = 5, 999
 LOWEST_LOGPROB, OFFSET, MALFORMED = -20.0, 10.0, -20.0
 HELD_OUT = 8
-"""Every so many words of the bank are for evaluation."""
+"""Every so many words of the bank are for evaluation, however many of it are trained on."""
 _NUMBER = "(?:0|[1-9][0-9]{0,2})"
 _TRACE = re.compile(rf"{_NUMBER}(?:(?:[ \t\n]*,[ \t\n]*|[ \t\n]+){_NUMBER}){{{COUNT - 1}}}")
 
@@ -75,21 +75,24 @@ async def trace_reward(completion: str, answer: str, info: dict[str, Any]) -> tu
 
 
 def load_environment(words: int | None = None) -> Any:
-    """The words of the bank, or the first `words` of them; every eighth is held out for evaluation.
+    """The words of the bank, or the first `words` of them, without every eighth of the whole bank, which is held out.
 
     Raises ConfigurationError for a number of words that the bank does not have.
     """
     bank = word_bank()
     if words is not None and not HELD_OUT <= words <= len(bank):
         raise ConfigurationError(f"words={words}: must be from {HELD_OUT} to {len(bank)}, the words of the bank")
-    bank = bank[:words]
-    rows = [
-        {"id": word, "prompt": prompt_for(word), "answer": word, "info": {"decoy": bank[i - len(bank) // 2]}}
-        for i, word in enumerate(bank)
-    ]
     return SimpleNamespace(
-        dataset=[row for i, row in enumerate(rows) if i % HELD_OUT],
-        eval_dataset=rows[::HELD_OUT],
+        dataset=[row for i, row in enumerate(_rows(bank[:words])) if i % HELD_OUT],
+        eval_dataset=_rows(bank)[::HELD_OUT],
         rubric=Rubric([trace_reward]),
         needs=("sampling_client",),
     )
+
+
+def _rows(words: list[str]) -> list[dict[str, Any]]:
+    """A row for each word, with another of them as its decoy."""
+    return [
+        {"id": word, "prompt": prompt_for(word), "answer": word, "info": {"decoy": words[i - len(words) // 2]}}
+        for i, word in enumerate(words)
+    ]

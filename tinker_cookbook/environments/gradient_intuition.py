@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import chz
 
-from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called
 from tinker_cookbook.environments.intuition_env import IntuitionEnv, Turn
 from tinker_cookbook.environments.lessons import Probe, probe_prompt, shipped_lessons
 from tinker_cookbook.environments.model_scores import encode
@@ -244,4 +244,5 @@ def load_environment(
         raise ConfigurationError(
             f"alpha={alpha}, learning_rate={learning_rate}: alpha must be at least 0, learning_rate between 0 and 1"
         )
-    return GradientIntuition(get_env(inner, inner_args), alpha, learning_rate)
+    with arguments_called("inner_args"):
+        return GradientIntuition(get_env(inner, inner_args), alpha, learning_rate)

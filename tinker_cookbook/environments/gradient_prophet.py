@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinker_cookbook.environments.lessons import Lesson, Probe, probe_prompt, shipped_lessons
+from tinker_cookbook.environments.lessons import Lesson, Probe, further_lessons, probe_prompt, shipped_lessons
 from tinker_cookbook.environments.model_scores import answer_logprobs, encode, next_tokens
 from tinker_cookbook.environments.scoring import Rubric
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 
 MODES = ("in_context", "surprise")
 HELD_OUT = 8
-"""Every so many lessons are for evaluation."""
+"""Every so many of the shipped lessons are for evaluation, with all of the further ones."""
 _DELTA = re.compile(r"\[[ ]*([+-]?[0-9]{1,6}(?:\.[0-9]{1,12})?)[ ]*\]")
 _RANKING = re.compile(r"\[[ ]*[0-9]{1,3}(?:[ ]*,[ ]*[0-9]{1,3})*[ ]*\]")
 MALFORMED = {"in_context": 0.0, "surprise": -1.0}
@@ -147,7 +147,7 @@ def prompt_for(mode: str, lesson: Lesson, probes: Sequence[Probe]) -> str:
 
 
 def load_environment(mode: str = "in_context", top_k: int = 100, seed: int = 0) -> Any:
-    """A row per probe (`in_context`) or per lesson, its probes in drawn order (`surprise`). Every eighth lesson is held out.
+    """A row per probe (`in_context`) or per lesson, its probes in drawn order (`surprise`); 32 lessons are held out.
 
     Args:
         top_k: tokens of each distribution that `surprise` compares; all others count as one.
@@ -158,13 +158,14 @@ def load_environment(mode: str = "in_context", top_k: int = 100, seed: int = 0) 
         raise ConfigurationError(f"mode={mode!r}: give one of {', '.join(MODES)}")
     if top_k < 1:
         raise ConfigurationError(f"top_k={top_k}: must be at least 1")
-    rng, split = random.Random(seed), ([], [])
-    for number, lesson in enumerate(shipped_lessons()):
+    rng, split, shipped = random.Random(seed), ([], []), shipped_lessons()
+    for number, lesson in enumerate([*shipped, *further_lessons()]):
+        held_out = number % HELD_OUT == 0 or number >= len(shipped)
         drawn = rng.sample(lesson.probes, len(lesson.probes))
         asked = [[probe] for probe in drawn] if mode == "in_context" else [drawn]
         for i, probes in enumerate(asked):
             info = {"lesson": lesson, "probes": probes, "top_k": top_k}
             row = {"id": f"{number}.{i}", "prompt": prompt_for(mode, lesson, probes), "info": info}
-            split[number % HELD_OUT == 0].append(row)
+            split[held_out].append(row)
     reward = delta_reward if mode == "in_context" else ranking_reward
     return SimpleNamespace(dataset=split[0], eval_dataset=split[1], rubric=Rubric([reward]), needs=("sampling_client",))

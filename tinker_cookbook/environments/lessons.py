@@ -23,8 +23,16 @@ class Lesson(NamedTuple):
 
 def shipped_lessons() -> list[Lesson]:
     """Forty lessons of three probes each: one about the lesson, one about a word of it, one about something else."""
-    lines = (MINDS / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    return _read("lessons.jsonl")
+
+
+def further_lessons() -> list[Lesson]:
+    """As many of the same kind as make, with every eighth of `shipped_lessons`, 32 for evaluation; never trained on."""
+    return _read("further_lessons.jsonl")
+
+
+def _read(name: str) -> list[Lesson]:
+    rows = [json.loads(line) for line in (MINDS / name).read_text(encoding="utf-8").splitlines()]
     return [Lesson(row["lesson"], row["answer"], tuple(Probe(**probe) for probe in row["probes"])) for row in rows]
 
 

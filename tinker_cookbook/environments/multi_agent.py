@@ -15,7 +15,7 @@ import chz
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter
 from tinker_cookbook.config_tree import fill
-from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called
 from tinker_cookbook.environments.contract import prompt_messages
 from tinker_cookbook.environments.match import Match, play_script
 from tinker_cookbook.environments.multi_turn import check_arguments
@@ -346,7 +346,8 @@ def multi_agent_env(
     """
     check_game(game)
     args = dict(game_args or {})
-    check_arguments(game, args, filled=("rng",))
+    with arguments_called("game_args"):
+        check_arguments(game, args, filled=("rng",))
     config = OpponentConfig(opponent=opponent, opponent_share=opponent_share, **past)
     config.kind(game)
     if isinstance(trained_roles, str):

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, get_type_hints
 import chz
 
 from tinker_cookbook.config_tree import fill
-from tinker_cookbook.environments.base import DatasetSettings, Environment, check_type
+from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called, check_type
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
@@ -72,6 +72,12 @@ def multi_turn_env(episode: type, *, max_turns: int | None = None, **env_args: A
     Raises:
         ConfigurationError: the constructor takes other arguments, or values of other types.
     """
+    with arguments_called(""):
+        return episodes_of(episode, env_args, max_turns)
+
+
+def episodes_of(episode: type, env_args: dict[str, Any], max_turns: int | None = None) -> Environment:
+    """As `multi_turn_env`; errors name an argument as `env_args.x`."""
     check_arguments(episode, env_args, filled=("rng",))
     turns = max_turns if max_turns is not None else getattr(episode, "max_turns", MAX_TURNS)
     RolloutLimits(max_turns=turns)
@@ -79,16 +85,20 @@ def multi_turn_env(episode: type, *, max_turns: int | None = None, **env_args: A
 
 
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], filled: Sequence[str] = ()) -> None:
-    """Whether a class or function takes these keywords, which come from `env_args`. `filled` are given besides, if it has them.
+    """Whether a class or function takes these keywords, `env_args.x` in errors. `filled` are given besides, if it has them.
 
     Raises ConfigurationError for unknown or missing arguments, and for values that are not of the type of the annotation.
     """
     name, signature = getattr(function, "__name__", type(function).__name__), inspect.signature(function)
-    own = ", ".join(f"env_args.{key}" for key in signature.parameters if key not in filled) or "no env_args"
+    named = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    own = ", ".join(f"env_args.{key}" for key in named if key not in filled) or "no arguments"
+    if drawn := [key for key in filled if key in given and key in named]:
+        raise ConfigurationError(f"env_args.{drawn[0]}: {name} is given one for each episode; leave it out")
     try:
         signature.bind(**given, **{key: None for key in filled if key in signature.parameters})
     except TypeError as error:
-        raise ConfigurationError(f"env_args: {name}{signature}: {error}; it takes {own}") from None
+        unknown = next((f"env_args.{key}: " for key in given if key not in named), "")
+        raise ConfigurationError(f"{unknown}{name}{signature}: {error}; it takes {own}") from None
     try:
         hints = get_type_hints(function.__init__ if isinstance(function, type) else function)
     except (NameError, TypeError):

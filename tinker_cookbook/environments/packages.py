@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import load_file
+from tinker_cookbook.own_parts import load_file, what_failed
 
 ENTRY_POINTS = "tinker_cookbook.environments"
 LOADER = "load_environment"
@@ -96,8 +96,8 @@ def _imported(said: str, load: Callable[[], Any]) -> Any:
         return load()
     except ConfigurationError:
         raise
-    except Exception as error:  # whatever the user's code raises; its traceback is the way to the line
-        raise ConfigurationError(f"env={said}: importing it failed: {type(error).__name__}: {error}") from error
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigurationError(f"env={said}: importing it failed: {what_failed(error)}") from error
 
 
 def _loader_of(found: Any, said: str) -> Callable[..., Any]:

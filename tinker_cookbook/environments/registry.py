@@ -11,12 +11,12 @@ import chz
 from chz.util import MISSING_TYPE
 
 from tinker_cookbook.config_tree import default_of
-from tinker_cookbook.environments.base import DatasetSettings, Environment, fill_with_args
+from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called, fill_with_args
 from tinker_cookbook.environments.contract import form_of, is_started, what_lacks
 from tinker_cookbook.environments.contract_dataset import loaded_environment
-from tinker_cookbook.environments.multi_turn import check_arguments, multi_turn_env
+from tinker_cookbook.environments.multi_turn import check_arguments, episodes_of
 from tinker_cookbook.environments.packages import LOADER, find_loader, installed_environments
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder
@@ -101,7 +101,10 @@ def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:
     if isinstance(found, Environment):
         return _ready(found, said, given)
     if isinstance(found, type) and not _is_loader(found):
-        return _OwnBuilder(found, given) if issubclass(found, RLDatasetBuilder) else multi_turn_env(found, **given)
+        if issubclass(found, RLDatasetBuilder):
+            return _OwnBuilder(found, given)
+        max_turns = given.pop("max_turns", None)
+        return episodes_of(found, given, max_turns)
     if not isinstance(found, type) and form_of(found) is not None:
         return loaded_environment(_short(said), _ready(found, said, given))
     return _called(found, said, given)
@@ -109,7 +112,8 @@ def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:
 
 def load(name: str, /, **args: Any) -> Environment:
     """`get_env` with the arguments as keywords: load("ghost_words", difficulty="hard")."""
-    return get_env(name, args)
+    with arguments_called(""):
+        return get_env(name, args)
 
 
 def _is_loader(found: type) -> bool:
@@ -119,7 +123,7 @@ def _is_loader(found: type) -> bool:
 
 def _ready(found: Any, said: str, given: Mapping[str, Any]) -> Any:
     if given:
-        raise ConfigurationError(f"env_args.{next(iter(given))}: {said} is ready as it is and takes no env_args")
+        raise ConfigurationError(f"env_args.{next(iter(given))}: {said} is ready as it is and takes no arguments")
     return found
 
 
@@ -128,11 +132,29 @@ def _called(load: Callable[..., Any], said: str, given: dict[str, Any]) -> Envir
     try:
         check_arguments(load, given, filled=("rng",))
     except ConfigurationError as error:
-        raise ConfigurationError(f"env={said}: {error}. {ENV_KIND.help()}") from None
+        # Perhaps the function is none that makes an environment; with arguments it is meant to be one.
+        is_loader = given or getattr(load, "__name__", "") == LOADER
+        raise ConfigurationError(f"env={said}: {error}" + ("" if is_loader else f". {ENV_KIND.help()}")) from None
     drawn = {"rng": random.Random(0)} if "rng" in inspect.signature(load).parameters and "rng" not in given else {}
-    found, said = load(**given, **drawn), f"{said}()"
+    try:
+        found = load(**given, **drawn)
+    except TinkerCookbookError:
+        raise
+    except Exception as error:  # whatever the user's code raises; its traceback is the way to the line
+        error.add_note(f"env={said}: its arguments were {given or 'none'}")
+        raise
+    said = f"{said}()"
     if form_of(found) is not None and not isinstance(found, type | Environment | RLDatasetBuilder):
         return loaded_environment(_short(said), found, load, given)
+    if inspect.iscoroutine(found):
+        found.close()
+        raise ConfigurationError(
+            f"env={said}: it is async; only methods and reward functions may be: make it a plain `def`"
+        )
+    if found is None or (
+        is_started(found) and not isinstance(found, type | Environment | RLDatasetBuilder | MessageEnv)
+    ):
+        raise ConfigurationError(f"env={said}: {what_lacks(found)}")
     ENV_KIND.check(found, said)
     if isinstance(found, type | Environment):
         return get_env(found)
@@ -158,14 +180,14 @@ class _OwnBuilder(Environment):
     def __post_init__(self) -> None:
         name, fields, shared = self.builder.__name__, chz.chz_fields(self.builder), chz.chz_fields(DatasetSettings)
         own = [key for key in fields if key not in shared]
-        takes = ", ".join(f"env_args.{key}" for key in own) or "no env_args"
+        takes = ", ".join(f"env_args.{key}" for key in own) or "no arguments"
         for key in self.env_args:
             if key not in own:
-                why = "is a key of its own: give it without env_args" if key in shared else "is unknown"
+                why = f"is no argument but a setting: give it as {key}" if key in shared else "is unknown"
                 raise ConfigurationError(f"env_args.{key}: {why}; {name} takes {takes}")
         required = [key for key in own if isinstance(default_of(fields[key]), MISSING_TYPE)]
         if lacking := [f"env_args.{key}" for key in required if key not in self.env_args]:
-            raise ConfigurationError(f"env_args: {name} needs {', '.join(lacking)}")
+            raise ConfigurationError(f"{name} needs {', '.join(lacking)}")
 
     def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
         return fill_with_args(self.builder, settings, self.env_args)

@@ -57,7 +57,9 @@ class Scoring:
         has = rubric.get if isinstance(rubric, Mapping) else partial(getattr, rubric)
         funcs, weights = has("funcs", None), has("weights", None)
         if not funcs:
-            raise ConfigurationError(f"{owner}.rubric has no funcs: give at least one reward function")
+            raise ConfigurationError(
+                f"{owner}.rubric, a {type(rubric).__name__}, has no funcs: give at least one function, as Rubric([function])"
+            )
         funcs, weights = list(funcs), [1.0] * len(funcs) if weights is None else list(weights)
         if len(weights) != len(funcs):
             raise ConfigurationError(f"{owner}.rubric: {len(funcs)} funcs need as many weights, got {len(weights)}")

@@ -84,30 +84,45 @@ def skill_over_constant(confidences: Sequence[float], correct: Sequence[float]) 
 
 
 def load_environment(
-    questions: int = 1000, highest: int = 999, hard_share: float = 0.15, operations: str = "+-*", seed: int = 0
+    questions: int = 1000,
+    highest: int = 999,
+    hard_share: float = 0.15,
+    operations: str = "+-*",
+    seed: int = 0,
+    further: int = 0,
 ) -> Any:
     """Sums of two operands from 0 to `highest`; a `hard_share` of them from 1e7 to 1e12. Every tenth is held out.
 
-    No question comes twice. Raises ConfigurationError for arguments out of range.
+    Args:
+        questions: how many there are, no two of them alike.
+        further: that many besides, all held out: of few questions a tenth is too few to measure with.
+
+    Raises ConfigurationError for arguments out of range.
     """
     if not operations or set(operations) - set("+-*"):
         raise ConfigurationError(f"operations={operations!r}: give some of + - *")
     if not 0 <= hard_share <= 1:
         raise ConfigurationError(f"hard_share={hard_share}: must be from 0 to 1")
-    if questions < 10 or highest < 1 or questions > (highest + 1) ** 2 * len(set(operations)) // 2:
+    there_are = (highest + 1) ** 2 * len(set(operations))
+    if questions < 10 or highest < 1 or questions > there_are // 2:
         raise ConfigurationError(
             f"questions={questions}, highest={highest}: give at least 10 questions, and at most half of what there is"
         )
+    if not 0 <= further <= there_are * 9 // 10 - questions:  # drawing the very last ones would take long
+        raise ConfigurationError(
+            f"further={further}: with questions={questions} it must be from 0 to {there_are * 9 // 10 - questions}, nine tenths "
+            f"of the {there_are} that there are"
+        )
     rng, rows = random.Random(seed), dict[str, dict[str, Any]]()
-    while len(rows) < questions:
+    while len(rows) < questions + further:
         hard = rng.random() < hard_share
         first, second = (rng.randint(10**7, 10**12) if hard else rng.randint(0, highest) for _ in range(2))
         row = _row(first, rng.choice(operations), second, hard)
         rows[row["prompt"]] = row
     made = list(rows.values())
     return SimpleNamespace(
-        dataset=[row for i, row in enumerate(made) if i % 10],
-        eval_dataset=made[::10],
+        dataset=[row for i, row in enumerate(made[:questions]) if i % 10],
+        eval_dataset=made[:questions:10] + made[questions:],
         rubric=Rubric([prediction_reward]),
         system_prompt=SYSTEM,
     )
