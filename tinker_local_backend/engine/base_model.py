@@ -359,9 +359,9 @@ class BaseModel:
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
-            if self._trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
-                if not torch.is_grad_enabled():
-                    return self._trained.hidden_states(tokens_T, positions_T, plan, adapters)
+            trained = None if torch.is_grad_enabled() else self._trained
+            if trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
+                return trained.hidden_states(tokens_T, positions_T, plan, adapters)
         with self.routed(adapters), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]

@@ -52,7 +52,8 @@ class AdamW:
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 self._parameters,
                 gradients,
-                *(self._moments[key] for key in _MOMENTS),
+                self._moments["exp_avg"],
+                self._moments["exp_avg_sq"],
                 [],
                 [self._steps] * len(self._parameters),
                 lr=params.learning_rate,

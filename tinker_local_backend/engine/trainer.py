@@ -268,7 +268,9 @@ def backpropagate(
 ) -> None:
     """Carry a gradient by the scored hidden states to the adapter's matrices and add it to `gradients`, empty at first."""
     parameters = adapter.parameters()
-    parts = [None] * len(parameters) if gradient.is_zero else carry_back(gradient.hidden)
+    parts: list[torch.Tensor | None] = [None] * len(parameters)
+    if not gradient.is_zero:
+        parts = carry_back(gradient.hidden)
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
         parts[place[id(matrix)]] = part

@@ -18,7 +18,7 @@ import torch
 
 from tests.engine.cuda.fake_gpu import GPU, NoCopies, on_a_fake_gpu
 from tests.engine.helpers import datum, random_tokens
-from tinker_local_backend.engine import losses, optimizer, scoring, trainer
+from tinker_local_backend.engine import losses, scoring, trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.execution import CudaExecution
