@@ -6,11 +6,18 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any
 
+import chz
 import pytest
+import tinker
 
 from tests.child import python_path
-from tinker_cookbook import backends
+from tinker_cookbook import backends, server_watch
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 
@@ -104,6 +111,87 @@ class TestLocalClient:
         gc.collect()
         service = backends.create_service_client("local")
         assert sampler._owner is service  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@chz.chz
+class OneKey:
+    n: int
+
+
+class Remote:
+    """A client of the SDK: what it was closed with; a server that does not take the news with `fails`."""
+
+    def __init__(self, fails: bool = False):
+        self.closed: list[str] = []
+        self._fails = fails
+
+    def close(self, status: str) -> Future[None]:
+        self.closed.append(status)
+        done: Future[None] = Future()
+        if not self._fails:
+            done.set_result(None)
+        return done
+
+
+class TestTheEndOfAServersSession:
+    @pytest.fixture
+    def make(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        def make(**how: Any) -> Any:
+            monkeypatch.setattr(tinker, "ServiceClient", lambda base_url: Remote(**how))
+            return backends.create_service_client("tinker", "https://example.invalid")
+
+        monkeypatch.setattr(server_watch, "ServerWatch", lambda *_: None)
+        return make
+
+    @pytest.mark.parametrize(
+        ("error", "status"), [(None, "success"), (ValueError, "errored"), (asyncio.CancelledError, "interrupted")]
+    )
+    def test_it_is_closed_once_with_how_the_body_ended(
+        self, make: Callable[..., Any], error: type[BaseException] | None, status: str
+    ) -> None:
+        client, other = make(), make()
+
+        async def main() -> None:
+            async with backends.closed_afterwards(client):
+                if error is not None:
+                    raise error
+
+        with pytest.raises(error) if error is not None else nullcontext():
+            asyncio.run(main())
+        assert (client.closed, other.closed) == ([status], [])
+        backends.close_service_clients("interrupted")
+        assert (client.closed, other.closed) == ([status], ["interrupted"])
+
+    def test_a_recipe_closes_what_is_left(self, make: Callable[..., Any]) -> None:
+        made = []
+
+        def main(config: OneKey) -> None:
+            made.append(make())
+            if config.n == 2:
+                raise KeyboardInterrupt
+
+        run_recipe(OneKey, main, argv=["n=1"])
+        with pytest.raises(SystemExit):
+            run_recipe(OneKey, main, argv=["n=2"])
+        assert [client.closed for client in made] == [["success"], ["interrupted"]]
+
+    def test_a_server_that_does_not_answer_holds_up_nothing(
+        self, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(backends, "CLOSE_SECONDS", 0.05)
+        stuck, silent = make(fails=True), make()
+        monkeypatch.setattr(server_watch, "is_silent", lambda client: client is silent)
+        backends.close_service_clients("success")
+        assert (stuck.closed, silent.closed) == (["success"], [])
+
+    def test_a_local_client_stays(self) -> None:
+        async def main() -> None:
+            client = backends.create_service_client("local")
+            async with backends.closed_afterwards(client):
+                pass
+            await client.create_sampling_client(base_model=TINY)
+
+        asyncio.run(main())
 
 
 def test_hosted_runs_never_import_the_local_engine() -> None:

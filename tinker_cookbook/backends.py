@@ -6,11 +6,14 @@ This is the only module that imports `tinker_local_backend`, and it does so when
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import sys
+import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,6 +25,14 @@ Backend = Literal["local", "tinker"]
 
 _ALIASES: dict[str, Backend] = {"local": "local", "tinker": "tinker", "api": "tinker"}
 _local_clients: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+_remote_clients: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The SDK's, until they are closed."""
+
+EndStatus = Literal["success", "errored", "interrupted"]
+"""How a session may end, in the SDK's words."""
+CLOSE_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_backend(backend: str | None = None) -> Backend:
@@ -126,6 +137,7 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
             server_watch.check_key(address, name, key)
         client = tinker.ServiceClient(base_url=base_url)
         server_watch.ServerWatch(address, name, client)
+        _remote_clients.add(client)
         return cast(ServiceClient, client)
     _check_local_environment()
     import tinker_local_backend
@@ -135,6 +147,38 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     if client is None:
         client = _local_clients[home] = tinker_local_backend.ServiceClient(deterministic=True)
     return cast(ServiceClient, client)
+
+
+def close_service_clients(status: EndStatus, only: ServiceClient | None = None) -> None:
+    """Tell servers which clients are done, so that they free models and samplers now and not when heartbeats stay away.
+
+    Closes those that `create_service_client` made of the hosted service or a server (`only`: this one, if it is such). Waits at
+    most CLOSE_SECONDS; a server that does not answer is not told.
+    """
+    clients = [client for client in list(_remote_clients) if only is None or client is only]
+    _remote_clients.difference_update(clients)
+    closing = [client.close(status) for client in clients if not server_watch.is_silent(client)]
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for future in closing:
+        try:
+            future.result(max(0.0, deadline - time.monotonic()))
+        except Exception as error:
+            logger.info("the server was not told that this client is done: %s: %s", type(error).__name__, error)
+
+
+@asynccontextmanager
+async def closed_afterwards(client: ServiceClient) -> AsyncGenerator[None]:
+    """Run the body, then close the client if it is a server's; a local one may be shared and ends with its last user."""
+    status: EndStatus = "errored"
+    try:
+        yield
+        status = "success"
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        status = "interrupted"
+        raise
+    finally:
+        if any(client is remote for remote in list(_remote_clients)):
+            await asyncio.to_thread(close_service_clients, status, client)
 
 
 def serve_as_replica() -> None:

@@ -87,6 +87,16 @@ def check_key(address: str, name: str, key: str) -> None:
 _watches: weakref.WeakSet[ServerWatch] = weakref.WeakSet()
 
 
+def _watch_of(client: object) -> ServerWatch | None:
+    return next((watch for watch in list(_watches) if watch.is_for(client)), None)
+
+
+def is_silent(client: object) -> bool:
+    """Whether this client's server did not answer when it was last asked."""
+    watch = _watch_of(client)
+    return watch is not None and watch.is_silent
+
+
 @asynccontextmanager
 async def ended_when_lost(client: object, limit_seconds: float) -> AsyncGenerator[None]:
     """Run the body, and cancel it when the server of a watched client has not answered for so long.
@@ -94,7 +104,7 @@ async def ended_when_lost(client: object, limit_seconds: float) -> AsyncGenerato
     Raises:
         ServerLostError: the body was cancelled for that reason.
     """
-    watch = next((watch for watch in list(_watches) if watch.is_for(client)), None)
+    watch = _watch_of(client)
     if watch is None:
         yield
         return
@@ -149,6 +159,10 @@ class ServerWatch:
         self._tries = 0
         self._next_report, self._pause = float("-inf"), FIRST_REPEAT_SECONDS
         threading.Thread(target=self._run, name="server-watch", daemon=True).start()
+
+    @property
+    def is_silent(self) -> bool:
+        return self._since is not None
 
     def is_for(self, client: object) -> bool:
         """Whether it was made for this client."""

@@ -74,19 +74,29 @@ def engine_place() -> Iterator[None]:
         patch.setenv("TINKER_LOCAL_DTYPE", str(here().dtype).removeprefix("torch."))
         if here().captured:
             patch.setattr(BaseModel, "start", lambda model: CudaExecution(model))
+            # The CUDA path allocates its cache when a model is loaded, and the session keeps its models: 2 GiB for each of
+            # test_families are more than the memory of a machine.
+            patch.setattr("tinker_local_backend.engine.engine.DEFAULT_KV_BYTES_CPU", 32 << 20)
         yield
 
 
 @pytest.fixture(autouse=True)
 def no_hangs_and_no_real_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A deadlock ends the test run in a minute with every thread's stack, and nothing is written to the user's folder."""
+    """A deadlock ends the test run in a minute (the slow stand-ins get four) with every thread's stack, and nothing is
+    written to the user's folder."""
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "default-home"))
     for name in ("TINKER_LOCAL_SEED", "TINKER_LOCAL_KV_CACHE_TOKENS", "TINKER_LOCAL_GRAD_ACCUM_STEPS"):
         monkeypatch.delenv(name, raising=False)
     tokens_compared.clear()
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(240 if here().captured else 60, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def one_token_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count steps: a burst on a GPU, or of captured steps, has one step too."""
+    monkeypatch.setattr("tinker_local_backend.engine.cuda.generation.BURST", 1)
 
 
 @pytest.fixture(scope="session")

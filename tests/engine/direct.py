@@ -12,6 +12,9 @@ import torch
 from tests.engine.helpers import assert_samples_agree
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda.generation import BurstGenerator
+from tinker_local_backend.engine.cuda.graphs import graphs_for
+from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.requests import SamplingRequest, StopRule
 from tinker_local_backend.engine.tickets import SamplingResult, Ticket
@@ -57,8 +60,14 @@ class Submitted:
 class Direct:
     """A generator of its own on a model that others use too."""
 
-    def __init__(self, model: BaseModel, budget: int = 8192):
-        self.generator = model.execution.generator(model, budget, itertools.count(1000).__next__)
+    def __init__(self, model: BaseModel, budget: int = 8192, **bounds: int | None):
+        """`bounds`: prefill_tokens and max_running, where they are not the engine's own."""
+        seeds = itertools.count(1000).__next__
+        self.generator = model.execution.generator(model, budget, seeds)
+        if bounds and isinstance(self.generator, BurstGenerator):
+            self.generator = BurstGenerator(model, budget, seeds, graphs_for(model.device), **bounds)
+        elif bounds:
+            self.generator = Generator(model, budget, seeds, **bounds)
 
     def submit(self, *requests: SamplingRequest) -> list[Submitted]:
         submitted = []

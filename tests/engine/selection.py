@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.captured import CAPTURED, FOLDER
+from tests.engine.captured import FOLDER, runs_captured
 from tests.engine.devices import PlaceError, here
 
 DESELECTED = pytest.StashKey[int]()
@@ -27,11 +27,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item
         for item in items
         if not here().runs({mark.name for mark in item.iter_markers()})
-        or (here().captured and item.path.parent == FOLDER and item.path.stem not in CAPTURED)
+        or (here().captured and item.path.parent == FOLDER and not runs_captured(item.path.stem, _name(item)))
     ]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
     config.stash[DESELECTED] = len(left_out)
+
+
+def _name(item: pytest.Item) -> str:
+    """Without its parameters."""
+    return getattr(item, "originalname", None) or item.name
 
 
 def summary(config: pytest.Config) -> str:

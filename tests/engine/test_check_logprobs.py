@@ -11,7 +11,8 @@ from tests.engine.conftest import TINY_CHAT
 from tests.engine.devices import here
 from tinker_local_backend import RequestError, check_logprobs
 from tinker_local_backend.check_logprobs import TOLERANCES, Differences, Tolerance
-from tinker_local_backend.engine import generation, sampler
+from tinker_local_backend.engine import sampler
+from tinker_local_backend.engine.cuda import step
 
 CONFIG = check_logprobs.Config(model=str(TINY_CHAT), max_tokens=12, num_samples=2)
 
@@ -67,10 +68,12 @@ def test_the_tolerance_is_that_of_the_dtype_and_finds_a_forgotten_temperature(
     assert lines_of(capsys)[-1] == "ok"
 
     def broken(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tokens, _, tempered = sampler.next_tokens(logits, *rest)
+        tokens, _, tempered = choose(logits, *rest)
         return tokens, logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0], tempered
 
-    monkeypatch.setattr(generation, "next_tokens", broken)
+    choose = sampler.choose
+    for module in (sampler, step):  # a captured step has its own reference to it
+        monkeypatch.setattr(module, "choose", broken)
     with pytest.raises(SystemExit) as exit_info:
         check_logprobs.main(CONFIG)
     assert exit_info.value.code == 1

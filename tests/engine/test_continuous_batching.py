@@ -15,7 +15,6 @@ from tinker_local_backend import SamplingClient, ServiceClient
 from tinker_local_backend.engine import allowance
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
 from tinker_local_backend.engine.requests import PromptScoring, SamplingRequest
 from tinker_local_backend.engine.tickets import Ticket
@@ -34,15 +33,10 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     return BaseModel(write_model(config, tmp_path_factory.mktemp("models") / "long", 3))
 
 
-def direct_with(model: BaseModel, budget: int = 8192, prefill_tokens: int | None = None, running: int = 512) -> Direct:
-    direct = Direct(model, budget)
-    direct.generator = Generator(model, budget, iter(range(1000, 2000)).__next__, prefill_tokens, running)
-    return direct
-
-
 # A long prompt
 
 
+@pytest.mark.usefixtures("one_token_a_step")
 @pytest.mark.parametrize(
     ("scored_only", "budget"),
     [(False, 1 << 14), (True, 1 << 14), (True, 1 << 10)],
@@ -52,7 +46,7 @@ def test_running_sequences_get_a_token_in_every_step_of_a_long_prefill(
     long_model: BaseModel, scored_only: bool, budget: int
 ) -> None:
     """8,000 tokens of prompt come in passes of a bounded size, and each step decodes besides."""
-    direct = direct_with(long_model, budget)
+    direct = Direct(long_model, budget)
     short = [request(random_tokens(5 + i, i), max_tokens=60, seed=i) for i in range(3)]
     submitted = direct.submit(*short)
     direct.generator.step()
@@ -72,7 +66,7 @@ def test_running_sequences_get_a_token_in_every_step_of_a_long_prefill(
     direct.finish()
     for one, slip in zip(short, submitted, strict=True):
         assert_same_samples(slip.result, alone(long_model, one))
-    expected = direct_with(long_model, budget=1 << 14, prefill_tokens=1 << 14).run(long)[0]
+    expected = Direct(long_model, budget=1 << 14, prefill_tokens=1 << 14).run(long)[0]
     assert_same_samples(late.result, expected)
     if scored_only:
         assert late.result.prompt.logprobs is not None and expected.prompt.logprobs is not None
@@ -95,7 +89,7 @@ def test_a_prompt_in_pieces_is_scored_and_sampled_as_in_one(
 ) -> None:
     one = request(random_tokens(150, 4), frozen_adapter(model, 2, 1), samples, seed=5, scoring=scoring)
     with prefilled_tokens() as passes:
-        (found,) = direct_with(model, prefill_tokens=47).run(one)
+        (found,) = Direct(model, prefill_tokens=47).run(one)
     assert passes == [47, 47, 47, 9]
     expected = alone(model, one)
     assert_same_samples(found, expected)
@@ -111,7 +105,7 @@ def test_long_prompts_that_begin_alike_compute_the_beginning_once(model: BaseMod
     header = random_tokens(100, 1)
     requests = [request([*header, *random_tokens(30 + i, 50 + i)], seed=i) for i in range(3)]
     with prefilled_tokens() as passes:
-        results = direct_with(model, prefill_tokens=40).run(*requests)
+        results = Direct(model, prefill_tokens=40).run(*requests)
     for one, result in zip(requests, results, strict=True):
         assert_same_samples(result, alone(model, one))
     assert [result.cached_tokens for result in results] == [0, 100, 100]
@@ -119,7 +113,7 @@ def test_long_prompts_that_begin_alike_compute_the_beginning_once(model: BaseMod
 
 
 def test_a_long_prompt_that_is_cancelled_leaves_its_pages_to_others(model: BaseModel) -> None:
-    direct = direct_with(model, budget=200, prefill_tokens=32)
+    direct = Direct(model, budget=200, prefill_tokens=32)
     (long,) = direct.submit(request(random_tokens(150, 1), max_tokens=40))
     (other,) = direct.submit(request(random_tokens(100, 2), max_tokens=60))
     direct.generator.step()
@@ -132,7 +126,7 @@ def test_a_long_prompt_that_is_cancelled_leaves_its_pages_to_others(model: BaseM
 
 def test_a_prompt_larger_than_the_pool_that_is_cancelled_or_not_alone(model: BaseModel) -> None:
     """Its pages are its own: neither does it take any from those that run, nor do they get any by sending it back."""
-    direct = direct_with(model, budget=3 * PAGE_TOKENS, prefill_tokens=32)
+    direct = Direct(model, budget=3 * PAGE_TOKENS, prefill_tokens=32)
     scoring = PromptScoring(logprobs=True)
     scored = [request(random_tokens(150, i), samples=0, scoring=scoring) for i in range(3)]
     sampled = [request(random_tokens(20, i), max_tokens=40, seed=i) for i in range(2)]
@@ -165,9 +159,10 @@ class Asked:
         return False
 
 
+@pytest.mark.usefixtures("one_token_a_step")
 def test_ten_thousand_waiting_requests_cost_a_step_nothing(model: BaseModel) -> None:
     """Those that wait are asked nothing until it is their turn."""
-    direct = direct_with(model, running=4)
+    direct = Direct(model, max_running=4)
     asked = Asked()
     direct.submit(*(request(random_tokens(4, i), max_tokens=20, seed=i) for i in range(4)))
     direct.generator.step()
@@ -181,7 +176,7 @@ def test_ten_thousand_waiting_requests_cost_a_step_nothing(model: BaseModel) -> 
 
 
 def test_who_has_been_cancelled_while_waiting_is_passed_over(model: BaseModel) -> None:
-    direct = direct_with(model, running=1)
+    direct = Direct(model, max_running=1)
     requests = [request(random_tokens(4, i), max_tokens=3, seed=i) for i in range(5)]
     submitted = direct.submit(*requests)
     direct.generator.step()
@@ -194,7 +189,7 @@ def test_who_has_been_cancelled_while_waiting_is_passed_over(model: BaseModel) -
 
 def test_first_tokens_come_in_the_order_of_arrival(model: BaseModel) -> None:
     """Also for a request that is larger than what comes free at first."""
-    direct = direct_with(model, budget=12 * PAGE_TOKENS)
+    direct = Direct(model, budget=12 * PAGE_TOKENS)
     sizes = [1, 6, 1, 9, 1, 2, 12, 1]
     requests = [request(random_tokens(20, i), samples=n, max_tokens=12, seed=i) for i, n in enumerate(sizes)]
     tickets, submitted = [], []
@@ -224,7 +219,7 @@ def test_waits_are_counted_in_bins_that_do_not_grow(model: BaseModel, monkeypatc
 
     clock = iter(range(100))
     monkeypatch.setattr("tinker_local_backend.engine.admission.time.monotonic", lambda: float(next(clock)))
-    direct = direct_with(model, running=1)
+    direct = Direct(model, max_running=1)
     direct.run(*(request(random_tokens(4, i), max_tokens=2) for i in range(3)))  # at 0, 1, 2; served at 3, 4, 5
     stats = direct.generator.stats
     assert stats.longest_wait == 3.0 and 3.0 <= stats.wait_p99 <= 3.0 * STEP and stats.waiting == stats.running == 0
@@ -259,6 +254,7 @@ def test_when_the_pool_is_full_the_youngest_begin_again_and_draw_the_same(model:
     assert finished[0] < 2 and direct.generator.stats.pages_read == 0
 
 
+@pytest.mark.usefixtures("one_token_a_step")
 def test_the_oldest_never_begins_again(model: BaseModel) -> None:
     direct = Direct(model, 6 * PAGE_TOKENS)
     direct.submit(*(request(random_tokens(20, i), max_tokens=150, seed=i) for i in range(5)))
@@ -291,10 +287,11 @@ def limited(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     yield limit
 
 
+@pytest.mark.usefixtures("one_token_a_step")
 def test_after_running_out_of_memory_the_sampler_grows_back(
     model: BaseModel, limited: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    direct = direct_with(model, prefill_tokens=64, running=32)
+    direct = Direct(model, prefill_tokens=64, max_running=32)
     bounds = direct.generator._allowance
     limited["tokens"] = 12
     requests = [request(random_tokens(4, i), max_tokens=30, seed=i) for i in range(32)]
@@ -316,7 +313,7 @@ def test_after_running_out_of_memory_the_sampler_grows_back(
 
 def test_what_fails_again_is_tried_again_later_each_time(model: BaseModel, limited: dict[str, int]) -> None:
     """The limit stays: failures become rarer and rarer, and everybody is served."""
-    direct = direct_with(model, prefill_tokens=64, running=32)
+    direct = Direct(model, prefill_tokens=64, max_running=32)
     limited["tokens"] = 12
     requests = [request(random_tokens(4, i), max_tokens=12, seed=i) for i in range(150)]
     submitted = direct.submit(*requests)
@@ -347,7 +344,7 @@ def test_where_every_layer_slides_pages_out_of_sight_are_given_back(
     sliding_model: BaseModel, prefill_tokens: int | None
 ) -> None:
     assert sliding_model.sliding_window == 40
-    direct = direct_with(sliding_model, prefill_tokens=prefill_tokens)
+    direct = Direct(sliding_model, prefill_tokens=prefill_tokens)
     one = request(random_tokens(100, 1), max_tokens=100, seed=2, temperature=0.0)
     (slip,) = direct.submit(one)
     most = 0
@@ -365,6 +362,7 @@ def test_where_every_layer_slides_pages_out_of_sight_are_given_back(
     assert_near(slip.result.sequences[0].logprobs, expected.cpu().numpy(), atol=1e-5)
 
 
+@pytest.mark.usefixtures("one_token_a_step")
 def test_a_model_with_one_layer_that_sees_everything_keeps_its_pages(model: BaseModel) -> None:
     assert model.sliding_window is None
     direct = Direct(model)

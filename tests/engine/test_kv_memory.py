@@ -68,6 +68,7 @@ def assert_within_budget(meter: Meter, model: BaseModel) -> None:
     assert allowed // 2 < meter.most <= allowed + allowed // layers
 
 
+@pytest.mark.cpu_promise  # a cache that grows
 def test_two_hundred_waiting_requests_take_the_budget_and_no_more(meter: Meter, model: BaseModel) -> None:
     """Of all lengths."""
     direct = Direct(model, BUDGET)
@@ -87,6 +88,7 @@ def test_two_hundred_waiting_requests_take_the_budget_and_no_more(meter: Meter, 
         assert_same_samples(slip.result, alone(model, one))
 
 
+@pytest.mark.cpu_promise  # a cache that grows
 def test_the_same_through_a_client(
     meter: Meter, model: BaseModel, tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_growth_that_fails_leaves_nothing_to_give_back(monkeypatch: pytest.Mon
     assert cache.bytes == 0
 
 
+@pytest.mark.cpu_promise  # a cache that grows
 def test_a_long_sequence_makes_short_ones_no_dearer(model: BaseModel) -> None:
     """64 of 80 tokens and one of 200: no more than what each takes, rounded up to pages, and half as much for growth."""
     direct = Direct(model)

@@ -43,7 +43,7 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def events(monkeypatch: pytest.MonkeyPatch, one_token_a_step: None) -> list[str]:
     """What the worker does, in order: a "pass" of training, a "step" of a sampler, an "optim" step."""
     happened: list[str] = []
 

@@ -40,24 +40,25 @@ class Serving:
         )
         ready = threading.Event()
         threading.Thread(target=self._read, args=(ready,), daemon=True).start()
-        assert ready.wait(120) and self.url, "".join(self.lines)
+        assert ready.wait(400) and self.url, "".join(self.lines)
         return self
 
     def _read(self, ready: threading.Event) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if found := re.search(r"TINKER_BASE_URL=(\S+)", line):
-                self.url = found[1]
-            if "TINKER_API_KEY" in line:
-                ready.set()
+        with self.process.stdout as output:
+            for line in output:
+                self.lines.append(line)
+                if found := re.search(r"TINKER_BASE_URL=(\S+)", line):
+                    self.url = found[1]
+                if "TINKER_API_KEY" in line:
+                    ready.set()
         ready.set()
 
     def stop(self, sign: signal.Signals = signal.SIGTERM) -> int:
         """The exit code."""
         if self.process.poll() is None:
             self.process.send_signal(sign)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def __enter__(self) -> Self:
         return self.start()

@@ -1,8 +1,11 @@
 """Keys, tenants and names: nobody reaches what is another's, or out of the home."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.serving import TINY_CHAT, Serving, Wire
@@ -30,11 +33,6 @@ def alice(guarded: Serving) -> Wire:
     return Wire(guarded.url, KEYS["alice"])
 
 
-@pytest.fixture(scope="module")
-def bob(guarded: Serving) -> Wire:
-    return Wire(guarded.url, KEYS["bob"])
-
-
 @pytest.mark.parametrize("key", ["", "tml-alice", "tml-alice-secretx", "ключ"])
 def test_no_key_no_answer(guarded: Serving, key: str) -> None:
     wire = Wire(guarded.url)
@@ -47,15 +45,79 @@ def test_no_key_no_answer(guarded: Serving, key: str) -> None:
 
 
 def test_a_bearer_token_is_a_key_too(guarded: Serving) -> None:
-    import httpx
-
     for key, status in ((KEYS["bob"], 200), ("tml-nobody", 401)):
         headers = {"Authorization": f"Bearer {key}"}
         assert httpx.get(f"{guarded.url}/metrics", headers=headers).status_code == status
 
 
-def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, bob: Wire, guarded: Serving) -> None:
+NAMING = {"session_id", "model_id", "run_id", "sampling_session_id", "sampler_id", "request_id", "model", "name"}
+NAMING |= {"path", "tinker_path", "source_path", "model_path"}
+"""What names something of a tenant's, in a path or a body."""
+
+
+class Remembering(Wire):
+    """Knows what it has asked."""
+
+    def __init__(self, url: str, key: str):
+        super().__init__(url, key)
+        self.asked: set[tuple[str, str]] = set()
+
+    def ask(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        self.asked.add((method, httpx.URL(f"http://x/api/v1{path}" if path.startswith("/") else path).path))
+        return super().ask(method, path, **options)
+
+
+def naming_routes() -> Iterator[tuple[str, re.Pattern[str]]]:
+    from tests.server.test_fuzz import all_routes
+
+    for route in all_routes():
+        names = set(re.findall(r"\{(\w+)", route.path))
+        if NAMING & (names | set(route.fields)) and not route.path.endswith("/forward_backward"):
+            yield from ((method, re.compile(re.sub(r"\{\w+(:path)?\}", ".+", route.path))) for method in route.methods)
+
+
+def requests_about(name: Callable[[str], str], session: str, bobs: str) -> list[tuple[str, str, Any]]:
+    """Method, path and body of what can be asked about a session, its first model and sampler, and checkpoints `mine`."""
+    model, sampler = f"{session}:train:0", f"{session}:sample:0"
+    saved, for_sampler = (f"tinker://{model}/{kind}/mine" for kind in ("weights", "sampler_weights"))
+    checkpoint = f"/training_runs/{model}/checkpoints/weights/mine"
+    return [
+        ("POST", "/session_heartbeat", {"session_id": name(session)}),
+        ("POST", f"/sessions/{name(session)}/finish", {}),
+        ("GET", f"/sessions/{name(session)}", None),
+        ("POST", "/get_info", {"model_id": name(model)}),
+        ("POST", "/optim_step", {"model_id": name(model), "seq_id": 3, "adam_params": {}}),
+        ("POST", "/save_weights", {"model_id": name(model), "seq_id": 3, "path": "x"}),
+        ("POST", "/save_weights_for_sampler", {"model_id": name(model), "seq_id": 3, "path": "x"}),
+        ("POST", "/load_weights", {"model_id": name(model), "seq_id": 3, "path": name(saved), "optimizer": True}),
+        ("POST", "/create_model", {"session_id": name(session), "model_seq_id": 9, "base_model": TINY_CHAT}),
+        ("POST", "/unload_model", {"model_id": name(model)}),
+        ("POST", "/save_weights_external", {"model_id": name(model), "seq_id": 3, "path": "x"}),
+        ("GET", f"/samplers/{name(sampler)}", None),
+        ("POST", "/join_sampling_session", {"sampling_session_id": name(sampler)}),
+        ("POST", "/weights_info", {"tinker_path": name(saved)}),
+        ("POST", "/copy_weights", {"source_path": name(saved)}),
+        ("GET", f"/training_runs/{name(model)}", None),
+        ("GET", f"/training_runs/{name(model)}/checkpoints", None),
+        ("GET", f"/models/{name(model)}/checkpoints", None),
+        ("POST", f"{name(checkpoint)}/publish", None),
+        ("DELETE", f"{name(checkpoint)}/publish", None),
+        ("PUT", f"{name(checkpoint)}/ttl", {"ttl_seconds": 1}),
+        ("DELETE", name(checkpoint), None),
+        ("DELETE", name(checkpoint).replace("/weights/", "/"), None),
+        (
+            "POST",
+            "/create_sampling_session",
+            {"session_id": bobs, "sampling_session_seq_id": 5, "model_path": name(for_sampler)},
+        ),
+    ]
+
+
+def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, guarded: Serving) -> None:
     """Every route that names something of alice's answers bob as it does for something that never was."""
+    from tinker_local_backend.server.routes_hosted_only import HOSTED_ONLY
+
+    bob = Remembering(guarded.url, KEYS["bob"])
     session = alice.session()
     model, sampler = alice.model(session), alice.sampler(session)
     saved = alice.result(alice.post("/save_weights", model_id=model, seq_id=1, path="mine")[1])["path"]
@@ -66,38 +128,13 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, bob: Wire, guarde
     _, accepted = alice.sample(sampler)
     alice.result(accepted)
     bobs = bob.session()
-    checkpoint = f"/training_runs/{model}/checkpoints/weights/mine"
+    assert saved == f"tinker://{model}/weights/mine" and for_sampler == f"tinker://{model}/sampler_weights/mine"
 
     def ask(who: Wire, real: bool) -> list[tuple[int, str]]:
         def name(value: str) -> str:
             return value if real else value.replace(session, "0" * len(session))
 
-        requests = [
-            ("POST", "/session_heartbeat", {"session_id": name(session)}),
-            ("POST", f"/sessions/{name(session)}/finish", {}),
-            ("GET", f"/sessions/{name(session)}", None),
-            ("POST", "/get_info", {"model_id": name(model)}),
-            ("POST", "/optim_step", {"model_id": name(model), "seq_id": 3, "adam_params": {}}),
-            ("POST", "/save_weights", {"model_id": name(model), "seq_id": 3, "path": "x"}),
-            ("POST", "/save_weights_for_sampler", {"model_id": name(model), "seq_id": 3, "path": "x"}),
-            ("POST", "/load_weights", {"model_id": name(model), "seq_id": 3, "path": name(saved), "optimizer": True}),
-            ("POST", "/create_model", {"session_id": name(session), "model_seq_id": 9, "base_model": TINY_CHAT}),
-            ("GET", f"/samplers/{name(sampler)}", None),
-            ("POST", "/join_sampling_session", {"sampling_session_id": name(sampler)}),
-            ("POST", "/weights_info", {"tinker_path": name(saved)}),
-            ("POST", "/copy_weights", {"source_path": name(saved)}),
-            ("GET", f"/training_runs/{name(model)}", None),
-            ("GET", f"/training_runs/{name(model)}/checkpoints", None),
-            ("POST", f"{name(checkpoint)}/publish", None),
-            ("DELETE", f"{name(checkpoint)}/publish", None),
-            ("PUT", f"{name(checkpoint)}/ttl", {"ttl_seconds": 1}),
-            ("DELETE", name(checkpoint), None),
-            (
-                "POST",
-                "/create_sampling_session",
-                {"session_id": bobs, "sampling_session_seq_id": 5, "model_path": name(for_sampler)},
-            ),
-        ]
+        requests = requests_about(name, session, bobs)
         answers = [who.ask(method, path, json=body) for method, path, body in requests]
         status, reply = who.post(
             "/load_weights", session_id=bobs, model_seq_id=7 if real else 8, path=name(saved), optimizer=True
@@ -115,11 +152,14 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, bob: Wire, guarde
         tokens = {"model": name(saved), "token_ids": [1]}
         answers.append(who.ask("POST", f"{guarded.url}/inference/v1/generate", json=tokens))
         answers += [forward, sample, (fetched[0], str(fetched[1]).replace(request_id, "ID"))]
+        for method, path, _ in HOSTED_ONLY:
+            names = {"session_id": name(session), "run_id": name(model), "kind": "weights", "name": "mine"}
+            answers.append(who.ask(method, path.format(**names), json={}))
         return [(status, str(reply).replace(name(session), "SESSION")) for status, reply in answers]
 
     real, imagined = ask(bob, real=True), ask(bob, real=False)
     assert real == imagined
-    assert all(status in (400, 404, 410) for status, _ in real[:20]), real
+    assert all(status in (400, 404, 410) for status, _ in real[:24]), real
     assert bob.post("/cancel_future", request_id=accepted["request_id"])[0] == 204
     for path, key in (("/training_runs", "training_runs"), ("/checkpoints", "checkpoints"), ("/sessions", "sessions")):
         assert session not in str(bob.ask("GET", f"{path}?limit=1000")[1][key])
@@ -127,6 +167,8 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, bob: Wire, guarde
     listed = alice.ask("GET", f"/training_runs/{model}/checkpoints")[1]["checkpoints"]
     assert [(c["tinker_path"], c["public"]) for c in listed] == [(saved, True), (for_sampler, False)]
     assert isinstance(alice.result(accepted), bytes)
+    for method, path in naming_routes():
+        assert any(method == done and path.fullmatch(asked) for done, asked in bob.asked), (method, path.pattern)
     home = Path(guarded.lines[0].split("checkpoints under ")[1].strip().rstrip(":"))
     assert {entry.name for entry in home.iterdir()} == {"tenants"}
     assert {entry.name for entry in (home / "tenants").iterdir()} == {"alice", "bob"}

@@ -59,7 +59,7 @@ class Run:
     def text(self) -> str:
         return "".join(line for _, line in self.lines)
 
-    def wait(self, seconds: float = 90.0) -> int:
+    def wait(self, seconds: float = 400.0) -> int:
         code = self._child.wait(seconds)
         self._reader.join(10)
         return code

@@ -1,7 +1,9 @@
 """Requests as they come over a bad network: twice, out of order, too late, about what has ended."""
 
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -25,7 +27,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server that gives up after seconds and takes little."""
     pytest.importorskip("fastapi", reason="the extra `server` is not installed")
     limits = {
-        "session_timeout_seconds": 2.5,
+        "session_timeout_seconds": 8.0,
         "request_gap_seconds": 0.5,
         "poll_seconds": 0.5,
         "result_seconds": 0.5,
@@ -35,6 +37,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         "max_models": 2,
         "max_snapshots": 2,
         "max_rank": 8,
+        "max_sequence_tokens": 400,
         "max_results_mib": 1,
         "max_body_mib": 1,
         "max_decompressed_mib": 2,
@@ -195,6 +198,25 @@ def test_a_session_without_heartbeat_dies_and_its_requests_with_it(impatient: Se
     assert wire.post("/session_heartbeat", session_id=session)[0] == 410
 
 
+@contextmanager
+def kept_alive(serving: Serving, session: str) -> Iterator[None]:
+    """Heartbeats of a session, until the body ends."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        wire = Wire(serving.url)
+        while not ended.wait(0.1):
+            wire.post("/session_heartbeat", session_id=session)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_limits_of_a_tenant(impatient: Serving) -> None:
     wire = Wire(impatient.url)
     sessions = [wire.session() for _ in range(4)]
@@ -202,9 +224,10 @@ def test_limits_of_a_tenant(impatient: Serving) -> None:
     assert status == 403 and "max_sessions" in reply["detail"]
     for number in range(2):
         wire.model(sessions[0], number)
-    status, reply = wire.post(
-        "/create_model", session_id=sessions[1], model_seq_id=0, base_model=_base(wire), lora_config={"rank": 2}
-    )
+    with kept_alive(impatient, sessions[0]):
+        status, reply = wire.post(
+            "/create_model", session_id=sessions[1], model_seq_id=0, base_model=_base(wire), lora_config={"rank": 2}
+        )
     assert status == 403 and "max_models" in reply["detail"]
     status, reply = wire.post(
         "/create_model", session_id=sessions[1], model_seq_id=0, base_model=_base(wire), lora_config={"rank": 9}
@@ -217,6 +240,35 @@ def test_limits_of_a_tenant(impatient: Serving) -> None:
     assert status == 400 and "max_training_requests" in reply["detail"]
     for session in sessions:
         wire.post(f"/sessions/{session}/finish")
+
+
+def test_a_sequence_that_is_too_long(impatient: Serving) -> None:
+    wire = Wire(impatient.url)
+    assert wire.ask("GET", "/get_server_capabilities")[1]["supported_models"][0]["max_context_length"] == 400
+    session = wire.session()
+    model, sampler = wire.model(session), wire.sampler(session)
+    for accepted in (wire.forward_backward(model, 1, length=401)[1], wire.sample(sampler, 0, max_tokens=398)[1]):
+        assert "exceeds the context length 400" in wire.result(accepted)["error"]
+    for accepted in (wire.forward_backward(model, 2, length=400)[1], wire.sample(sampler, 1, max_tokens=397)[1]):
+        assert isinstance(wire.result(accepted), bytes)
+    wire.post(f"/sessions/{session}/finish")
+
+
+def test_a_model_that_is_unloaded_makes_room(impatient: Serving) -> None:
+    """A request of older SDKs. What the model waits for fails; sent again, the request is the same."""
+    wire = Wire(impatient.url)
+    session = wire.session()
+    models = [wire.model(session, number) for number in range(2)]
+    _, held = wire.optim_step(models[0], 2)
+    headers = {"X-Idempotency-Key": "unload"}
+    replies = [wire.ask("POST", "/unload_model", json={"model_id": models[0]}, headers=headers)[1] for _ in range(2)]
+    assert replies[0] == replies[1]
+    assert wire.result(replies[0]) == {"type": "unload_model", "model_id": models[0]}
+    assert "was unloaded" in wire.result(held)["error"]
+    assert wire.optim_step(models[0], 3)[0] == 404
+    wire.model(session, 2)
+    assert loss_of(wire.result(wire.forward_backward(models[1], 1)[1])) > 0
+    wire.post(f"/sessions/{session}/finish")
 
 
 def test_sampling_beyond_the_queue_is_429_and_nothing_is_lost(impatient: Serving) -> None:

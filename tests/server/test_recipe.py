@@ -36,7 +36,7 @@ def run(folder: Path, **environment: str) -> list[dict[str, Any]]:
 def run_command(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     command = [sys.executable, *words, f"log_path={folder}", *SMALL]
     env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(file.read_text()) for file in sorted(folder.glob("iteration_000000/debate_*.json"))]
 

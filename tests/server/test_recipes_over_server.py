@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import chz
+import httpx
 import pytest
 
 from benchmarks.recipe_runs import RECIPES, Outcome, RecipeRun, run_recipe
@@ -51,8 +52,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     from tinker_cookbook.data.shipped import shipped_model
 
     models = ",".join(shipped_model(name) for name in ("tiny_chat", "tiny_debate"))
-    # The models of ended runs stay until their sessions have missed their heartbeats.
-    with Serving(tmp_path_factory.mktemp("home"), model=None, models=models, max_models=100) as serving:
+    # Far fewer than there are runs: each tells the server that it is done.
+    with Serving(tmp_path_factory.mktemp("home"), model=None, models=models, max_models=2) as serving:
         yield serving
 
 
@@ -77,6 +78,8 @@ def test_over_our_server(run: RecipeRun, serving: Serving, sl_basic: Path, tmp_p
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
     assert_done(run_recipe(over(run, serving.url), tmp_path / "run", sl_basic, small=True))
+    live = [line for line in httpx.get(f"{serving.url}/metrics").text.splitlines() if line.startswith("tinker_live_")]
+    assert {"tinker_live_sessions 0.0", "tinker_live_models 0.0"} <= set(live), live
 
 
 @pytest.mark.network

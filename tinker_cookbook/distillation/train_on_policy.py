@@ -108,13 +108,14 @@ async def main(config: Config) -> None:
     check_config(config)
     tests = [(await dataset_config.dataset_builder())[1] for dataset_config in config.dataset_configs]
     service = backends.create_service_client(config.backend, config.base_url)
-    teachers = await open_teachers(service, teachers_by_field(config.dataset_configs))
-    penalty = TeacherKL(teachers, config.kl_penalty_coef, config.kl_discount_factor)
-    builders = list(config.evaluator_builders)
-    if any(test is not None for test in tests):
-        seed = derive_seed(config.seed, "test")
-        builders.append(partial(HeldOutTeacherKL, tests, teachers, config.max_tokens, seed, config=config.rollout))
-    await train.run(_loop_config(config, builders), penalties=[penalty])
+    async with backends.closed_afterwards(service):
+        teachers = await open_teachers(service, teachers_by_field(config.dataset_configs))
+        penalty = TeacherKL(teachers, config.kl_penalty_coef, config.kl_discount_factor)
+        builders = list(config.evaluator_builders)
+        if any(test is not None for test in tests):
+            seed = derive_seed(config.seed, "test")
+            builders.append(partial(HeldOutTeacherKL, tests, teachers, config.max_tokens, seed, config=config.rollout))
+        await train.run(_loop_config(config, builders), penalties=[penalty])
 
 
 def _loop_config(config: Config, evaluator_builders: Sequence[EvaluatorBuilder]) -> _LoopConfig:

@@ -124,7 +124,7 @@ async def open_session(
     others: Mapping[str, WeightsConfig | None] | None = None,
     system_prompt: str | None = None,
 ) -> AsyncGenerator[Session]:
-    """Open the run of a config; on leaving, outstanding saves are finished and the loggers closed.
+    """Open the run of a config; on leaving, outstanding saves are finished, a server's session ended and the loggers closed.
 
     Args:
         others: by field, weights that the loop opens besides those it trains; None: there are none. They are checked before
@@ -144,7 +144,8 @@ async def open_session(
     with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, extra=extra) as run:
         logger.info("%s", ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None))
         service = backends.create_service_client(config.backend, config.base_url)
-        async with ended_when_lost(service, config.server_timeout_seconds):
+        lost = ended_when_lost(service, config.server_timeout_seconds)
+        async with lost, backends.closed_afterwards(service):
             for name, weights in (others or {}).items():
                 if weights is not None:
                     await weights.origin(name, service)

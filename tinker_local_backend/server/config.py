@@ -39,6 +39,11 @@ class ServerConfig:
         default=32, doc="adapters that a tenant trains at a time", validator=chz.validators.gt(0)
     )
     max_rank: int = chz.field(default=512, doc="largest LoRA rank", validator=chz.validators.gt(0))
+    max_sequence_tokens: int | None = chz.field(
+        default=None,
+        doc="longest sequence in training and sampling, prompt and completion together; default: the model's context",
+        validator=lambda self, name: chz.validators.gt(0)(self, name) if getattr(self, name) is not None else None,
+    )
     max_snapshots: int = chz.field(
         default=64,
         doc="sampling snapshots of a session that are kept; the least recently used goes",
@@ -58,6 +63,12 @@ class ServerConfig:
 
     session_timeout_seconds: float = chz.field(
         default=300.0, doc="a session without heartbeat for so long is dead", validator=chz.validators.gt(0)
+    )
+    silent_seconds: float = chz.field(
+        default=30.0,
+        doc="a session without heartbeat for so long ends where max_sessions or max_models leaves no room for a new one; the "
+        "SDK sends a heartbeat every 10",
+        validator=chz.validators.gt(10),
     )
     request_gap_seconds: float = chz.field(
         default=330.0,

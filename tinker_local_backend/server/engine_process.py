@@ -47,13 +47,13 @@ class EngineProcess:
         self._running: dict[int, Future[Any]] = {}
 
     def serve(self) -> None:
-        """Until the socket closes. The first frame names the models, which are loaded before it is answered."""
+        """Until the socket closes. The first frame has the models, loaded before it is answered, and a bound on sequences."""
         first = self._channel.receive()
         if first is None:
             return
         try:
             check_environment()
-            ready = Frame({"models": [self._load(name) for name in first.fields["models"]]})
+            ready = Frame({"models": [self._load(name, first.fields["tokens"]) for name in first.fields["models"]]})
         except LocalBackendError as error:
             ready = Frame({"error": str(error)})
         self._channel.send(lambda: ready)
@@ -63,8 +63,10 @@ class EngineProcess:
     def _send(self, number: int, frame: Frame) -> None:
         self._channel.send(lambda: Frame({"id": number, **frame.fields}, frame.body))
 
-    def _load(self, name: str) -> dict[str, object]:
+    def _load(self, name: str, tokens: int | None) -> dict[str, object]:
+        """Load a model, of whose context at most so many tokens are used."""
         model = self._engine.submit("models", lambda: self._engine.load(name)).result()
+        model.context_length = min(model.context_length, tokens or model.context_length)
         return {
             "name": name,
             "arch": model.config.model_type,

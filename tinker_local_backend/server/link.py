@@ -49,7 +49,7 @@ class EngineLink:
         self.died = asyncio.Event()
 
     @classmethod
-    async def start(cls, models: Sequence[str]) -> EngineLink:
+    async def start(cls, models: Sequence[str], max_sequence_tokens: int | None = None) -> EngineLink:
         """Start the process and load the models. Raises ModelLoadError with what it says when it cannot."""
         ours, theirs = socket.socketpair()
         # The child must find this very package, also where it is not installed.
@@ -59,7 +59,7 @@ class EngineLink:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path})
         theirs.close()
         link = cls(process, *await asyncio.open_connection(sock=ours))
-        link._write(Frame({"models": list(models)}))
+        link._write(Frame({"models": list(models), "tokens": max_sequence_tokens}))
         ready = await frames.receive_async(link._reader)
         if ready is None or "error" in ready.fields:
             await link.close()

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.direct import DirectRoute
-from tinker_local_backend.server.routes_common import ServiceOf, TenantOf, digest, digest_bytes
+from tinker_local_backend.server.routes_common import IdempotencyKey, Once, ServiceOf, TenantOf, digest, digest_bytes
 from tinker_local_backend.server.schemas import (
     AdamParams,
     CreateModel,
@@ -43,6 +43,8 @@ def router() -> APIRouter:
 
 
 def _add_models(routes: APIRouter) -> None:
+    once = Once()
+
     @routes.post("/create_model")
     async def create_model(body: CreateModel, service: ServiceOf, tenant: TenantOf) -> Any:
         service.check_served(body.base_model)
@@ -56,7 +58,7 @@ def _add_models(routes: APIRouter) -> None:
             "user_metadata": body.user_metadata or {},
             **lora.model_dump(),
         }
-        request, model_id = service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
+        request, model_id = await service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
         return {"request_id": request.request_id, "model_id": model_id}
 
     @routes.post("/load_weights")
@@ -77,8 +79,17 @@ def _add_models(routes: APIRouter) -> None:
         if body.base_model is not None:
             service.check_served(body.base_model)
         fields |= {"op": "load_model", "base_model": body.base_model, "user_metadata": body.user_metadata or {}}
-        request, model_id = service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
+        request, model_id = await service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
         return {"request_id": request.request_id, "model_id": model_id}
+
+    @routes.post("/unload_model")
+    async def unload_model(body: ModelId, service: ServiceOf, tenant: TenantOf, key: IdempotencyKey) -> Any:
+        """Only older SDKs know it."""
+
+        async def unload() -> str:
+            return service.unload_model(tenant, body.model_id).request_id
+
+        return {"request_id": await once.run(tenant, key, unload), "model_id": body.model_id}
 
     @routes.post("/get_info")
     async def get_info(body: ModelId, service: ServiceOf, tenant: TenantOf) -> Any:

@@ -59,7 +59,7 @@ def _allow_connections(config: ServerConfig) -> None:
 async def _serve(config: ServerConfig, access: Access) -> None:
     sock = _bind(config)
     try:
-        link = await EngineLink.start(config.model_names)
+        link = await EngineLink.start(config.model_names, config.max_sequence_tokens)
     except BaseException:
         sock.close()
         raise

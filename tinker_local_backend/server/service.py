@@ -24,6 +24,8 @@ from tinker_local_backend.wire.frames import Frame
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0
+ROOM_SECONDS = 0.25
+"""between two looks for room"""
 CLIENTS_PER_SAMPLER = 10**9
 """How many clients of one sampler the SDK can tell apart by their sequence numbers."""
 
@@ -51,8 +53,7 @@ class Service:
         self, tenant: Tenant, user_metadata: Mapping[str, str], display_name: str | None
     ) -> Session:
         self.check_open()
-        standing = self._standing.values()
-        if sum(s.tenant == tenant and s not in standing for s in self._sessions.values()) >= self.config.max_sessions:
+        if not self._make_room(tenant, "max_sessions", self._has_too_many_sessions):
             raise Refused(
                 403, f"there are {self.config.max_sessions} live sessions (max_sessions); close a ServiceClient first"
             )
@@ -86,25 +87,66 @@ class Service:
             model.sequence.clear()
         self._drop(list(session.models), list(session.samplers))
 
+    def _sessions_of(self, tenant: Tenant) -> list[Session]:
+        """Those of its clients."""
+        standing = self._standing.get(tenant.name)
+        return [s for s in self._sessions.values() if s.tenant == tenant and s is not standing]
+
+    def _has_too_many_sessions(self, tenant: Tenant) -> bool:
+        return len(self._sessions_of(tenant)) >= self.config.max_sessions
+
+    def _has_too_many_models(self, tenant: Tenant) -> bool:
+        return sum(len(session.models) for session in self._sessions_of(tenant)) >= self.config.max_models
+
+    def _make_room(self, tenant: Tenant, limit: str, is_full: Callable[[Tenant], bool]) -> bool:
+        """End silent sessions, the longest silent first, until there is room. Returns whether there is."""
+        now = time.monotonic()
+        while is_full(tenant):
+            held = [s for s in self._sessions_of(tenant) if s.models or limit == "max_sessions"]
+            session = min(held, key=lambda s: s.seen)
+            silent = now - session.seen
+            if silent <= self.config.silent_seconds:
+                return False
+            logger.info(
+                "session %s sent no heartbeat for %.0f s and gives room (%s)", session.session_id, silent, limit
+            )
+            self.end_session(session, f"no heartbeat for {silent:.0f} s while others needed room ({limit})")
+        return True
+
+    async def _wait_for_room(self, tenant: Tenant, session_id: str, model_id: str) -> None:
+        """Until there is room for this model, or it is there, or none of the sessions that hold models may be dead."""
+        asked = time.monotonic()
+        asking = self.session(tenant, session_id)
+        while model_id not in asking.models:
+            if self._make_room(tenant, "max_models", self._has_too_many_models):
+                return
+            if self.closing or all(s.seen >= asked for s in self._sessions_of(tenant) if s.models):
+                return
+            await asyncio.sleep(ROOM_SECONDS)
+
     def _drop(self, models: list[str], samplers: list[str]) -> None:
         if models or samplers:
             self.link.call({"op": "drop", "model_ids": models, "sampler_ids": samplers})
 
     # Models
 
-    def create_model(
+    async def create_model(
         self, tenant: Tenant, session_id: str, model_seq_id: int, fields: dict[str, Any], digest: bytes
     ) -> tuple[Request, str]:
-        """Make a model (`op` create_model or load_model). Returns the request and the model's id."""
-        session = self.session(tenant, session_id)
+        """Make a model (`op` create_model or load_model). Returns the request and the model's id.
+
+        At the limit, waits up to `silent_seconds` for a session that may be dead to give room.
+        """
         model_id = f"{session_id}:train:{model_seq_id}"
+        await self._wait_for_room(tenant, session_id, model_id)
+        session = self.session(tenant, session_id)
         existing = session.models.get(model_id)
         if existing is not None:
             if existing.digest != digest:
                 raise Refused(400, f"model_seq_id {model_seq_id} was used by another request of this session")
             return existing.creation, model_id
         self.check_open()
-        if sum(len(s.models) for s in self._sessions.values() if s.tenant == tenant) >= self.config.max_models:
+        if self._has_too_many_models(tenant):
             raise Refused(403, f"{self.config.max_models} models are being trained (max_models); close a session first")
         request = self.requests.new(session, fields["op"])
         model = Model(model_id, session, request, digest)
@@ -119,7 +161,8 @@ class Service:
             for _, turn in model.sequence.clear():
                 turn.request.fail(f"model {model.model_id} could not be made: {reply.fields['error']}")
             return reply
-        if model.session.session_id not in self._sessions:  # it ended in the meantime
+        if model.session.models.get(model.model_id) is not model or model.session.session_id not in self._sessions:
+            # unloaded, or the session ended, in the meantime
             self._drop([model.model_id], [])
             return reply
         model.info = {key: reply.fields[key] for key in ("base_model", "rank", "arch", "execution")}
@@ -135,6 +178,17 @@ class Service:
         if model is None:
             raise Refused(404, _gone("model", model_id))
         return model
+
+    def unload_model(self, tenant: Tenant, model_id: str) -> Request:
+        """Free a model before its session ends. What the engine was given goes on; what is held fails."""
+        model = self.model(tenant, model_id)
+        del model.session.models[model_id]
+        for _, turn in model.sequence.clear():
+            turn.request.fail(f"model {model_id} was unloaded")
+        self._drop([model_id], [])
+        request = self.requests.new(model.session, "unload_model")
+        request.settle(Frame({"json": {"type": "unload_model", "model_id": model_id}}))
+        return request
 
     def model_request(
         self,

@@ -36,8 +36,8 @@ class BurstGenerator(Generator):
         self.decoder = Decoder(model, self._cache, graphs, min(model.context_length, kv_budget_tokens))
 
     def _decode(self) -> None:
-        self._batch = None  # the arrays of a burst are the decoder's own
         steps = self._room_ahead()
+        self._batch = None  # the arrays of a burst are the decoder's own
         for rows in list(self._batches()):
             self._burst(rows, steps)
 

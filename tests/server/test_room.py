@@ -1,0 +1,125 @@
+"""At a limit, sessions that have fallen silent give their place; live ones keep it."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
+from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.config import ServerConfig
+from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.service import Service
+from tinker_local_backend.server.sessions import Refused, Session
+from tinker_local_backend.wire.frames import Frame
+
+MADE = {"base_model": "m", "rank": 1, "arch": "a", "execution": {}}
+
+
+class Link:
+    """An engine that makes every model at once."""
+
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
+
+    def call(self, fields: dict[str, Any], body: bytes = b"", on_progress: Any = None) -> tuple[int, asyncio.Future]:
+        self.dropped += fields.get("model_ids", [])
+        reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        reply.set_result(Frame(MADE))
+        return 0, reply
+
+
+class Served:
+    """A service of three models and five sessions; `clients` have a session with a model each."""
+
+    def __init__(self, home: Path) -> None:
+        config = ServerConfig(model="m", max_models=3, max_sessions=5)
+        self.link = Link()
+        self.service = Service(config, self.link, Metrics())  # pyright: ignore[reportArgumentType]
+        self.tenant, self.other = (Tenant(name, home / name) for name in ("a", "b"))
+
+    async def session(self, tenant: Tenant | None = None, silent: float = 0.0) -> Session:
+        session = await self.service.create_session(tenant or self.tenant, {}, None)
+        session.seen -= silent
+        return session
+
+    async def train(self, session: Session) -> str:
+        _, model_id = await self.service.create_model(
+            session.tenant, session.session_id, 0, {"op": "create_model"}, b""
+        )
+        await asyncio.sleep(0)
+        return model_id
+
+    async def clients(self, *silent: float, tenant: Tenant | None = None) -> list[Session]:
+        made = [await self.session(tenant) for _ in silent]
+        for session, seconds in zip(made, silent, strict=True):
+            await self.train(session)
+            session.seen -= seconds
+        return made
+
+    def is_live(self, session: Session) -> bool:
+        return self.service.live["sessions"] > 0 and session.session_id in self.service._sessions
+
+
+def test_the_longest_silent_gives_its_model_and_no_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        served = Served(tmp_path)
+        (foreign,) = await served.clients(200.0, tenant=served.other)
+        late, later, live = await served.clients(31.0, 60.0, 1.0)
+        model = await served.train(await served.session())
+        assert served.link.dropped == [f"{later.session_id}:train:0"]
+        assert [served.is_live(s) for s in (late, later, live, foreign)] == [True, False, True, True]
+        assert served.service.model(served.tenant, model).info is not None
+
+    asyncio.run(main())
+
+
+def test_live_sessions_keep_their_models(tmp_path: Path) -> None:
+    """The refusal comes as soon as each of them was heard from, and nobody is ended."""
+
+    async def main() -> None:
+        served = Served(tmp_path)
+        held = await served.clients(9.0, 9.0, 9.0)
+        asking = asyncio.create_task(served.train(await served.session()))
+        for session in held:
+            await asyncio.sleep(0.02)
+            assert not asking.done()
+            served.service.session(served.tenant, session.session_id)
+        with pytest.raises(Refused, match="3 models are being trained \\(max_models\\)"):
+            await asyncio.wait_for(asking, 5)
+        assert all(served.is_live(session) for session in held) and served.link.dropped == []
+
+    asyncio.run(main())
+
+
+def test_a_request_waits_for_a_session_that_may_be_dead(tmp_path: Path) -> None:
+    async def main() -> None:
+        served = Served(tmp_path)
+        dead, live, other = await served.clients(29.8, 5.0, 5.0)
+        asking = [asyncio.create_task(served.train(s)) for s in [await served.session()] for _ in range(2)]
+        await asyncio.sleep(0.02)
+        assert not asking[0].done() and served.is_live(dead)
+        models = await asyncio.wait_for(asyncio.gather(*asking), 5)
+        assert models[0] == models[1]  # the same request, sent again while it waited
+        assert [served.is_live(s) for s in (dead, live, other)] == [False, True, True]
+
+    asyncio.run(main())
+
+
+def test_sessions_without_models_give_room_for_sessions_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        served = Served(tmp_path)
+        idle = [await served.session(silent=40.0 + n) for n in range(2)]
+        await served.clients(31.0, 0.0, 0.0)
+        await served.session()
+        assert [served.is_live(session) for session in idle] == [True, False]
+        idle[0].seen = time.monotonic()
+        await served.session()  # the one with the model is the next to go
+        assert served.service.live["models"] == 2
+        with pytest.raises(Refused, match="5 live sessions \\(max_sessions\\)"):
+            await served.session()
+
+    asyncio.run(main())
