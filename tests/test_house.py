@@ -5,8 +5,10 @@ It holds nothing of its own, and nothing here imports it.
 """
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,27 +16,57 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tinker_cookbook", "tinker_local_backend", "recipes", "tools", "examples", "benchmarks", "tests")
 MAX_LINES, MAX_FUNCTION_LINES = 450, 80
+Import = ast.Import | ast.ImportFrom
 
 
 def files(*packages: str) -> list[Path]:
     return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+@dataclass(frozen=True)
+class Summary:
+    """What these tests ask of a file. Reading a thousand of them is what takes their time."""
+
+    lines: int
+    docstring: str
+    functions: dict[str, int]
+    """name -> lines, of the longest with that name"""
+    at_load: list[Import]
+    everywhere: list[Import]
+    """also in functions and for the type checker"""
+    rest: list[str]
+    """the first three statements below the docstring that are no imports"""
+
+
+@functools.cache
+def summary(path: Path) -> Summary:
+    text = path.read_text()
+    tree = ast.parse(text)
+    functions: dict[str, int] = {}
+    everywhere: list[Import] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            functions[node.name] = max(length, functions.get(node.name, 0))
+        elif isinstance(node, Import):
+            everywhere.append(node)
+    at_load = [node for node in _at_load(tree.body) if isinstance(node, Import)]
+    own = [node for node in tree.body[1:] if not isinstance(node, Import)]
+    rest = [ast.unparse(node) for node in own[:3]]
+    return Summary(len(text.splitlines()), ast.get_docstring(tree) or "", functions, at_load, everywhere, rest)
 
 
 def test_no_file_is_too_long() -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files(*PACKAGES)}
+    lengths = {str(path.relative_to(ROOT)): summary(path).lines for path in files(*PACKAGES)}
     assert len(lengths) > 200
     assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
 
 
 def test_no_function_is_too_long() -> None:
     found = {
-        f"{path.relative_to(ROOT)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        f"{path.relative_to(ROOT)}:{name}": length
         for path in files(*PACKAGES)
-        for node in functions(ast.parse(path.read_text()))
+        for name, length in summary(path).functions.items()
     }
     assert {name: n for name, n in found.items() if n > MAX_FUNCTION_LINES} == {}
 
@@ -52,11 +84,8 @@ def module_name(path: Path) -> str:
 
 def imported(path: Path, known: set[str], at_load: bool) -> set[str]:
     """The modules of ours that a file imports: when it is loaded, or also in functions and for the type checker."""
-    tree = ast.parse(path.read_text())
-    everything = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    nodes = list(_at_load(tree.body)) if at_load else everything
     found: set[str] = set()
-    for node in nodes:
+    for node in summary(path).at_load if at_load else summary(path).everywhere:
         assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: a relative import; write it in full"
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -93,7 +122,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def is_re_export(path: Path) -> bool:
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").startswith("Re-exports")
+    return summary(path).docstring.startswith("Re-exports")
 
 
 def test_no_import_goes_in_a_circle() -> None:
@@ -120,11 +149,10 @@ def test_no_folder_goes_in_a_circle(package: str) -> None:
 
 def holds_nothing(path: Path) -> bool:
     """A module, not a package's face, that has only imports and `__all__` after its docstring. It may be run, too."""
-    body = ast.parse(path.read_text()).body[1:]
-    own = [node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    if own and ast.unparse(own[-1]).startswith("if __name__ == '__main__':\n    run_recipe("):
+    own = [*summary(path).rest]
+    if own and own[-1].startswith("if __name__ == '__main__':\n    run_recipe("):
         own.pop()
-    return path.name != "__init__.py" and [ast.unparse(node).split(" = ")[0] for node in own] == ["__all__"]
+    return path.name != "__init__.py" and [text.split(" = ")[0] for text in own] == ["__all__"]
 
 
 def test_re_exports_hold_nothing_and_nothing_imports_them() -> None:

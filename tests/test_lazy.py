@@ -9,17 +9,22 @@ import pytest
 from tests.child import python_path
 from tinker_cookbook.utils.lazy import exports
 
-PACKAGES = ("rl", "supervised", "eval", "preference", "distillation", "stores")
+PACKAGES = (
+    *(f"tinker_cookbook.{name}" for name in ("rl", "supervised", "eval", "preference", "distillation", "stores")),
+    "tinker_local_backend",
+)
+LIGHT = ("environment", "engine.refusals", "storage.registry", "storage.info")
+"""Modules of the engine that answer without it."""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_name_that_is_shown_is_there(package: str) -> None:
-    module = importlib.import_module(f"tinker_cookbook.{package}")
+    module = importlib.import_module(package)
     shown = dir(module)
     assert len(shown) >= 4
     for name in shown:
         assert getattr(module, name) is not None
-    with pytest.raises(AttributeError, match=f"'tinker_cookbook.{package}' has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=f"'{package}' has no attribute 'nothing'"):
         _ = module.nothing
 
 
@@ -34,7 +39,7 @@ def test_a_name_comes_from_its_module_and_a_module_from_itself() -> None:
 
 
 def test_importing_the_packages_imports_nothing_large() -> None:
-    names = ", ".join(f"tinker_cookbook.{package}" for package in PACKAGES)
+    names = ", ".join([*PACKAGES, *(f"tinker_local_backend.{name}" for name in LIGHT)])
     code = f"import sys, {names}; print([m for m in ('torch', 'tinker', 'transformers', 'chz') if m in sys.modules])"
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": python_path()}, timeout=60

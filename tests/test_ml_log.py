@@ -352,6 +352,17 @@ class TestSetupLogging:
         assert "[lr=1] step    0  a=1" in shown.out
         assert "[lr=1] WARNING loop: careful" in shown.err
 
+    def test_what_the_sdk_says_of_every_failed_request_is_for_the_file(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        logger = ml_log.setup_logging(tmp_path)
+        logging.getLogger("tinker.lib.retry_handler").error("Request failed: 1 of 64")
+        logging.getLogger("tinker.lib.internal_client_holder").warning("no heartbeat")
+        logger.close()
+        shown, kept = capsys.readouterr().err, (tmp_path / "logs.log").read_text()
+        assert "no heartbeat" in shown and "Request failed" not in shown
+        assert "no heartbeat" in kept and "Request failed: 1 of 64" in kept
+
     def test_a_config_that_cannot_be_written_undoes_the_setup(self, tmp_path: Path) -> None:
         before = logging.getLogger().handlers[:]
         with pytest.raises(DataValidationError, match=r"^lr: "):

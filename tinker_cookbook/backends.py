@@ -92,7 +92,7 @@ def check_backend(
     if model_name is None:
         return resolved
     from tinker_local_backend import ModelLoadError
-    from tinker_local_backend.engine.loading import check_model_name
+    from tinker_local_backend.engine.refusals import check_model_name
 
     try:
         check_model_name(model_name)
@@ -104,7 +104,7 @@ def check_backend(
 def why_not_local(model_name: str, config: Any) -> str | None:
     """What in a model's (transformers) config the local engine does not support; None when it finds nothing."""
     from tinker_local_backend import ModelLoadError
-    from tinker_local_backend.engine.loading import refuse_unsupported
+    from tinker_local_backend.engine.refusals import refuse_unsupported
 
     try:
         refuse_unsupported(model_name, config)
@@ -115,7 +115,7 @@ def why_not_local(model_name: str, config: Any) -> str | None:
 
 def leaves_experts(config: Any) -> bool:
     """Whether the local engine trains a model with this (transformers) config without its routed experts."""
-    from tinker_local_backend.engine.loading import has_experts
+    from tinker_local_backend.engine.refusals import has_experts
 
     return has_experts(config)
 
@@ -163,7 +163,7 @@ def close_service_clients(status: EndStatus, only: ServiceClient | None = None) 
         try:
             future.result(max(0.0, deadline - time.monotonic()))
         except Exception as error:
-            logger.info("the server was not told that this client is done: %s: %s", type(error).__name__, error)
+            logger.debug("the server was not told that this client is done: %s: %s", type(error).__name__, error)
 
 
 @asynccontextmanager

@@ -5,21 +5,25 @@ Each of the clients' methods that has an `_async` twin in the SDK has one here t
 `RestClient` lists and manages what was saved, also without one. `use_local` binds programs written for the SDK to this engine.
 """
 
-from tinker_local_backend.binding import use_local
-from tinker_local_backend.errors import (
-    CheckpointError,
-    EngineClosedError,
-    LocalBackendError,
-    ModelLoadError,
-    NonFiniteError,
-    ReplicaError,
-    RequestError,
-)
-from tinker_local_backend.replicas.follower import serve_as_replica
-from tinker_local_backend.rest_client import RestClient
-from tinker_local_backend.sampling_client import SamplingClient
-from tinker_local_backend.service_client import ServiceClient
-from tinker_local_backend.training_client import TrainingClient
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinker_local_backend.binding import use_local
+    from tinker_local_backend.errors import (
+        CheckpointError,
+        EngineClosedError,
+        LocalBackendError,
+        ModelLoadError,
+        NonFiniteError,
+        ReplicaError,
+        RequestError,
+    )
+    from tinker_local_backend.replicas.follower import serve_as_replica
+    from tinker_local_backend.rest_client import RestClient
+    from tinker_local_backend.sampling_client import SamplingClient
+    from tinker_local_backend.service_client import ServiceClient
+    from tinker_local_backend.training_client import TrainingClient
 
 __all__ = [
     "CheckpointError",
@@ -36,3 +40,23 @@ __all__ = [
     "serve_as_replica",
     "use_local",
 ]
+
+# The engine takes seconds to import. Errors, stored runs and a mistake in a setting need none of it.
+_HOMES = {
+    "use_local": "binding",
+    "serve_as_replica": "replicas.follower",
+    "RestClient": "rest_client",
+    "SamplingClient": "sampling_client",
+    "ServiceClient": "service_client",
+    "TrainingClient": "training_client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

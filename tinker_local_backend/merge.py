@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tinker_local_backend.engine.loading import check_model_name
+from tinker_local_backend.engine.refusals import check_model_name
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
 from tinker_local_backend.storage.checkpoints import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.files import staging_folder, writing

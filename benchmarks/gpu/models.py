@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.models import SHAPES, Shape, qwen3_config, word_tokenizer
 from benchmarks.workload import random_tokens
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.lora_spec import LoraSpec
 
 ENTROPY_NATS = 2.5
 """of the next token: about what trained models have at temperature 1"""

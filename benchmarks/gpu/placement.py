@@ -28,7 +28,8 @@ from benchmarks.workload import random_tokens
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.parts import finish
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import Ticket

@@ -24,7 +24,7 @@ from tinker_local_backend.engine import packing, scoring, trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.execution import ATTENTION, FUSED, CudaExecution
-from tinker_local_backend.engine.lora import LoraSpec
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.parts import finish
 from tinker_local_backend.engine.scoring import Scorer
 

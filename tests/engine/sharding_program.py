@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.engine.helpers import cross_entropy_datum, policy_datum
 from tinker_local_backend.engine import attention, trainer
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import LoraSpec
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.optimizer import AdamW
 from tinker_local_backend.engine.parts import finish
 from tinker_local_backend.engine.sharding import Ranks, Step

@@ -44,8 +44,8 @@ from tinker_local_backend.engine.attention import PackedPlan, Segment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.decode_attention import LayerAttention
 from tinker_local_backend.engine.experts import EXPERTS_NAME
-from tinker_local_backend.engine.loading import refuse_unsupported
 from tinker_local_backend.engine.memory import ActivationBudget
+from tinker_local_backend.engine.refusals import refuse_unsupported
 from tinker_local_backend.merge import merge_adapter
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}

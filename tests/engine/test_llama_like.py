@@ -16,7 +16,8 @@ from tinker_local_backend.engine import llama_like
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.llama_like import LlamaLikeDecoder
-from tinker_local_backend.engine.lora import LoraLinear, LoraSpec, Spans
+from tinker_local_backend.engine.lora import LoraLinear, Spans
+from tinker_local_backend.engine.lora_spec import LoraSpec
 
 pytestmark = pytest.mark.skipif(not here().is_reference, reason="the step is for CPUs, and the bounds for float32")
 

@@ -14,6 +14,7 @@ from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.child import run_forked
 from tests.engine.helpers import make_training_client, random_tokens
 from tests.engine.test_checkpoints import folder, train
 from tinker_local_backend import CheckpointError, RequestError, ServiceClient, merge
@@ -218,13 +219,18 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
 
 def test_the_command_line(service: ServiceClient, home: Path, tmp_path: Path, tied_model: str) -> None:
     path = saved_adapter(service, tied_model)
-    command = [sys.executable, "-m", "tinker_local_backend.merge"]
+    words = [
+        "-m",
+        "tinker_local_backend.merge",
+        f"checkpoint={path}",
+        f"output={tmp_path / 'merged'}",
+        "dtype=bfloat16",
+    ]
     env = {**os.environ, "TINKER_LOCAL_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    arguments = [f"checkpoint={path}", f"output={tmp_path / 'merged'}", "dtype=bfloat16"]
-    first = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
+    first = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True)
     assert first.returncode == 0, first.stderr
     assert "max_abs_diff=" in first.stdout and first.stdout.splitlines()[-1] == "ok"
-    second = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
+    second = run_forked(words, env=env)
     assert second.returncode == 2
     assert "error: output" in second.stderr and "Traceback" not in second.stderr
 

@@ -28,7 +28,7 @@ from tests.engine.helpers import (
 from tinker_local_backend import RequestError, TrainingClient
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import LoraSpec
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.micro_batch import MicroBatch
 from tinker_local_backend.engine.optimizer import AdamW
 from tinker_local_backend.engine.parts import finish

@@ -26,7 +26,8 @@ from tinker_local_backend import ServiceClient
 from tinker_local_backend.engine import joined_linear, products
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.llama_like import LlamaLikeDecoder
-from tinker_local_backend.engine.lora import Adapter, LoraSpec, Spans, one_for_all
+from tinker_local_backend.engine.lora import Adapter, Spans, one_for_all
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import SamplingResult
 

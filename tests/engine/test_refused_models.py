@@ -35,7 +35,8 @@ from tests.engine.conftest import SHAPE, write_model
 from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
 from tinker_local_backend.engine.base_model import BaseModel, HeadWeights
-from tinker_local_backend.engine.lora import LoraLinear, LoraSpec
+from tinker_local_backend.engine.lora import LoraLinear
+from tinker_local_backend.engine.lora_spec import LoraSpec
 
 LONGROPE = {
     "rope_type": "longrope",

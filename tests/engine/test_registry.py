@@ -14,7 +14,7 @@ import pytest
 from tests.child import python_path
 from tests.engine.test_checkpoints import folder
 from tinker_local_backend import CheckpointError, RequestError, RestClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.lora import LoraSpec
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.storage import files
 from tinker_local_backend.storage.database import REGISTRY_FILE
 from tinker_local_backend.storage.registry import Registry, Run, Session
@@ -122,22 +122,27 @@ def test_a_run_that_could_not_be_created_is_not_listed(
     assert ids(home) == before
 
 
-WRITER = """
-import sys, os
+# They import no engine, and so meet each other at work.
+MAKE_RUN = """
+import os, sys
 from pathlib import Path
-from tests.engine.test_registry import make_run
-from tinker_local_backend.storage.registry import Registry, Session
+from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.storage import registry
+from tinker_local_backend.storage.registry import Registry, Run, Session
+def make_run(run_id):
+    return Run(run_id, "session", "model", LoraSpec(4), {"a": "b"}, 1.0, 1.0, False)
+"""
+
+WRITER = f"""
+{MAKE_RUN}
 registry, session = Registry(Path(sys.argv[1])), Session()
 for i in range(20):
-    registry.record_run(make_run(f"{sys.argv[2]}-{i}"), session)
+    registry.record_run(make_run(f"{{sys.argv[2]}}-{{i}}"), session)
     registry.runs()
 """
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from tests.engine.test_registry import make_run
-from tinker_local_backend.storage import registry
+KILLED = f"""
+{MAKE_RUN}
 real = registry._put_run
 def put_and_die(connection, run, conflict):
     real(connection, run, conflict)

@@ -1,5 +1,6 @@
 """Programs written for the SDK run on the local engine as they are."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ import pytest
 import tinker
 
 import tinker_local_backend
+from tests.child import run_forked
 from tinker_local_backend import use_local
 from tinker_local_backend.run import main
 
@@ -43,6 +45,10 @@ def write(path: Path, source: str) -> Path:
 
 
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_forked(["-m", "tinker_local_backend.run", *arguments], env=os.environ, cwd=folder)
+
+
+def run_really(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tinker_local_backend.run", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
@@ -51,7 +57,8 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 def test_a_program_trains_and_samples_on_the_local_engine(as_module: bool, untied_model: str, tmp_path: Path):
     script = write(tmp_path / "program.py", PROGRAM)
     name = ["-m", "program"] if as_module else [str(script)]
-    done = run([*name, untied_model, "--flag", "key=value"], tmp_path)
+    start = run if as_module else run_really
+    done = start([*name, untied_model, "--flag", "key=value"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "sampled [3, 3] __main__ ['--flag', 'key=value']"
 
@@ -66,7 +73,7 @@ def test_a_program_finds_the_modules_beside_it(tmp_path: Path):
 
 def test_its_exit_code_and_traceback_are_its_own(tmp_path: Path):
     write(tmp_path / "program.py", "import sys; sys.exit(7)")
-    assert run(["program.py"], tmp_path).returncode == 7
+    assert run_really(["program.py"], tmp_path).returncode == 7
     write(tmp_path / "program.py", "from tinker_local_backend import RequestError\nraise RequestError('mine')")
     failed = run(["program.py"], tmp_path)
     assert failed.returncode == 1

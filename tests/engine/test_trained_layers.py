@@ -19,7 +19,8 @@ from tinker_local_backend.engine import trained_attention, trained_layers, train
 from tinker_local_backend.engine.attention import PackedPlan, Segment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.llama_like import JoinedLinear
-from tinker_local_backend.engine.lora import Adapter, AdapterRouting, LoraLinear, LoraSpec
+from tinker_local_backend.engine.lora import Adapter, AdapterRouting, LoraLinear
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.trained_layers import TrainedLayers
 
 pytestmark = pytest.mark.skipif(not here().is_reference, reason="the pass is for CPUs, and the bounds for float32")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes import env_rl
+from tests.child import run_forked
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.utils.files import read_jsonl
 from tinker_local_backend.engine.base_model import BaseModel
@@ -35,19 +36,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def run(folder: Path, keys: str) -> None:
     run_recipe(env_rl.CLIConfig, env_rl.main, argv=[*keys.split(), *SMALL, f"log_path={folder / 'run'}"])
-
-
-def child(folder: Path, *command: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def first_row(folder: Path) -> dict:
@@ -111,13 +99,16 @@ def test_from_python(folder: Path) -> None:
     script = FROM_PYTHON.replace("max_steps=2", f"max_steps=1, {small}, log_path={str(folder / 'run')!r}")
     assert script != FROM_PYTHON
     (folder / "mine.py").write_text(script)
-    done = child(folder, "mine.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "mine.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert first_row(folder)["env/all/turns_per_episode"] > 1
 
 
 def test_a_person_can_play(folder: Path) -> None:
-    keys = ("env=my_envs.py:Guess", "env_args.highest=1", "play=True")
-    done = child(folder, "-m", "recipes.env_rl", *keys, typed="2\n\n1\n\n")
+    words = ["-m", "recipes.env_rl", "env=my_envs.py:Guess", "env_args.highest=1", "play=True"]
+    done = run_forked(words, env=os.environ, cwd=folder, typed="2\n\n1\n\n")
     assert done.returncode == 0, done.stderr
     assert "No. Which one?" in done.stdout and "total reward 0.99, ended by: completed" in done.stdout

@@ -24,7 +24,7 @@ NAMED_WITHIN_SECONDS, LIMIT_SECONDS = 10.0, 4.0
 class Run:
     """A recipe in a process of its own, and what it says."""
 
-    def __init__(self, folder: Path, url: str, *keys: str):
+    def __init__(self, folder: Path, url: str, *keys: str, limit: float = LIMIT_SECONDS):
         command = [
             sys.executable,
             "-m",
@@ -34,7 +34,7 @@ class Run:
             "lora_rank=4",
         ]
         command += ["backend=tinker", f"base_url={url}", "save_every=1", "eval_every=0", *keys]
-        command += [f"server_timeout_seconds={LIMIT_SECONDS}", "behavior_if_log_dir_exists=resume"]
+        command += [f"server_timeout_seconds={limit}", "behavior_if_log_dir_exists=resume"]
         env = {
             **os.environ,
             "PYTHONPATH": python_path(),
@@ -102,3 +102,20 @@ def test_a_run_survives_the_death_of_its_server(tmp_path: Path) -> None:
     assert "resuming from tinker://" in resumed.text
     rows = read_jsonl(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(max(steps) + 2)), resumed.text
+
+
+def test_a_server_that_comes_back_without_the_runs_session(tmp_path: Path) -> None:
+    """It is started again before the run gives up: the run says in a few lines what is lost and how it goes on."""
+    pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+    folder, home, port = tmp_path / "run", tmp_path / "home", free_port()
+    saved = folder / "checkpoints.jsonl"
+    serving = Serving(home, port=port).start()
+    run = Run(folder, serving.url, "max_steps=500", limit=600.0)
+    wait_for(lambda: saved.exists() and saved.read_text().count("\n") >= 1, run)
+    assert serving.stop(signal.SIGKILL) == -signal.SIGKILL
+    with Serving(home, port=port):
+        assert run.wait() == 1
+    assert "the server was restarted" in run.text and "behavior_if_log_dir_exists=resume" in run.text, run.text
+    assert "Traceback" not in run.text and "non-retryable" not in run.text, run.text
+    later = run.text[run.text.index("answers again") :].splitlines()
+    assert len(later) < 12, later

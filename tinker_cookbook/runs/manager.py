@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tinker_cookbook.backends import is_engine_error
 from tinker_cookbook.clients import ServiceClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, Kind, PendingCheckpoint, submit_checkpoint
@@ -137,8 +138,11 @@ class CheckpointManager:
             await self.finalize()
             if step > 0:
                 await self._submit(f"{step:06d}-stopped", cursor, "state", self._ttl_seconds).finish()
-        except Exception:
-            logger.exception("what was done until step %d could not be saved", step)
+        except Exception as error:
+            if is_engine_error(error):
+                logger.error("what was done until step %d could not be saved: %s", step, error)
+            else:
+                logger.exception("what was done until step %d could not be saved", step)
 
     async def save_final(self, cursor: Mapping[str, Any]) -> None:
         """The finished run: state and sampler weights that do not expire. The rolling checkpoint goes."""

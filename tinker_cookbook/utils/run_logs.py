@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 FILE_ONLY = {"file_only": True}
 """`extra=FILE_ONLY` in a logging call sends the record to `logs.log` and not to the terminal."""
 
+_FOR_THE_FILE = frozenset({"tinker.lib.retry_handler", "tinker.lib.telemetry"})
+"""Loggers of the SDK that have a record for every request that fails, hundreds of the same when a server was restarted. Such
+an error is raised as well, and the run tells it once."""
+
 _current_file: contextvars.ContextVar["_RunFile | None"] = contextvars.ContextVar("run_log_file", default=None)
 _label: contextvars.ContextVar[str] = contextvars.ContextVar("run_label", default="")
 
@@ -57,7 +61,8 @@ class _Terminal(logging.StreamHandler):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.run_label = label_prefix()
-        return not getattr(record, "file_only", False) and bool(super().filter(record))
+        file_only = getattr(record, "file_only", False) or record.name in _FOR_THE_FILE
+        return not file_only and bool(super().filter(record))
 
 
 def _fill(line: str, width: int) -> str:

@@ -26,13 +26,11 @@ from tinker_local_backend.engine.execution import AttentionPlan, Execution, Refe
 from tinker_local_backend.engine.experts import EXPERTS_NAME, ON_CUDA, activation_width, routed_experts, without_lora
 from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, checked_decoder
-from tinker_local_backend.engine.loading import load_module, refuse_unsupported, refused
+from tinker_local_backend.engine.loading import load_module
 from tinker_local_backend.engine.lora import (
-    MLP_MODULES,
     Adapter,
     AdapterRouting,
     AddLora,
-    LoraSpec,
     Spans,
     install_lora,
     lora_targets,
@@ -40,7 +38,9 @@ from tinker_local_backend.engine.lora import (
     one_for_all,
     text_stack,
 )
+from tinker_local_backend.engine.lora_spec import MLP_MODULES, LoraSpec
 from tinker_local_backend.engine.products import float32_product
+from tinker_local_backend.engine.refusals import refuse_unsupported, refused
 from tinker_local_backend.engine.sharding import Ranks, Shards, Step, Whole
 from tinker_local_backend.engine.trained_layers import TrainedLayers, checked_layers
 from tinker_local_backend.errors import RequestError

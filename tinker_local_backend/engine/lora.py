@@ -17,45 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from tinker_local_backend.engine.lora_spec import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULE, LoraSpec
 from tinker_local_backend.engine.products import linear
-from tinker_local_backend.errors import ModelLoadError, RequestError
-
-ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
-MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-UNEMBED_MODULE = "lm_head"
-
-LORA_ALPHA = 32.0
-"""The service's constant: an update is scaled by alpha / rank, so the best learning rate does not depend on the rank."""
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """What a client asked for. `alpha` is fixed at 32 unless a loaded checkpoint says otherwise."""
-
-    rank: int
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-    alpha: float = LORA_ALPHA
-
-    def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise RequestError(f"rank must be an integer >= 1, got {self.rank!r}")
-        if not self.target_modules:
-            raise RequestError("train_attn, train_mlp and train_unembed are all False: nothing would train; set one")
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
-    @property
-    def target_modules(self) -> tuple[str, ...]:
-        """Leaf names of the linears that get an adapter."""
-        return (
-            (ATTENTION_MODULES if self.train_attn else ())
-            + (MLP_MODULES if self.train_mlp else ())
-            + ((UNEMBED_MODULE,) if self.train_unembed else ())
-        )
+from tinker_local_backend.errors import ModelLoadError
 
 
 @dataclass(eq=False)

@@ -21,7 +21,8 @@ from transformers.activations import ACT2FN
 from tinker_local_backend.engine import trained_attention, trained_norms
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, rotation
-from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.products import worst_error
 from tinker_local_backend.engine.trained_linears import GradientsByName, trained_linear
 from tinker_local_backend.engine.trained_norms import HeadNorm

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from tinker_local_backend.engine import trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.datums import LossConfig
-from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.sharding import Turn
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.noise import mix_seed
 from tinker_local_backend.engine.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling import Post

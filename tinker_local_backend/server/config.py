@@ -6,7 +6,7 @@ from pathlib import Path
 
 import chz
 
-from tinker_local_backend.engine.loading import check_model_name
+from tinker_local_backend.engine.refusals import check_model_name
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.storage.paths import local_home
 

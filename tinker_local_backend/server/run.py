@@ -58,6 +58,7 @@ def _allow_connections(config: ServerConfig) -> None:
 
 async def _serve(config: ServerConfig, access: Access) -> None:
     sock = _bind(config)
+    print(f"Loading {', '.join(config.model_names)} ...", flush=True)
     try:
         link = await EngineLink.start(config.model_names, config.max_sequence_tokens)
     except BaseException:

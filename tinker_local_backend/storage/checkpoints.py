@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinker_local_backend.engine.lora import MLP_MODULES, Adapter
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.lora_spec import MLP_MODULES
 from tinker_local_backend.engine.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage.catalog import remove_due

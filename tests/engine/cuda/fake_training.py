@@ -22,7 +22,7 @@ from tinker_local_backend.engine import losses, optimizer, scoring, trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.execution import CudaExecution
-from tinker_local_backend.engine.lora import LoraSpec
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.engine.parts import finish
 
 STEM = random_tokens(20, seed=1)

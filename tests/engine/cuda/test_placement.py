@@ -14,7 +14,7 @@ from tinker_local_backend.engine.cuda import step as step_module
 from tinker_local_backend.engine.cuda.execution import CudaExecution
 from tinker_local_backend.engine.cuda.slots import AdapterSlots
 from tinker_local_backend.engine.cuda.step import StepState, decode_step
-from tinker_local_backend.engine.lora import LoraSpec
+from tinker_local_backend.engine.lora_spec import LoraSpec
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from tests.engine.devices import here
 from tests.engine.direct import frozen_adapter
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.slots import BLOCK_ROWS, SLOTS, AdapterSlots, SlotTable, lay_out_rows, padded_rank
-from tinker_local_backend.engine.lora import Adapter, LoraSpec
+from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.lora_spec import LoraSpec
 
 
 def nobody() -> Adapter:

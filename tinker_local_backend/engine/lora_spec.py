@@ -1,0 +1,44 @@
+"""Which adapter a client asks for. Imports no torch: checkpoints and the registry name it without any tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinker_local_backend.errors import RequestError
+
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+UNEMBED_MODULE = "lm_head"
+
+LORA_ALPHA = 32.0
+"""The service's constant: an update is scaled by alpha / rank, so the best learning rate does not depend on the rank."""
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """What a client asked for. `alpha` is fixed at 32 unless a loaded checkpoint says otherwise."""
+
+    rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    alpha: float = LORA_ALPHA
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise RequestError(f"rank must be an integer >= 1, got {self.rank!r}")
+        if not self.target_modules:
+            raise RequestError("train_attn, train_mlp and train_unembed are all False: nothing would train; set one")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Leaf names of the linears that get an adapter."""
+        return (
+            (ATTENTION_MODULES if self.train_attn else ())
+            + (MLP_MODULES if self.train_mlp else ())
+            + ((UNEMBED_MODULE,) if self.train_unembed else ())
+        )
