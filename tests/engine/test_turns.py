@@ -218,12 +218,12 @@ def test_closing_between_two_parts_ends_the_operation(tied_model: str, tmp_path:
         state = client._run.state
         batch_pass, passes = trainer.batch_pass, []
 
-        def first_waits(*args: Any) -> Any:
+        def first_waits(*args: Any, **options: Any) -> Any:
             passes.append(None)
             closing.set()
             while not service._engine._closing:
                 closing.wait(0.001)
-            return batch_pass(*args)
+            return batch_pass(*args, **options)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "batch_pass", first_waits)

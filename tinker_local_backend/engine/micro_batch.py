@@ -48,10 +48,6 @@ class MicroBatch:
     scored_in_order: bool
     """each position has a score of its own, in the same order"""
 
-    def scored_rows(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Those of the rows of the pass that are scored (S, H)."""
-        return hidden_TH if self.score_rows is None else hidden_TH[self.score_rows]
-
     def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores (S, K) as values of the positions (P, K)."""
         return scores if self.scored_in_order else scores[self.scored]

@@ -117,7 +117,7 @@ def _attend_short(layer: LayerAttention, run: Run, tensors: _Tensors, into: torc
     """Keeps query, key, value, and the probabilities of each stretch."""
     query, key, value = (_grouped(tensor, run, tensors[1].shape[1]) for tensor in tensors)
     repeat = query.shape[1] // run.length
-    bias, kept = _short_bias(run.length, repeat, query.dtype), [query, key, value]
+    bias, kept = _short_bias(repeat, query.dtype), [query, key, value]
     for own in _stretches(run):
         rows, seen = slice(own.start * repeat, own.stop * repeat), slice(0, own.stop)
         scores = torch.baddbmm(bias[rows, seen], query[:, rows], key[:, seen].transpose(1, 2), alpha=layer.scaling)
@@ -159,9 +159,12 @@ def _gradient_short(
 
 
 @lru_cache(maxsize=8)
-def _short_bias(length: int, repeat: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of causal attention, (length * repeat, length): each query as often as there are heads that share a key head."""
-    return PackedPlan([]).bias(0, length, None, torch.empty(0, dtype=dtype), repeat)
+def _short_bias(repeat: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of causal attention, (SHORT * repeat, SHORT): each query as often as there are heads that share a key head.
+
+    That of a shorter sequence is its corner.
+    """
+    return PackedPlan([]).bias(0, SHORT, None, torch.empty(0, dtype=dtype), repeat)
 
 
 def _grouped(tensor_THD: torch.Tensor, run: Run, kv_heads: int) -> torch.Tensor:

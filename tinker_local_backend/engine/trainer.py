@@ -130,17 +130,16 @@ def forward_backward(
         """Logprobs and elementwise loss of a micro-batch; its gradient is added to those of `into`."""
         sloped = sloped_rows(loss, batch) if backward else None  # copied to the device before it has anything to do
         with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
+            hidden, carry_back = batch_pass(model, state.adapter, batch, gradient=backward)
             scorer = Scorer(model, state.adapter, temperature)
-            if not backward:
-                hidden = model.hidden_states(*batch_inputs(model, batch), state.adapter)
-                logprobs = batch.of_positions(scorer.logprobs(batch.scored_rows(hidden), batch.score_targets))
-                return logprobs, loss.compute(logprobs, batch.inputs, config)
-            hidden, carry_back = batch_pass(model, state.adapter, batch)
-            scores, gradient = _scores_and_gradient(scorer, hidden, batch, loss, config, sloped)
+            if backward:
+                scores, gradient = _scores_and_gradient(scorer, hidden, batch, loss, config, sloped)
+            else:
+                scores, gradient = scorer.logprobs(hidden, batch.score_targets), None
             logprobs = batch.of_positions(scores)
             elementwise = loss.compute(logprobs, batch.inputs, config)
-            # Last, because nothing may fail once gradients have been added.
-            backpropagate(model, carry_back, gradient, state.adapter, into)
+            if gradient is not None:  # last, because nothing may fail once gradients have been added
+                backpropagate(model, carry_back, gradient, state.adapter, into)
         return logprobs, elementwise
 
     for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
@@ -193,14 +192,12 @@ def _broken(
     return broken
 
 
-def batch_inputs(model: BaseModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, PackedPlan]:
-    """What a pass over a micro-batch takes."""
-    return *batch.packed.on(model.device), PackedPlan(batch.packed.segments)
-
-
-def batch_pass(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> tuple[torch.Tensor, Backward]:
+def batch_pass(
+    model: BaseModel, adapter: Adapter, batch: MicroBatch, gradient: bool = True
+) -> tuple[torch.Tensor, Backward]:
     """Hidden states (S, H) of the positions that are scored, and what carries a gradient by them to the adapter's matrices."""
-    hidden_TH, backward = model.training_pass(*batch_inputs(model, batch), adapter)
+    plan = PackedPlan(batch.packed.segments)
+    hidden_TH, backward = model.training_pass(*batch.packed.on(model.device), plan, adapter, gradient=gradient)
     rows = batch.score_rows
     if rows is None:
         return hidden_TH, backward
@@ -208,7 +205,7 @@ def batch_pass(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> tuple[t
     def of_rows(by_hidden_SH: torch.Tensor) -> list[torch.Tensor | None]:
         return backward(torch.zeros_like(hidden_TH).index_put_((rows,), by_hidden_SH, accumulate=True))
 
-    return batch.scored_rows(hidden_TH), of_rows
+    return hidden_TH[rows], of_rows
 
 
 def _read(logprobs: torch.Tensor, elementwise: torch.Tensor) -> tuple[npt.NDArray[np.float32], float]:
