@@ -28,6 +28,7 @@ _PRELOADED = [
     "transformers.models.qwen3.modeling_qwen3",
     "pandas",  # pyarrow looks for it when it is given a list
     "pyarrow.parquet",
+    "tests.frozen",
 ]
 
 
