@@ -79,7 +79,7 @@ test-kernels: $(STAMP)
 	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda -m 'kernels or slow' -n 2 -q
 	@TINKER_TEST_EXECUTION=captured OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine \
-		--ignore tests/engine/cuda -n 2 -q
+		--ignore tests/engine/cuda -n 2 --dist loadfile -q
 
 test-slow: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q -m slow

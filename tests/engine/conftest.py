@@ -31,6 +31,9 @@ from tinker_local_backend.engine.cuda.execution import CudaExecution
 TINY_CHAT = Path(__file__).resolve().parents[2] / "example_data" / "tiny_chat"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
+TEST_SECONDS, SLOW_TEST_SECONDS = 60, 300
+"""that a test may take: what is slow (the stand-ins of the CUDA path, for one) ends in time on a busy machine too"""
+
 SHAPE = {
     "vocab_size": 1536,
     "hidden_size": 32,
@@ -81,14 +84,16 @@ def engine_place() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_hangs_and_no_real_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A deadlock ends the test run in a minute (the slow stand-ins get four) with every thread's stack, and nothing is
-    written to the user's folder."""
+def no_hangs_and_no_real_home(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """A deadlock ends the test run with every thread's stack, and nothing is written to the user's folder."""
+    slow = here().captured or request.node.get_closest_marker("slow") or request.node.get_closest_marker("kernels")
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "default-home"))
     for name in ("TINKER_LOCAL_SEED", "TINKER_LOCAL_KV_CACHE_TOKENS", "TINKER_LOCAL_GRAD_ACCUM_STEPS"):
         monkeypatch.delenv(name, raising=False)
     tokens_compared.clear()
-    faulthandler.dump_traceback_later(240 if here().captured else 60, exit=True)
+    faulthandler.dump_traceback_later(SLOW_TEST_SECONDS if slow else TEST_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
 

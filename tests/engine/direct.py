@@ -60,7 +60,7 @@ class Submitted:
 class Direct:
     """A generator of its own on a model that others use too."""
 
-    def __init__(self, model: BaseModel, budget: int = 8192, **bounds: int | None):
+    def __init__(self, model: BaseModel, budget: int = 8192, **bounds: Any):
         """`bounds`: prefill_tokens and max_running, where they are not the engine's own."""
         seeds = itertools.count(1000).__next__
         self.generator = model.execution.generator(model, budget, seeds)

@@ -98,6 +98,7 @@ def test_the_death_of_the_engine_is_told_and_ends_the_server(tmp_path: Path) -> 
 def test_what_prevents_a_start_is_one_line(tmp_path: Path) -> None:
     for arguments, message in (
         ([f"model={TINY_CHAT}", "host=0.0.0.0"], "there are no API keys"),
+        ([f"model={TINY_CHAT}", "silent_seconds=5"], "silent_seconds must be greater than 10, got 5.0"),
         ([f"model={TINY_CHAT}", "host=127.0.0.1", "port=1"], "cannot bind host='127.0.0.1' port=1"),
     ):
         with socket.socket() as taken:

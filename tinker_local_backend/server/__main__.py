@@ -4,6 +4,7 @@ python -m tinker_local_backend.server model=Qwen/Qwen3-4B-Instruct-2507
 python -m tinker_local_backend.server models=A,B host=0.0.0.0 port=8000 api_keys_file=keys.txt
 """
 
+import re
 import sys
 
 import chz
@@ -27,5 +28,13 @@ def main(config: ServerConfig) -> None:
         sys.exit(str(error))
 
 
+def parse() -> ServerConfig:
+    """The config of the command line. A value that is out of range is told in one line."""
+    try:
+        return chz.entrypoint(ServerConfig)
+    except ValueError as error:
+        sys.exit(re.sub(r"^Expected X_(\w+) to ", r"\1 must ", str(error)))
+
+
 if __name__ == "__main__":
-    chz.nested_entrypoint(main)
+    main(parse())
