@@ -156,32 +156,32 @@ class TestTheEndOfAServersSession:
                 if error is not None:
                     raise error
 
-        with pytest.raises(error) if error is not None else nullcontext():
-            asyncio.run(main())
-        assert (client.closed, other.closed) == ([status], [])
-        backends.close_service_clients("interrupted")
-        assert (client.closed, other.closed) == ([status], ["interrupted"])
+        for _ in range(2):
+            with pytest.raises(error) if error is not None else nullcontext():
+                asyncio.run(main())
+            assert (client.closed, other.closed) == ([status], [])
 
     def test_a_recipe_closes_what_is_left(self, make: Callable[..., Any]) -> None:
-        made = []
+        """Also a client that nobody has any more, and not one that is not its own."""
+        closed, other = [], make()
 
-        def main(config: OneKey) -> None:
-            made.append(make())
+        async def main(config: OneKey) -> None:
+            closed.append(make().closed)
             if config.n == 2:
                 raise KeyboardInterrupt
 
         run_recipe(OneKey, main, argv=["n=1"])
         with pytest.raises(SystemExit):
             run_recipe(OneKey, main, argv=["n=2"])
-        assert [client.closed for client in made] == [["success"], ["interrupted"]]
+        assert closed == [["success"], ["interrupted"]] and other.closed == []
 
     def test_a_server_that_does_not_answer_holds_up_nothing(
         self, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(backends, "CLOSE_SECONDS", 0.05)
-        stuck, silent = make(fails=True), make()
-        monkeypatch.setattr(server_watch, "is_silent", lambda client: client is silent)
-        backends.close_service_clients("success")
+        with backends.closing_clients():
+            stuck, silent = make(fails=True), make()
+            monkeypatch.setattr(server_watch, "is_silent", lambda client: client is silent)
         assert (stuck.closed, silent.closed) == (["success"], [])
 
     def test_a_local_client_stays(self) -> None:

@@ -12,8 +12,9 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -27,6 +28,8 @@ _ALIASES: dict[str, Backend] = {"local": "local", "tinker": "tinker", "api": "ti
 _local_clients: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 _remote_clients: weakref.WeakSet[Any] = weakref.WeakSet()
 """The SDK's, until they are closed."""
+_made: ContextVar[list[Any] | None] = ContextVar("made_service_clients", default=None)
+"""Those of the innermost `closing_clients`. Samplers keep a session and not its client, and only the client ends the session."""
 
 EndStatus = Literal["success", "errored", "interrupted"]
 """How a session may end, in the SDK's words."""
@@ -138,6 +141,8 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
         client = tinker.ServiceClient(base_url=base_url)
         server_watch.ServerWatch(address, name, client)
         _remote_clients.add(client)
+        if (made := _made.get()) is not None:
+            made.append(client)
         return cast(ServiceClient, client)
     _check_local_environment()
     import tinker_local_backend
@@ -149,21 +154,41 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     return cast(ServiceClient, client)
 
 
-def close_service_clients(status: EndStatus, only: ServiceClient | None = None) -> None:
-    """Tell servers which clients are done, so that they free models and samplers now and not when heartbeats stay away.
+def _close(clients: Sequence[Any], status: EndStatus) -> None:
+    """Tell servers that these clients are done, so that they free models and samplers now and not when heartbeats stay away.
 
-    Closes those that `create_service_client` made of the hosted service or a server (`only`: this one, if it is such). Waits at
-    most CLOSE_SECONDS; a server that does not answer is not told.
+    Waits at most CLOSE_SECONDS; a server that does not answer is not told. Local and closed clients are passed over.
     """
-    clients = [client for client in list(_remote_clients) if only is None or client is only]
-    _remote_clients.difference_update(clients)
-    closing = [client.close(status) for client in clients if not server_watch.is_silent(client)]
+    is_open = [client for client in clients if _is_remote(client)]
+    _remote_clients.difference_update(is_open)
+    closing = [client.close(status) for client in is_open if not server_watch.is_silent(client)]
     deadline = time.monotonic() + CLOSE_SECONDS
     for future in closing:
         try:
             future.result(max(0.0, deadline - time.monotonic()))
         except Exception as error:
             logger.debug("the server was not told that this client is done: %s: %s", type(error).__name__, error)
+
+
+def _is_remote(client: object) -> bool:
+    return any(client is remote for remote in list(_remote_clients))
+
+
+@contextmanager
+def closing_clients() -> Generator[None]:
+    """Close, after the body, what `create_service_client` made of servers within it, also for those who kept only a sampler."""
+    made: list[Any] = []
+    token = _made.set(made)
+    status: EndStatus = "errored"
+    try:
+        yield
+        status = "success"
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        status = "interrupted"
+        raise
+    finally:
+        _made.reset(token)
+        _close(made, status)
 
 
 @asynccontextmanager
@@ -177,8 +202,8 @@ async def closed_afterwards(client: ServiceClient) -> AsyncGenerator[None]:
         status = "interrupted"
         raise
     finally:
-        if any(client is remote for remote in list(_remote_clients)):
-            await asyncio.to_thread(close_service_clients, status, client)
+        if _is_remote(client):
+            await asyncio.to_thread(_close, [client], status)
 
 
 def serve_as_replica() -> None:

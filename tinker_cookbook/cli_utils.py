@@ -22,7 +22,7 @@ import platformdirs
 from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
 
 from tinker_cookbook import config_tree, environment
-from tinker_cookbook.backends import EndStatus, close_service_clients, is_engine_error, serve_as_replica
+from tinker_cookbook.backends import closing_clients, is_engine_error, serve_as_replica
 from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCookbookError
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -128,18 +128,16 @@ def run_recipe(
     config = _parse(config_cls, prepare(arguments), prog, _module_doc(main))
     serve_as_replica()
     note_log_path(None)
-    status: EndStatus = "errored"
     with interruptible() as interrupts:
         try:
             environment.check_environment()
-            result = main(config)
-            if inspect.iscoroutine(result):
-                # On Ctrl-C the main task is cancelled and cleans up; then KeyboardInterrupt is raised.
-                result = interrupts.run(result)
-            status = "success"
+            with closing_clients():
+                result = main(config)
+                if inspect.iscoroutine(result):
+                    # On Ctrl-C the main task is cancelled and cleans up; then KeyboardInterrupt is raised.
+                    result = interrupts.run(result)
             return result
         except KeyboardInterrupt as error:
-            status = "interrupted"
             code = EXIT_TERMINATED if interrupts.first == signal.SIGTERM else EXIT_INTERRUPTED
             _fail(f"interrupted. {_how_to_resume(config_cls, arguments, prog)}", code, error, prefix="")
         except Exception as error:
@@ -154,8 +152,6 @@ def run_recipe(
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
             said = config_tree.as_typed(config_cls, arguments, "\nerror: ".join(messages))
             _fail(said + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
-        finally:
-            close_service_clients(status)
 
 
 def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:

@@ -1,5 +1,6 @@
 """The study of the model-aware environments: what its table says of given runs, and that it runs the experiment files."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,10 @@ import pytest
 from benchmarks import model_aware, shadow
 from benchmarks.errors import BenchmarkError
 from benchmarks.model_aware import BEGIN, CONTROLS, END, ModelAwareConfig, fill_page, table_row
+from recipes import run_experiment
+from recipes.common import settle
 from tests.pages import ROOT
+from tinker_cookbook import config_tree
 from tinker_local_backend import ServiceClient
 
 
@@ -45,6 +49,17 @@ def test_the_page_has_the_place_of_the_table() -> None:
 
 def test_every_file_is_an_experiment() -> None:
     assert [name for name in CONTROLS if not (ROOT / "configs" / f"{name}.toml").exists()] == []
+
+
+def test_the_page_says_how_many_are_held_out() -> None:
+    counts = []
+    for name in CONTROLS:
+        cli = settle(config_tree.parse(run_experiment.CLIConfig, [str(ROOT / "configs" / f"{name}.toml")]))
+        _, test = asyncio.run(run_experiment.make_dataset_builder(cli)())
+        assert test is not None
+        counts.append(sum(len(test.get_batch(i)) for i in range(len(test))))
+    said = "The held-out sets are {} words, {} sums, {} choices, {} probes and {} sums.".format(*counts)
+    assert said in (ROOT / "docs" / "model_aware.md").read_text()
 
 
 @pytest.mark.slow

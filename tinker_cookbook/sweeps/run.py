@@ -145,7 +145,8 @@ async def _run_here(recipe: Recipe, name: str, arguments: list[str]) -> str | No
     """Run in this event loop; the error's text, or None."""
     with run_logs.label(name):
         try:
-            await recipe.main(config_tree.parse(recipe.config_cls, arguments))
+            with backends.closing_clients():
+                await recipe.main(config_tree.parse(recipe.config_cls, arguments))
         except (Exception, SystemExit) as error:
             print_traceback(type(error), error, error.__traceback__)
             return redact("; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error)))
