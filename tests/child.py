@@ -24,10 +24,11 @@ _PRELOADED = [
     "recipes.sl_common",
     "tinker",
     "tinker_cookbook.debate.dataset",
-    "tinker_local_backend.engine.engine",
+    "tinker_local_backend.service_client",
     "transformers.models.qwen3.modeling_qwen3",
     "pandas",  # pyarrow looks for it when it is given a list
     "pyarrow.parquet",
+    "tests.frozen",
 ]
 
 

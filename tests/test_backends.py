@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import chz
@@ -16,10 +17,12 @@ import pytest
 import tinker
 
 from tests.child import python_path
+from tests.sweeps import toy
 from tinker_cookbook import backends, server_watch
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.sweeps import Recipe, grid, run_sweep
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 
@@ -174,6 +177,18 @@ class TestTheEndOfAServersSession:
         with pytest.raises(SystemExit):
             run_recipe(OneKey, main, argv=["n=2"])
         assert closed == [["success"], ["interrupted"]] and other.closed == []
+
+    def test_each_run_of_a_sweep_in_one_process_closes_its_own(self, make: Callable[..., Any], tmp_path: Path) -> None:
+        closed: list[list[str]] = []
+
+        async def main(config: toy.CLIConfig) -> None:
+            assert closed == [["success"]] * len(closed)
+            closed.append(make().closed)
+            await toy.main(config)
+
+        recipe = Recipe("tests.sweeps.toy", toy.CLIConfig, main)
+        results = asyncio.run(run_sweep(recipe, grid({"seed": ["1", "2"]}), tmp_path, processes=0, concurrent=1))
+        assert [result.status for result in results] == ["finished"] * 2 and closed == [["success"]] * 2
 
     def test_a_server_that_does_not_answer_holds_up_nothing(
         self, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -29,10 +29,15 @@ CAPTURED = frozenset(
         "test_kv_budget",
         "test_lockstep",
         "test_losses",
+        "test_losses_frozen_data",
         "test_losses_metrics",
+        "test_losses_requests",
         "test_many_checkpoints",
         "test_many_clients",
         "test_merge",
+        "test_nonfinite",
+        "test_optimizer",
+        "test_out_of_memory",
         "test_packing",
         "test_pages",
         "test_peft",
@@ -44,6 +49,7 @@ CAPTURED = frozenset(
         "test_sampling",
         "test_snapshots",
         "test_soak",
+        "test_sparse_inputs",
         "test_turns",
     }
 )

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import multiprocessing
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import tinker
 
+from tests.child import preloaded
 from tests.fakes import FakeServiceClient, FakeTokenizer, SampleCall, said
 from tests.rl.arena import TalkEnv, Talker
 from tests.rl.loop import NumberDataset, NumberDatasetBuilder, NumberEnv, make_config, untimed
@@ -197,8 +197,7 @@ class TestNotes:
 
     @pytest.mark.parametrize("kind", ["threads", "processes"])
     def test_they_come_back_from_an_executor(self, kind: str) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        with ThreadPoolExecutor(1) if kind == "threads" else ProcessPoolExecutor(1, mp_context=spawn) as executor:
+        with ThreadPoolExecutor(1) if kind == "threads" else ProcessPoolExecutor(1, preloaded()) as executor:
             set_rollout_executor(executor)
             try:
                 policy = TinkerTokenCompleter(FakeServiceClient().new_sampler(0), 4)

@@ -147,7 +147,11 @@ class Service:
             return existing.creation, model_id
         self.check_open()
         if self._has_too_many_models(tenant):
-            raise Refused(403, f"{self.config.max_models} models are being trained (max_models); close a session first")
+            raise Refused(
+                403,
+                f"{self.config.max_models} models are being trained (max_models); close a ServiceClient first: while its program "
+                "runs, the SDK keeps it alive",
+            )
         request = self.requests.new(session, fields["op"])
         model = Model(model_id, session, request, digest)
         session.models[model_id] = model
