@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings as python_warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -157,14 +157,18 @@ def _limited(device: torch.device, need: int) -> Iterator[None]:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
-    original = BaseModel.hidden_states
 
-    def refusing(self: BaseModel, tokens_T: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if len(tokens_T) > STAND_IN_TOKENS:
-            raise torch.OutOfMemoryError(f"{len(tokens_T)} tokens refused in place of a GPU's allocator")
-        return original(self, tokens_T, *rest)
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(self: BaseModel, tokens_T: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            if len(tokens_T) > STAND_IN_TOKENS:
+                raise torch.OutOfMemoryError(f"{len(tokens_T)} tokens refused in place of a GPU's allocator")
+            return original(self, tokens_T, *rest, **options)
 
-    with mock.patch.object(BaseModel, "hidden_states", refusing):
+        return refuse
+
+    with ExitStack() as stack:
+        for name in ("hidden_states", "training_pass"):
+            stack.enter_context(mock.patch.object(BaseModel, name, refusing(getattr(BaseModel, name))))
         yield
 
 

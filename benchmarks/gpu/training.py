@@ -128,11 +128,11 @@ def measure(visit: Visit, engine: LocalEngine, model: BaseModel, tokens: int, sh
 def counted_passes(model: BaseModel) -> Iterator[list[int]]:
     """The number of tokens of each pass through the model within."""
     passes: list[int] = []
-    original = model.hidden_states
+    original = model.training_pass
 
-    def counted(tokens_T: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(tokens_T: torch.Tensor, *rest: Any, **options: Any) -> Any:
         passes.append(len(tokens_T))
-        return original(tokens_T, *rest)
+        return original(tokens_T, *rest, **options)
 
-    with mock.patch.object(model, "hidden_states", counted):
+    with mock.patch.object(model, "training_pass", counted):
         yield passes
