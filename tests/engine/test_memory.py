@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,20 +30,20 @@ from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import LoraLinear
 from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
 from tinker_local_backend.engine.parts import finish
-from tinker_local_backend.engine.trained_layers import _Layer
+from tinker_local_backend.engine.trained_layers import _Layer, _Pass
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """(tokens, layers recomputed) of every pass from now on."""
     seen: list[tuple[int, bool]] = []
-    original = BaseModel.hidden_states
+    original = BaseModel.training_pass
 
-    def hidden_states(self: BaseModel, tokens_T: torch.Tensor, *rest) -> torch.Tensor:
+    def training_pass(self: BaseModel, tokens_T: torch.Tensor, *rest: Any, **options: Any) -> Any:
         seen.append((len(tokens_T), self._recompute))
-        return original(self, tokens_T, *rest)
+        return original(self, tokens_T, *rest, **options)
 
-    monkeypatch.setattr(BaseModel, "hidden_states", hidden_states)
+    monkeypatch.setattr(BaseModel, "training_pass", training_pass)
     return seen
 
 
@@ -118,7 +119,7 @@ def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
     calls = 0
-    original, original_joined = LoraLinear.forward, _Layer.forward
+    original, original_joined, original_pass = LoraLinear.forward, _Layer.forward, _Pass.forward
 
     def forward(self: LoraLinear, x: torch.Tensor) -> torch.Tensor:
         nonlocal calls
@@ -130,6 +131,13 @@ def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[
         calls += len(self.names)
         return original_joined(self, x)
 
+    def joined_pass(self: _Pass, x_TH: torch.Tensor, own: list[torch.Tensor | None] | None) -> torch.Tensor:
+        hidden_TH = original_pass(self, x_TH, own)
+        for tensor in own or ():
+            if tensor is not None:
+                pack(tensor)
+        return hidden_TH
+
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if VOCABULARY not in tensor.shape and storage.data_ptr() not in weights:
@@ -139,6 +147,7 @@ def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[
     with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         patch.setattr(LoraLinear, "forward", forward)
         patch.setattr(_Layer, "forward", joined_forward)
+        patch.setattr(_Pass, "forward", joined_pass)
         call()
     return sum(kept.values()), calls
 

@@ -188,6 +188,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(training: TrainingClien
     accumulated = training._run.state.gradients
     assert accumulated is not None
     accumulated[0][0, 0] = math.nan
+    training.forward_backward(DATA, "cross_entropy").result()  # is added, and is finite itself
     before = weights(training)
     with pytest.raises(RequestError, match="not finite"):
         training.optim_step(STEP).result()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,25 +49,23 @@ class Memory:
         self.installed = False
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        original = BaseModel.hidden_states
+        original = BaseModel.training_pass
         memory = self
         self.installed = True
 
         def refuse(*_: object) -> None:
             raise torch.OutOfMemoryError("no memory left")
 
-        def hidden_states(self: BaseModel, tokens_T: torch.Tensor, *rest) -> torch.Tensor:
+        def training_pass(self: BaseModel, tokens_T: torch.Tensor, *rest: Any, gradient: bool = True) -> Any:
             memory.passes.append(len(tokens_T))
-            memory.gradients_wanted.append(torch.is_grad_enabled())
+            memory.gradients_wanted.append(gradient)
             too_much = len(tokens_T) > (memory.recomputed if self._recompute else memory.tokens)
-            if too_much and (memory.fails == "forward" or not torch.is_grad_enabled()):
+            if too_much and (memory.fails == "forward" or not gradient):
                 refuse()
-            hidden = original(self, tokens_T, *rest)
-            if too_much:
-                hidden.register_hook(refuse)
-            return hidden
+            hidden, backward = original(self, tokens_T, *rest, gradient=gradient)
+            return hidden, refuse if too_much else backward
 
-        patch.setattr(BaseModel, "hidden_states", hidden_states)
+        patch.setattr(BaseModel, "training_pass", training_pass)
 
 
 Call = Callable[[TrainingClient, list[tinker.Datum]], tinker.ForwardBackwardOutput]
@@ -179,11 +178,11 @@ def test_a_pass_that_fails_at_its_very_end_is_not_counted_twice(
 def test_other_errors_are_not_retried(training: TrainingClient, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def hidden_states(*_: object) -> None:
+    def training_pass(*_: object, **__: object) -> None:
         calls.append(1)
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(BaseModel, "hidden_states", hidden_states)
+    monkeypatch.setattr(BaseModel, "training_pass", training_pass)
     with pytest.raises(RuntimeError, match="a bug"):
         training.forward_backward([cross_entropy_datum(5, n) for n in range(4)], "cross_entropy").result()
     assert len(calls) == 1 and training._run.state.gradients is None

@@ -34,7 +34,8 @@ from transformers import (
 from tests.engine.conftest import SHAPE, write_model
 from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
-from tinker_local_backend.engine.base_model import BaseModel, HeadWeights
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.head_weights import HeadWeights
 from tinker_local_backend.engine.lora import LoraLinear
 from tinker_local_backend.engine.lora_spec import LoraSpec
 

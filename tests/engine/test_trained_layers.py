@@ -60,10 +60,11 @@ def inputs(segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor, PackedP
 
 
 def hidden_and_gradients(model: BaseModel, adapter: Adapter) -> list[torch.Tensor]:
-    hidden = model.hidden_states(*inputs(SEGMENTS), adapter)
-    by_hidden = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
     with model.routed(adapter):
-        return [hidden.detach(), *torch.autograd.grad(hidden, adapter.parameters(), by_hidden)]
+        hidden, backward = model.training_pass(*inputs(SEGMENTS), adapter)
+        gradients = backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)))
+    assert not hidden.requires_grad
+    return [hidden, *(gradient for gradient in gradients if gradient is not None)]
 
 
 def through_modules(model: BaseModel, adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -102,12 +103,12 @@ def test_recomputed_layers_give_the_same_bits(model: BaseModel) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_a_pass_without_gradients_gives_the_same_bits_and_keeps_no_graph(model: BaseModel) -> None:
+def test_a_pass_without_gradients_gives_the_same_bits(model: BaseModel) -> None:
     adapter = trained_adapter(model, LoraSpec(4, train_unembed=False))
-    expected = model.hidden_states(*inputs(SEGMENTS), adapter)
+    expected, _ = model.training_pass(*inputs(SEGMENTS), adapter)
     with torch.no_grad():
         found = model.hidden_states(*inputs(SEGMENTS), adapter)
-    assert torch.equal(found, expected) and expected.requires_grad and not found.requires_grad
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("rope_type", ["default", "dynamic"])
@@ -121,11 +122,11 @@ def test_rotary_factors_are_kept_for_the_same_positions_where_nothing_else_chang
     monkeypatch.setattr(model._trained, "_rotation", None)
     tokens, calls = torch.arange(5), []
     for start in (0, 0, 3, 0):
-        model.hidden_states(tokens, tokens + start, PackedPlan([Segment(0, 5)]), adapter)
+        model.training_pass(tokens, tokens + start, PackedPlan([Segment(0, 5)]), adapter)
         calls.append(rotary.calls)
     assert calls == ([1, 1, 2, 3] if rope_type == "default" else [1, 2, 3, 4])
     monkeypatch.setattr(trained_layers, "KEPT_ROTATIONS", 0)
-    model.hidden_states(tokens, tokens + 1, PackedPlan([Segment(0, 5)]), adapter)
+    model.training_pass(tokens, tokens + 1, PackedPlan([Segment(0, 5)]), adapter)
     assert model._trained._rotation is None
 
 
@@ -140,10 +141,11 @@ class Counted:
         return self._rotary(*arguments)
 
 
-@pytest.mark.parametrize("short", [0, 64], ids=["kernel", "products"])
-def test_both_kinds_of_attention(short: int, model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("short", "halved"), [(0, 99), (64, 99), (64, 2)], ids=["kernel", "products", "halves"])
+def test_all_kinds_of_attention(short: int, halved: int, model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = trained_adapter(model, LoraSpec(4, train_unembed=False))
     monkeypatch.setattr(trained_attention, "SHORT", short)
+    monkeypatch.setattr(trained_attention, "LEAST_HALVED", halved)
     assert_equal(hidden_and_gradients(model, adapter), through_modules(model, adapter, monkeypatch))
 
 
@@ -168,15 +170,33 @@ def test_gradients_in_float64(family: str, tmp_path: Path) -> None:
     layers = TrainedLayers(model._decoder)
     adapter = trained_adapter(model, LoraSpec(1, train_unembed=False), torch.float64)
     segments = [Segment(0, 2), Segment(2, 4), Segment(4, 6), Segment(6, 7, 2, (4, 6))]
-    projection = torch.randn(7, module.config.hidden_size, 3, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
 
-    def value(*matrices: torch.Tensor) -> torch.Tensor:
-        a = dict(zip(sorted(adapter.a), matrices[::2], strict=True))
-        b = dict(zip(sorted(adapter.a), matrices[1::2], strict=True))
-        hidden = layers.hidden_states(*inputs(segments), Adapter(adapter.spec, a, b))
-        return torch.einsum("th,thk->k", hidden, projection)
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    assert torch.autograd.gradcheck(value, tuple(adapter.parameters()))
+    projection = drawn(7, module.config.hidden_size)
+
+    def value() -> torch.Tensor:
+        return (layers.hidden_states(*inputs(segments), adapter) * projection).sum()
+
+    def value_at(matrix: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
+        before = matrix.clone()
+        matrix += difference
+        result = value()
+        matrix.copy_(before)
+        return result
+
+    gradients = layers.training_pass(*inputs(segments), adapter)[1](projection)
+    for matrix, gradient in zip(adapter.parameters(), gradients, strict=True):
+        assert gradient is not None
+        for _ in range(3):
+            direction, step = drawn(*matrix.shape), 1e-6
+            with torch.no_grad():
+                above = float(value_at(matrix, direction * step))
+                below = float(value_at(matrix, -direction * step))
+            slope = (above - below) / (2 * step)
+            assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-6, abs=1e-8)
 
 
 @pytest.mark.parametrize("family", ["gemma-tied", "gemma2-tied", "gemma3-tied"])

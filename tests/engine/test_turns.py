@@ -56,7 +56,7 @@ def events(monkeypatch: pytest.MonkeyPatch, one_token_a_step: None) -> list[str]
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(trainer, "batch_hidden", "pass")
+    note(trainer, "batch_pass", "pass")
     note(trainer, "optim_step", "optim")
     note(Generator, "step", "step")
     return happened
@@ -216,17 +216,17 @@ def test_closing_between_two_parts_ends_the_operation(tied_model: str, tmp_path:
     with ServiceClient(home=tmp_path) as service:
         client = service.create_lora_training_client(tied_model, rank=2, seed=0).result()
         state = client._run.state
-        batch_hidden, passes = trainer.batch_hidden, []
+        batch_pass, passes = trainer.batch_pass, []
 
-        def first_waits(*args: Any) -> Any:
+        def first_waits(*args: Any, **options: Any) -> Any:
             passes.append(None)
             closing.set()
             while not service._engine._closing:
                 closing.wait(0.001)
-            return batch_hidden(*args)
+            return batch_pass(*args, **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer, "batch_hidden", first_waits)
+            patch.setattr(trainer, "batch_pass", first_waits)
             future, behind = client.forward_backward(DATA, "cross_entropy"), client.optim_step(STEP)
             closing.wait(SECONDS)
             service.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from tinker_local_backend.engine.attention import ATTENTION_NAME, PackedPlan, Se
 from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.execution import AttentionPlan, Execution, Reference
 from tinker_local_backend.engine.experts import EXPERTS_NAME, ON_CUDA, activation_width, routed_experts, without_lora
+from tinker_local_backend.engine.head_weights import HeadWeights
 from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.loading import load_module
@@ -42,26 +43,10 @@ from tinker_local_backend.engine.lora_spec import MLP_MODULES, LoraSpec
 from tinker_local_backend.engine.products import float32_product
 from tinker_local_backend.engine.refusals import refuse_unsupported, refused
 from tinker_local_backend.engine.sharding import Ranks, Shards, Step, Whole
-from tinker_local_backend.engine.trained_layers import TrainedLayers, checked_layers
+from tinker_local_backend.engine.trained_layers import Backward, TrainedLayers, checked_layers
 from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class HeadWeights:
-    """logits = soft_cap(multiplier * (hidden @ weight.T + bias + scale * (hidden @ a.T) @ b.T)).
-
-    a (rank, H) and b (V, rank) are float32.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    multiplier: float = 1.0
-    softcap: float | None = None
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-    scale: float = 1.0
 
 
 class BaseModel:
@@ -359,11 +344,37 @@ class BaseModel:
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
-            if self._trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
-                return self._trained.hidden_states(tokens_T, positions_T, plan, adapters, self._recompute)
+            trained = None if torch.is_grad_enabled() else self._trained
+            if trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
+                return trained.hidden_states(tokens_T, positions_T, plan, adapters)
         with self.routed(adapters), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
+
+    def training_pass(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        plan: PackedPlan,
+        adapter: Adapter,
+        gradient: bool = True,
+    ) -> tuple[torch.Tensor, Backward]:
+        """As `hidden_states`, and, with `gradient`, what carries one by them to the adapter's matrices."""
+        if gradient and self._trained is not None and isinstance(self.execution.packed(plan), PackedPlan):
+            return self._trained.training_pass(tokens_T, positions_T, plan, adapter, self._recompute)
+        with torch.set_grad_enabled(gradient):
+            hidden_TH = self.hidden_states(tokens_T, positions_T, plan, adapter)
+        return hidden_TH.detach(), partial(self._backward, hidden_TH, adapter)
+
+    def _backward(
+        self, hidden_TH: torch.Tensor, adapter: Adapter, by_hidden_TH: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """By autograd."""
+        matrices = adapter.parameters()
+        if not hidden_TH.requires_grad:
+            return [None] * len(matrices)
+        with self.shards.computing(Step.BACKWARD):
+            return list(torch.autograd.grad(hidden_TH, matrices, by_hidden_TH, allow_unused=True))
 
     def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Spans | None) -> torch.Tensor:
         """Logits (N, vocabulary) in float32 of N hidden states; not differentiable.
@@ -392,18 +403,8 @@ class BaseModel:
 
     def head_weights(self, adapter: Adapter | None) -> HeadWeights:
         """What the logits are computed from, for code that does without the module."""
-        weight, bias = self._head.weight, getattr(self._head, "bias", None)
-        assert isinstance(weight, torch.Tensor)
-        name = self._head_names[0] if self._head_names else ""
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        # Cohere multiplies its logits, Granite divides them.
-        multiplier = (getattr(self.config, "logit_scale", None) or 1.0) / (
-            getattr(self.config, "logits_scaling", None) or 1.0
-        )
-        own = HeadWeights(weight, bias, multiplier, cap)
-        if adapter is None or name not in adapter.a:
-            return own
-        return replace(own, a=adapter.a[name].detach(), b=adapter.b[name].detach(), scale=adapter.spec.scale)
+        own = HeadWeights.of(self._head, self.config)
+        return own.under(adapter, self._head_names[0]) if adapter is not None and self._head_names else own
 
     def head_matrices(self, adapter: Adapter) -> list[torch.Tensor]:
         """A and B of the head, as `adapter.parameters()` has them; empty when it has none."""

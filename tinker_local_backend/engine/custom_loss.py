@@ -75,16 +75,16 @@ def _one_pass(
 ) -> tinker.ForwardBackwardOutput:
     gradients: list[torch.Tensor] = []
     recompute = budget.must_recompute(batch.tokens)
-    with torch.enable_grad(), model.routed(state.adapter), model.recompute(recompute):
-        hidden = trainer.batch_hidden(model, state.adapter, batch)
+    with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
+        hidden, carry_back = trainer.batch_pass(model, state.adapter, batch)
         scorer = Scorer(model, state.adapter)
-        logprobs = batch.of_positions(scorer.logprobs(hidden.detach(), batch.score_targets))
+        logprobs = batch.of_positions(scorer.logprobs(hidden, batch.score_targets))
         arrays = list(split_positions(logprobs.cpu().numpy(), batch, examples))
         loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)
         weights = torch.from_numpy(np.concatenate([widen(slope, logprobs.shape[1]) for slope in slopes])).to(logprobs)
         surrogate = float((weights * logprobs).sum())
-        gradient = scorer.gradient(hidden.detach(), batch.score_targets, batch.of_scores(weights))
-        trainer.backpropagate(model, hidden, gradient, state.adapter, gradients)
+        gradient = scorer.gradient(hidden, batch.score_targets, batch.of_scores(weights))
+        trainer.backpropagate(model, carry_back, gradient, state.adapter, gradients)
     output = tinker.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord",
         loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(array)} for array in arrays],

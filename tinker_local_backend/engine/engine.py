@@ -175,6 +175,15 @@ class Engine:
         self._enter(gate, _Work(future, take_in))
         return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
 
+    def post(self, call: Callable[[], None]) -> Future[None]:
+        """Run `call`, which must not raise, on the worker between two of its turns.
+
+        The future ends only when that cannot be, with EngineClosedError.
+        """
+        never: Future[None] = Future()
+        self._receive([_Work(never, call)])
+        return never
+
     def waits(self) -> dict[str, Wait]:
         """How long operations of each kind have waited until they were begun. On any thread, at any time.
 
@@ -267,9 +276,6 @@ class Engine:
         for work in works:
             _fail(work.future, self._closed_error())
 
-    def _post(self, call: Callable[[], None]) -> None:
-        self._receive([_Work(Future(), call)])
-
     # On the worker
 
     def load(self, name: str) -> BaseModel:
@@ -283,7 +289,7 @@ class Engine:
         if model.device.type == "cpu":
             keep_freed_memory()
         tokens = self._kv_tokens or self._default_kv_tokens(model)
-        self._generators[model.name] = self._make_sampler(model, tokens, self.random_seed, self._post)
+        self._generators[model.name] = self._make_sampler(model, tokens, self.random_seed, self.post)
         self._models[model.name] = model
         self.context_lengths[model.name] = model.context_length
 
@@ -341,10 +347,11 @@ class Engine:
 
     def _take_in(self) -> None:
         self._release_late()
-        with self._condition:
-            arrived, self._inbox = self._inbox, deque()
-        for work in arrived:
-            work.take_in()
+        while self._inbox:  # what is taken in may submit more
+            with self._condition:
+                arrived, self._inbox = self._inbox, deque()
+            for work in arrived:
+                work.take_in()
 
     def _turn(self) -> None:
         """A part of an operation of the client whose turn it is, and some steps of each model's sampler."""

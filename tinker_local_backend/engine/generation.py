@@ -203,8 +203,7 @@ class Generator:
         prefill = lay_out(joining, device)
         packed = prefill.packed
         hidden_TH = self._model.hidden_states(
-            torch.tensor(packed.tokens, device=device),
-            torch.tensor(packed.positions, device=device),
+            *packed.on(device),
             PackedPlan(packed.segments, cache, prefill.places),
             prefill.spans,
         )

@@ -45,13 +45,17 @@ class MicroBatch:
     """`scored`, and"""
     host_inputs: dict[str, npt.NDArray]
     """`inputs` in the host's memory: what is asked of these does not wait for a GPU"""
+    scored_in_order: bool
+    """each position has a score of its own, in the same order"""
 
     def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores (S, K) as values of the positions (P, K)."""
-        return scores[self.scored]
+        return scores if self.scored_in_order else scores[self.scored]
 
     def of_scores(self, values: torch.Tensor) -> torch.Tensor:
         """Values of positions (P, K) summed by the score that they share (S, K)."""
+        if self.scored_in_order:
+            return values
         return torch.zeros_like(self.score_targets, dtype=values.dtype).index_add_(0, self.scored, values)
 
 
@@ -135,12 +139,17 @@ def make_micro_batch(
     for group in groups:
         leader = group.members[0]
         for member in group.members:
+            if member == leader:
+                scored[member] = np.arange(count, count + len(targets[member]))
+                count += len(targets[member])
+                rows.append(packed.rows[member])
+                kept.append(targets[member])
+                continue
             new = np.ones(len(targets[member]), dtype=bool)
             own = np.empty(len(new), dtype=np.int64)
-            if member != leader:
-                shared = min(group.prefix, len(new))
-                new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
-                own[:shared] = scored[leader][:shared]
+            shared = min(group.prefix, len(new))
+            new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
+            own[:shared] = scored[leader][:shared]
             own[new] = count + np.arange(new.sum())
             count += int(new.sum())
             rows.append(packed.rows[member][new])
@@ -167,6 +176,7 @@ def make_micro_batch(
         inputs={key: torch.from_numpy(value).to(device) for key, value in inputs.items()},
         host_scored=host_scored,
         host_inputs=inputs,
+        scored_in_order=np.array_equal(host_scored, np.arange(count)),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
-_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 LARGEST_JOINED = 1 << 18
 """Numbers of all gradients of a CPU up to which their norm is that of a copy in one piece: matrix by matrix it takes longer to
@@ -26,35 +26,36 @@ class AdamW:
 
     def __init__(self, parameters: list[torch.Tensor]):
         self._parameters = parameters
-        self._state: dict[str, list[torch.Tensor]] = {}
-        """by `_STATE_KEYS`, one of each for every parameter; empty before the first step"""
+        self._moments: dict[str, list[torch.Tensor]] = {}
+        """by `_MOMENTS`, one of each for every parameter; empty before the first step"""
+        self._steps = torch.zeros((), device=parameters[0].device)
+        """taken so far, by all parameters: float32, as the kernel reads it"""
 
-    def step(self, gradients: list[torch.Tensor], params: tinker.AdamParams) -> float:
-        """Update the parameters in place. Returns the global gradient norm before clipping.
+    def step(self, gradients: list[torch.Tensor], params: tinker.AdamParams, norm: float | None = None) -> float:
+        """Update the parameters in place. Returns the global gradient norm before clipping, which is `norm` if that is given.
 
         Raises NonFiniteError when that is not finite.
         """
-        norm = float(global_norm(gradients))
+        norm = float(global_norm(gradients)) if norm is None else norm
         if not math.isfinite(norm):
             raise NonFiniteError("the accumulated gradient is not finite; it was discarded and no weight was changed")
         if 0 < params.grad_clip_norm < norm:
             torch._foreach_mul_(gradients, params.grad_clip_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
-        if not self._state:
-            self._state = {
+        if not self._moments:
+            self._moments = {
                 key: [torch.zeros_like(parameter, requires_grad=False) for parameter in self._parameters]
-                for key in _STATE_KEYS[:2]
+                for key in _MOMENTS
             }
-            self._state["step"] = [torch.zeros((), device=parameter.device) for parameter in self._parameters]
         with torch.no_grad():
-            torch._foreach_add_(self._state["step"], 1)  # pyright: ignore[reportPrivateImportUsage]
+            self._steps += 1
             # One pass over memory for each matrix, not some ten.
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 self._parameters,
                 gradients,
-                self._state["exp_avg"],
-                self._state["exp_avg_sq"],
+                self._moments["exp_avg"],
+                self._moments["exp_avg_sq"],
                 [],
-                self._state["step"],
+                [self._steps] * len(self._parameters),
                 lr=params.learning_rate,
                 beta1=params.beta1,
                 beta2=params.beta2,
@@ -68,14 +69,17 @@ class AdamW:
     @property
     def steps(self) -> int:
         """Optimizer steps taken so far."""
-        return max((int(step) for step in self._state.get("step", [])), default=0)
+        return int(self._steps)
 
     def state_tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Moments and step counts for saving, as `<parameter name>.<exp_avg|exp_avg_sq|step>`. Empty before the first step."""
+        if not self._moments:
+            return {}
+        state = self._moments | {"step": [self._steps.clone() for _ in names]}
         return {
             f"{name}.{key}": values[index].contiguous()
             for index, name in enumerate(names)
-            for key, values in self._state.items()
+            for key, values in state.items()
         }
 
     def load_state_tensors(self, names: list[str], tensors: dict[str, torch.Tensor]) -> None:
@@ -83,19 +87,23 @@ class AdamW:
         shapes = {
             f"{name}.{key}": () if key == "step" else tuple(parameter.shape)
             for name, parameter in zip(names, self._parameters, strict=True)
-            for key in _STATE_KEYS
+            for key in (*_MOMENTS, "step")
         }
         if tensors and (different := sorted(shapes.keys() ^ tensors.keys())):
             raise ValueError(f"optimizer state differs from the adapter's matrices in {different[:4]}")
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"optimizer state {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
-        self._state = {
+        steps = {float(tensors[f"{name}.step"]) for name in names} if tensors else {0.0}
+        if len(steps) > 1:
+            raise ValueError(f"optimizer state counts {sorted(steps)} steps; all matrices take each step together")
+        self._steps.fill_(steps.pop())
+        self._moments = {
             key: [
                 tensors[f"{name}.{key}"].to(parameter.device, torch.float32, copy=True)
                 for name, parameter in zip(names, self._parameters, strict=True)
             ]
-            for key in (_STATE_KEYS if tensors else ())
+            for key in (_MOMENTS if tensors else ())
         }
 
 

@@ -42,6 +42,13 @@ class Packed:
     segments: list[Segment] = field(default_factory=list)
     rows: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
 
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and positions (T,) int64."""
+        # torch.tensor takes six times as long with a list.
+        both = (torch.from_numpy(np.array(ids, dtype=np.int64)) for ids in (self.tokens, self.positions))
+        tokens_T, positions_T = (ids_T.to(device) for ids_T in both)
+        return tokens_T, positions_T
+
     def append(
         self,
         tokens: Sequence[int],

@@ -40,7 +40,7 @@ class Sampler(Protocol):
         ...
 
 
-Post = Callable[[Callable[[], None]], None]
+Post = Callable[[Callable[[], None]], object]
 """Has the engine's worker call something soon. May be called on any thread."""
 
 MakeSampler = Callable[[BaseModel, int, Callable[[], int], Post], Sampler]

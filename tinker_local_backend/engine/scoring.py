@@ -7,6 +7,7 @@ would keep or recompute several such matrices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ CHUNK_ELEMENTS = 1 << 24
 
 CHUNK_ELEMENTS_CUDA = 1 << 28
 """on a GPU 1 GB, so that a pass of 16k tokens and 152k ids has ten chunks and not 149."""
+
+LOG2_E = math.log2(math.e)
 
 SlopeFn = Callable[[int, int, torch.Tensor], torch.Tensor]
 """(start, end, logprobs (end - start, K)) -> dL/d logprobs of those rows."""
@@ -185,7 +188,7 @@ class Scorer:
             logits.div_(self._temperature)
         wanted = logits.gather(1, targets)
         largest = logits.amax(dim=-1, keepdim=True)
-        total = logits.sub_(largest).exp_().sum(dim=-1, keepdim=True)
+        total = _exp_(logits.sub_(largest)).sum(dim=-1, keepdim=True)
         return wanted - largest - total.log(), total, cap_slope
 
     def _backward(
@@ -219,6 +222,12 @@ class Scorer:
             by_b.add_(linear(inner.t(), by_logits.t()).t(), alpha=head.scale)
             by_hidden += (by_inner @ head.a).to(hidden.dtype)
         return by_hidden
+
+
+def _exp_(x: torch.Tensor) -> torch.Tensor:
+    """e to the power of x, in its place."""
+    # On a CPU powers of 2 take a third of the time that torch's `exp_` takes; on a GPU a pass over memory is what counts.
+    return x.mul_(LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
 
 
 def _rows_with_slope(slopes: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ longer than the attention itself. For layers without soft caps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -16,6 +17,9 @@ from tinker_local_backend.engine.decode_attention import LayerAttention
 SHORT = 64
 """Tokens of a sequence up to which the probabilities of attention are kept, as many numbers per token and head: products of
 whole heads are then faster than the fused kernel, which works in small blocks and computes them a second time."""
+
+LEAST_HALVED = 32
+"""Tokens from which on a sequence is taken in two halves: a quarter of the scores is then never computed."""
 
 _softmax_backward = torch._softmax_backward_data  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -29,9 +33,12 @@ def attend(layer: LayerAttention, tensors: _Tensors, plan: PackedPlan) -> tuple[
     """Attended values (T, H, D), and of each run what its gradient needs beside them."""
     attended_THD, kept = tensors[0].new_empty(tensors[0].shape), []
     for run in plan.runs:
-        output, own = (_attend_short if _is_short(layer, run) else _attend)(layer, run, tensors, plan)
-        _by_sequence(attended_THD, run, tensors[1].shape[1]).copy_(output)
-        kept += own
+        into = _by_sequence(attended_THD, run, tensors[1].shape[1])
+        kept += (
+            _attend_short(layer, run, tensors, into)
+            if _is_short(layer, run)
+            else _attend(layer, run, tensors, plan, into)
+        )
     return attended_THD, kept
 
 
@@ -49,9 +56,10 @@ def gradient(
     kv_heads = tensors[1].shape[1]
     for run in plan.runs:
         if _is_short(layer, run):
-            parts = _gradient_short(layer, run, tensors, by_attended_THD, [next(left) for _ in range(_KEPT_OF_SHORT)])
-        else:
-            parts = _gradient(layer, run, tensors, by_attended_THD, attended_THD, next(left), plan)
+            own = [next(left) for _ in range(3 + len(_stretches(run)))]
+            _gradient_short(layer, run, by_attended_THD, own, [_by_sequence(whole, run, kv_heads) for whole in into])
+            continue
+        parts = _gradient(layer, run, tensors, by_attended_THD, attended_THD, next(left), plan)
         if run.first.prefix is not None:
             # The prefix is a run of its own, which came earlier; this one is a single sequence.
             before = run.first.before
@@ -63,12 +71,13 @@ def gradient(
 
 
 def _attend(
-    layer: LayerAttention, run: Run, tensors: _Tensors, plan: PackedPlan
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    layer: LayerAttention, run: Run, tensors: _Tensors, plan: PackedPlan, into: torch.Tensor
+) -> list[torch.Tensor]:
     query, key, value = _of_kernel(tensors, run)
     bias = _bias(layer, run, plan, query)
     output, log_sums = _forward(query, key, value, 0.0, bias is None, attn_mask=bias, scale=layer.scaling)
-    return _of_sequences(output, tensors[1].shape[1]), [log_sums]
+    into.copy_(_of_sequences(output, tensors[1].shape[1]))
+    return [log_sums]
 
 
 def _gradient(
@@ -98,41 +107,75 @@ def _is_short(layer: LayerAttention, run: Run) -> bool:
     return run.length <= SHORT and _is_plain(layer, run)
 
 
-_KEPT_OF_SHORT = 4
-"""Tensors that `_attend_short` keeps."""
+def _stretches(run: Run) -> list[slice]:
+    """The tokens of a sequence in two halves, of which the first sees no key of the second."""
+    half = run.length // 2
+    return [slice(0, run.length)] if run.length < LEAST_HALVED else [slice(0, half), slice(half, run.length)]
 
 
-def _attend_short(
-    layer: LayerAttention, run: Run, tensors: _Tensors, plan: PackedPlan
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _attend_short(layer: LayerAttention, run: Run, tensors: _Tensors, into: torch.Tensor) -> list[torch.Tensor]:
+    """Keeps query, key, value, and the probabilities of each stretch."""
     query, key, value = (_grouped(tensor, run, tensors[1].shape[1]) for tensor in tensors)
-    bias = plan.bias(0, run.length, None, query, repeat=query.shape[1] // run.length)
-    probabilities = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=layer.scaling).softmax(dim=-1)
-    return _ungrouped(torch.bmm(probabilities, value), run), [query, key, value, probabilities]
+    repeat = query.shape[1] // run.length
+    bias, kept = _short_bias(repeat, query.dtype), [query, key, value]
+    for own in _stretches(run):
+        rows, seen = slice(own.start * repeat, own.stop * repeat), slice(0, own.stop)
+        scores = torch.baddbmm(bias[rows, seen], query[:, rows], key[:, seen].transpose(1, 2), alpha=layer.scaling)
+        probabilities = scores.softmax(dim=-1)
+        kept.append(probabilities)
+        into[:, own].copy_(_ungrouped(torch.bmm(probabilities, value[:, seen]), run, repeat))
+    return kept
 
 
 def _gradient_short(
-    layer: LayerAttention, run: Run, tensors: _Tensors, by_attended_THD: torch.Tensor, kept: Sequence[torch.Tensor]
-) -> _Tensors:
-    """As `_gradient`."""
-    query, key, value, probabilities = kept
-    by_attended = _grouped(by_attended_THD, run, tensors[1].shape[1])
-    by_value = torch.bmm(probabilities.transpose(1, 2), by_attended)
-    by_probabilities = torch.bmm(by_attended, value.transpose(1, 2))
-    by_scores = _softmax_backward(by_probabilities, probabilities, -1, probabilities.dtype)
-    by_query = torch.baddbmm(query, by_scores, key, beta=0, alpha=layer.scaling)
-    by_key = torch.baddbmm(key, by_scores.transpose(1, 2), query, beta=0, alpha=layer.scaling)
-    return _ungrouped(by_query, run), _ungrouped(by_key, run), _ungrouped(by_value, run)
+    layer: LayerAttention,
+    run: Run,
+    by_attended_THD: torch.Tensor,
+    kept: Sequence[torch.Tensor],
+    into: Sequence[torch.Tensor],
+) -> None:
+    """Into (count, S, KV, G, D) of query, key and value, from what `_attend_short` kept."""
+    query, key, value, *of_stretches = kept
+    repeat, scale = query.shape[1] // run.length, layer.scaling
+    by_attended = _grouped(by_attended_THD, run, into[1].shape[2])
+    by_key = by_value = None
+    # From behind: the last stretch sees all keys.
+    for own, probabilities in zip(reversed(_stretches(run)), reversed(of_stretches), strict=True):
+        rows, seen = slice(own.start * repeat, own.stop * repeat), slice(0, own.stop)
+        by_own = by_attended[:, rows]
+        by_probabilities = torch.bmm(by_own, value[:, seen].transpose(1, 2))
+        by_scores = _softmax_backward(by_probabilities, probabilities, -1, probabilities.dtype)
+        by_query = torch.baddbmm(query[:, rows], by_scores, key[:, seen], beta=0, alpha=scale)
+        into[0][:, own].copy_(_ungrouped(by_query, run, repeat))
+        if by_key is None or by_value is None:
+            by_value = torch.bmm(probabilities.transpose(1, 2), by_own)
+            by_key = torch.baddbmm(key, by_scores.transpose(1, 2), query[:, rows], beta=0, alpha=scale)
+        else:
+            by_value[:, seen].baddbmm_(probabilities.transpose(1, 2), by_own)
+            by_key[:, seen].baddbmm_(by_scores.transpose(1, 2), query[:, rows], alpha=scale)
+    for part, whole in zip((by_key, by_value), into[1:], strict=True):
+        assert part is not None
+        whole.copy_(_ungrouped(part, run, 1))
+
+
+@lru_cache(maxsize=8)
+def _short_bias(repeat: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of causal attention, (SHORT * repeat, SHORT): each query as often as there are heads that share a key head.
+
+    That of a shorter sequence is its corner.
+    """
+    return PackedPlan([]).bias(0, SHORT, None, torch.empty(0, dtype=dtype), repeat)
 
 
 def _grouped(tensor_THD: torch.Tensor, run: Run, kv_heads: int) -> torch.Tensor:
     """(count * S, KV * G, D) -> (count * KV, S * G, D): the query heads that share a key head are more queries of it."""
-    return _by_sequence(tensor_THD, run, kv_heads).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    grouped = _by_sequence(tensor_THD, run, kv_heads).transpose(1, 2)
+    return grouped.reshape(run.count * kv_heads, -1, tensor_THD.shape[2])
 
 
-def _ungrouped(tensor: torch.Tensor, run: Run) -> torch.Tensor:
-    """(count * KV, S * G, D) -> (count, S, KV, G, D)"""
-    return tensor.unflatten(1, (run.length, -1)).unflatten(0, (run.count, -1)).transpose(1, 2)
+def _ungrouped(tensor: torch.Tensor, run: Run, repeat: int) -> torch.Tensor:
+    """(count * KV, S * repeat, D) -> (count, S, KV, repeat, D)"""
+    return tensor.view(run.count, -1, tensor.shape[1] // repeat, repeat, tensor.shape[2]).transpose(1, 2)
 
 
 def _own(tensor_THD: torch.Tensor, run: Run) -> torch.Tensor:
@@ -142,7 +185,8 @@ def _own(tensor_THD: torch.Tensor, run: Run) -> torch.Tensor:
 
 def _by_sequence(tensor_THD: torch.Tensor, run: Run, kv_heads: int) -> torch.Tensor:
     """The rows of a run, as (count, S, KV, G, D)."""
-    return _own(tensor_THD, run).unflatten(0, (run.count, -1)).unflatten(2, (kv_heads, -1))
+    _, heads, size = tensor_THD.shape
+    return _own(tensor_THD, run).view(run.count, run.length, kv_heads, heads // kv_heads, size)
 
 
 def _seen(tensor_TKD: torch.Tensor, run: Run, heads: int) -> torch.Tensor:
@@ -168,12 +212,13 @@ def _of_kernel(tensors: _Tensors, run: Run) -> _Tensors:
 
 def _by_head(tensor: torch.Tensor, run: Run) -> torch.Tensor:
     """(count * S, H, D) -> (count, H, S, D)"""
-    return tensor.unflatten(0, (run.count, -1)).transpose(1, 2)
+    return tensor.view(run.count, -1, *tensor.shape[1:]).transpose(1, 2)
 
 
 def _of_sequences(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """(count, H, S, D) -> (count, S, KV, G, D)"""
-    return tensor.transpose(1, 2).unflatten(2, (kv_heads, -1))
+    count, heads, length, size = tensor.shape
+    return tensor.transpose(1, 2).view(count, length, kv_heads, heads // kv_heads, size)
 
 
 def _is_plain(layer: LayerAttention, run: Run) -> bool:

@@ -1,4 +1,4 @@
-"""The training pass of Llama, Qwen2, Qwen3 and Mistral: all layers as one node of autograd's graph, its gradient written here.
+"""The training pass of Llama, Qwen2, Qwen3 and Mistral, and its gradient, without autograd.
 
 On a CPU, autograd's own graph of these layers is hundreds of small operations, of which each costs more to record and to run
 backwards than to compute, and it keeps twice as much. What is Llama-like, and which products are one, llama_like.py says;
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
     from tinker_local_backend.engine.base_model import BaseModel
 
 logger = logging.getLogger(__name__)
+
+Backward = Callable[[torch.Tensor], list[torch.Tensor | None]]
+"""dL/d hidden (T, hidden) -> dL by each of the adapter's matrices in their order, None where there is none. Called once."""
 
 LARGEST_ERROR = 1e-3
 """Relative difference from what the modules give, of hidden states or of a gradient, beyond which they train."""
@@ -55,28 +57,51 @@ class TrainedLayers:
         self._rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         """positions, and the factors for them"""
 
+    @torch.no_grad()
     def hidden_states(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan, adapter: Adapter
+    ) -> torch.Tensor:
+        """Final hidden states (T, hidden), of which no gradient is wanted."""
+        return self._begun(tokens_T, positions_T, plan, adapter, None)[1]
+
+    @torch.no_grad()
+    def training_pass(
         self,
         tokens_T: torch.Tensor,
         positions_T: torch.Tensor,
         plan: PackedPlan,
         adapter: Adapter,
         recompute: bool = False,
-    ) -> torch.Tensor:
-        """Final hidden states (T, hidden). With `recompute` only the input of each layer is kept for the backward pass."""
+    ) -> tuple[torch.Tensor, Backward]:
+        """As BaseModel.training_pass. With `recompute` only the input of each layer is kept for the backward pass."""
+        kept: list[torch.Tensor | None] = []
+        whole, hidden_TH = self._begun(tokens_T, positions_T, plan, adapter, kept, recompute)
+
+        @torch.no_grad()
+        def backward(by_hidden_TH: torch.Tensor) -> list[torch.Tensor | None]:
+            gradients = whole.backward(by_hidden_TH, kept) if whole.trains else {}
+            kept.clear()
+            return [part for name in sorted(adapter.a) for part in gradients.get(name, (None, None))]
+
+        return hidden_TH, backward
+
+    def _begun(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        plan: PackedPlan,
+        adapter: Adapter,
+        kept: list[torch.Tensor | None] | None,
+        recompute: bool = False,
+    ) -> tuple[_Pass, torch.Tensor]:
         x_TH = self.embedding(tokens_T)
         factors = self._rotation_of(x_TH, positions_T)
         layers = [
             _Layer(layer, head_norm, adapter, factors, plan)
             for layer, head_norm in zip(self.layers, self._head_norms, strict=True)
         ]
-        names = [name for layer in layers for name in layer.names]
-        whole = _Pass(layers, names, self.final_norm, recompute)
-        if not torch.is_grad_enabled():
-            return whole.forward(x_TH, lambda tensors: None)
-        matrices = [matrix for name in names for matrix in (adapter.a[name], adapter.b[name])]
-        result: Any = _Recorded.apply(whole, x_TH, *matrices)
-        return result
+        whole = _Pass(layers, self.final_norm, recompute)
+        return whole, whole.forward(x_TH, kept)
 
     def _rotation_of(self, x_TH: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine, and sine with the sign of the half that is rotated in: (T, query heads + key heads, D)."""
@@ -91,45 +116,31 @@ class TrainedLayers:
         return cos, sin
 
 
-class _Recorded(torch.autograd.Function):
-    """A pass in autograd's graph. The matrices are arguments only so that their gradients are asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: _Pass, x_TH: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
-        kept: list[torch.Tensor | None] = []
-        hidden_TH = whole.forward(x_TH, kept.extend)
-        ctx.whole = whole
-        ctx.save_for_backward(*kept)
-        return hidden_TH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, *ctx.whole.backward(outputs[0], ctx.saved_tensors)
-
-
 class _Pass:
-    """All layers and the last norm, for given tokens and a given adapter. `keep` takes what the gradient needs."""
+    """All layers and the last norm, for given tokens and a given adapter."""
 
-    def __init__(self, layers: Sequence[_Layer], names: Sequence[str], final_norm: Any, recompute: bool):
-        self._layers, self._names, self._norm, self._recompute = layers, names, final_norm, recompute
+    def __init__(self, layers: Sequence[_Layer], final_norm: Any, recompute: bool):
+        self._layers, self._norm, self._recompute = layers, final_norm, recompute
         self._counts: list[int] = []
         """tensors kept for each layer"""
+        self.trains = any(layer.names for layer in layers)
 
-    def forward(self, x_TH: torch.Tensor, keep: Callable[[Sequence[torch.Tensor | None]], None]) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, kept: list[torch.Tensor | None] | None) -> torch.Tensor:
+        """kept: takes what the gradient needs."""
         for layer in self._layers:
-            y_TH, kept = layer.forward(x_TH)
-            own = [x_TH] if self._recompute else kept
-            self._counts.append(len(own))
-            keep(own)
+            y_TH, of_layer = layer.forward(x_TH)
+            if kept is not None:
+                own = [x_TH] if self._recompute else of_layer
+                self._counts.append(len(own))
+                kept += own
             x_TH = y_TH
         scale = trained_norms.reciprocal_rms(x_TH, self._norm.variance_epsilon)
         normed = x_TH * scale
-        keep([normed, scale])
+        if kept is not None:
+            kept += normed, scale
         return normed * self._norm.weight
 
-    def backward(self, by_hidden_TH: torch.Tensor, kept: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """dL/d A and dL/d B of each of the names."""
+    def backward(self, by_hidden_TH: torch.Tensor, kept: Sequence[torch.Tensor | None]) -> GradientsByName:
         *of_layers, normed, scale = kept
         assert normed is not None and scale is not None
         by_TH = trained_norms.gradient(by_hidden_TH * self._norm.weight, normed, scale)
@@ -143,7 +154,7 @@ class _Pass:
                 assert x_TH is not None
                 own = self._layers[i].forward(x_TH)[1]
             by_TH = self._layers[i].backward(by_TH, own, gradients, wants_x=i > 0)
-        return [part for name in self._names for part in gradients[name]]
+        return gradients
 
 
 class _Kept(NamedTuple):
@@ -240,11 +251,13 @@ class _Layer:
         layer, (_, _, gate_up_linear, down_linear) = self._layer, self._linears
         size = layer.gate_up.sizes[0]
         gate, up = kept.gate_up[:, :size], kept.gate_up[:, size:]
-        by_product = down_linear.backward(by_y, kept.opened * up, kept.inner_down, gradients)
-        by_gate_up = torch.empty_like(kept.gate_up)
-        torch.mul(by_product, kept.opened, out=by_gate_up[:, size:])
-        _silu_backward(by_product.mul_(up), gate, grad_input=by_gate_up[:, :size])
-        by_normed = gate_up_linear.backward(by_gate_up, kept.middle_normed, kept.inner_gate_up, gradients)
+        product = kept.opened * up
+        by_product = down_linear.backward(by_y, product, kept.inner_down, gradients)
+        # Gradients take the places of what they are of: memory that the caches hold.
+        by_opened = torch.mul(by_product, up, out=product)
+        torch.mul(by_product, kept.opened, out=up)
+        _silu_backward(by_opened, gate, grad_input=gate)
+        by_normed = gate_up_linear.backward(kept.gate_up, kept.middle_normed, kept.inner_gate_up, gradients)
         return trained_norms.gradient(by_normed, kept.middle_normed, kept.middle_scale, by_y)
 
     def _attention_gradient(
@@ -272,10 +285,6 @@ class _Layer:
             # A rotation keeps the product of a vector and its gradient.
             self._head_norm.gradient(by_normed, by_rotated.mul_(kept.rotated), qk, kept.qk_scale, out=by_qk)
         return by_qkv.flatten(1)
-        by_normed = torch.addcmul(turned, by_rotated, self._cos).flatten(1)
-        # A rotation keeps the product of a vector and its gradient.
-        self._head_norm.gradient(by_normed, by_rotated.mul_(kept.rotated).flatten(1), qk, kept.qk_scale, out=by_qk)
-        return by_qkv
 
 
 def checked_layers(
@@ -295,10 +304,8 @@ def checked_layers(
         for matrix in adapter.b.values():
             matrix.data.normal_(std=matrix.shape[0] ** -0.5, generator=generator)
         layers = TrainedLayers(decoder)
-        ways = model.hidden_states, layers.hidden_states
-        expected, found = (
-            _with_gradients(way(tokens_T, positions_T, plan, adapter), adapter.parameters()) for way in ways
-        )
+        ways = model.training_pass, layers.training_pass
+        expected, found = (_with_gradients(*way(tokens_T, positions_T, plan, adapter)) for way in ways)
     largest = max(float(part.norm()) for part in expected)
     errors = [
         float((one - other).norm() / (other.norm() + largest * LEAST_SHARE))
@@ -316,8 +323,8 @@ def checked_layers(
     return layers
 
 
-def _with_gradients(hidden_TH: torch.Tensor, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+def _with_gradients(hidden_TH: torch.Tensor, backward: Backward) -> list[torch.Tensor]:
     """The hidden states, and the gradients of some function of them."""
     generator = torch.Generator().manual_seed(1)
-    by_hidden = torch.randn(hidden_TH.shape, generator=generator)
-    return [hidden_TH.detach(), *torch.autograd.grad(hidden_TH, matrices, by_hidden)]
+    gradients = backward(torch.randn(hidden_TH.shape, generator=generator))
+    return [hidden_TH.detach(), *(gradient for gradient in gradients if gradient is not None)]

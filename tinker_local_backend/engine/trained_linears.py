@@ -15,7 +15,7 @@ import torch
 
 from tinker_local_backend.engine.joined_linear import JoinedLinear
 from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.products import linear
+from tinker_local_backend.engine.products import chosen, linear
 
 LARGEST_MERGED = 1 << 18
 """Elements of a weight up to which it is copied for a pass: it stays in the caches;"""
@@ -63,7 +63,7 @@ def trained_linear(
     apart = tokens * _PASSES * sum(rank * (size_in + size) for rank, size in ranks)
     merged = tokens * size_out * size_in + _PASSES * sum(rank * size * size_in for rank, size in ranks)
     is_small = joined.weight.numel() <= LARGEST_MERGED
-    return (_Merged if is_small and merged <= MERGED_SHARE * apart else _Apart)(joined, adapter, norm)
+    return (_Merged if is_small and merged <= MERGED_SHARE * apart else _Apart)(joined, adapter, tokens, norm)
 
 
 _PASSES = 3
@@ -74,8 +74,9 @@ weight's gradient, and without the tokens once the adapter into the weight, and 
 class _Parts:
     """The weight, and the adapter's matrices of each part that it has some for."""
 
-    def __init__(self, joined: JoinedLinear, adapter: Adapter, norm: torch.Tensor | None):
+    def __init__(self, joined: JoinedLinear, adapter: Adapter, tokens: int, norm: torch.Tensor | None):
         self._weight, self._bias, self._scale, self._norm = joined.weight, joined.bias, adapter.spec.scale, norm
+        self._linear = chosen(tokens, joined.weight)
         self.names: list[str] = []
         self._columns: list[tuple[int, int]] = []
         """first and number of each one's outputs"""
@@ -92,15 +93,16 @@ class _Parts:
 class _Merged(_Parts):
     """With a copy of the weight to which the adapter is added."""
 
-    def __init__(self, joined: JoinedLinear, adapter: Adapter, norm: torch.Tensor | None):
-        super().__init__(joined, adapter, norm)
-        self._merged = self._weight.clone() if norm is None else self._weight * norm
+    def __init__(self, joined: JoinedLinear, adapter: Adapter, tokens: int, norm: torch.Tensor | None):
+        super().__init__(joined, adapter, tokens, norm)
+        self._merged = self._weight.clone()
         for (first, size), a, b in zip(self._columns, self._a, self._b, strict=True):
-            own = self._merged.narrow(0, first, size)
-            own.addmm_(b, a if norm is None else a * norm, alpha=self._scale)
+            self._merged.narrow(0, first, size).addmm_(b, a, alpha=self._scale)
+        if norm is not None:
+            self._merged.mul_(norm)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return linear(x, self._merged, self._bias), None
+        return self._linear(x, self._merged, self._bias), None
 
     def backward(
         self,
@@ -112,25 +114,25 @@ class _Merged(_Parts):
     ) -> torch.Tensor:
         size_out, size_in = self._weight.shape
         # The product is faster with the fewer rows.
-        by_weight = linear(by_y.t(), x.t()) if size_out <= size_in else linear(x.t(), by_y.t()).t()
+        by_weight = self._linear(by_y.t(), x.t()) if size_out <= size_in else self._linear(x.t(), by_y.t()).t()
         by_weight.mul_(self._scale if self._norm is None else self._norm * self._scale)
         for name, (first, size), a, b in zip(self.names, self._columns, self._a, self._b, strict=True):
             own = by_weight.narrow(0, first, size)
             gradients[name] = b.t() @ own, own @ a.t()
-        return linear(by_y, self._merged.t()) if wants_x else by_y
+        return self._linear(by_y, self._merged.t()) if wants_x else by_y
 
 
 class _Apart(_Parts):
     """With the adapter's products beside that of the weight: scale * (x @ a.T) @ b.T."""
 
-    def __init__(self, joined: JoinedLinear, adapter: Adapter, norm: torch.Tensor | None):
-        super().__init__(joined, adapter, norm)
+    def __init__(self, joined: JoinedLinear, adapter: Adapter, tokens: int, norm: torch.Tensor | None):
+        super().__init__(joined, adapter, tokens, norm)
         self._ranks = [len(a) for a in self._a]
         self._joined_a = torch.cat(self._a) if len(self._a) > 1 else self._a[0] if self._a else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = self._weighted(x)
-        y = linear(x, self._weight, self._bias)
+        y = self._linear(x, self._weight, self._bias)
         if self._joined_a is None:
             return y, None
         inner = linear(x, self._joined_a).mul_(self._scale)
@@ -149,7 +151,7 @@ class _Apart(_Parts):
         gradients: GradientsByName,
         wants_x: bool = True,
     ) -> torch.Tensor:
-        by_x = linear(by_y, self._weight.t()) if wants_x else by_y
+        by_x = self._linear(by_y, self._weight.t()) if wants_x else by_y
         if self._joined_a is not None and inner is not None:
             by_inner = self._adapter_gradient(by_y, x, inner, gradients)
             if wants_x:

@@ -17,8 +17,8 @@ def gradient(
     by_normed: torch.Tensor, normed: torch.Tensor, scale: torch.Tensor, beside: torch.Tensor | None = None
 ) -> torch.Tensor:
     """dL/dx of normed = x * reciprocal_rms(x), plus `beside`, what came to x on another way. Overwrites `by_normed`."""
-    along = (by_normed * normed).mean(dim=-1, keepdim=True)
-    by_x = by_normed.addcmul_(normed, along, value=-1)
+    along = (by_normed * normed).sum(dim=-1, keepdim=True)
+    by_x = by_normed.addcmul_(normed, along, value=-1 / normed.shape[-1])
     return by_x.mul_(scale) if beside is None else torch.addcmul(beside, by_x, scale)
 
 
@@ -37,6 +37,6 @@ class HeadNorm:
         self, by_y: torch.Tensor, dot: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Puts dL/dx into `out`. dot (T, heads, D): what sums over a head to that of by_y * y. Overwrites `by_y`."""
-        along = dot.mean(dim=-1, keepdim=True).mul_(scale.square())
+        along = dot.sum(dim=-1, keepdim=True).mul_(scale.square())
         torch.mul(by_y.mul_(self._weight), scale, out=out)
-        out.addcmul_(x, along, value=-1)
+        out.addcmul_(x, along, value=-1 / x.shape[-1])

@@ -27,7 +27,7 @@ from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params, global_norm
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer, SlopedRows
-from tinker_local_backend.engine.sharding import Step
+from tinker_local_backend.engine.trained_layers import Backward
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
 NAMED_DATUMS = 8
@@ -41,6 +41,8 @@ class TrainState:
     adapter: Adapter
     optimizer: AdamW
     gradients: list[torch.Tensor] | None = None
+    norm: float | None = None
+    """of the gradients, where it is known"""
     failure: str | None = None
     """of a pass since the gradients were last cleared"""
 
@@ -59,22 +61,25 @@ class TrainState:
 
     def clear(self) -> None:
         """Forget the gradients, and what is missing in them."""
-        self.gradients = self.failure = None
+        self.gradients = self.norm = self.failure = None
 
-    def accumulate(self, gradients: list[torch.Tensor], checked: bool = False) -> None:
-        """Add the gradients of a call. Raises NonFiniteError, with nothing added, when one is not finite (`checked`: all are)."""
-        if not checked and not _are_finite(gradients):
+    def accumulate(self, gradients: list[torch.Tensor], norm: float | None = None) -> None:
+        """Add the gradients of a call, whose norm this is. Raises NonFiniteError, with nothing added, when one is not finite."""
+        norm = _norm(gradients) if norm is None else norm
+        if not math.isfinite(norm):
             raise _not_finite("gradient")
         if self.gradients is None:
-            self.gradients = gradients
+            self.gradients, self.norm = gradients, norm
             return
+        self.norm = None
         for total, part in zip(self.gradients, gradients, strict=True):
             total += part
 
 
-def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    # One answer from the device, not one for each matrix; squares of float32 never overflow in float64.
-    return math.isfinite(float(global_norm(gradients)))
+def _norm(gradients: Sequence[torch.Tensor]) -> float:
+    """Finite if all of them are: one answer from the device, not one for each matrix."""
+    # Squares of float32 never overflow in float64.
+    return float(global_norm(gradients))
 
 
 def _not_finite(what: str, datums: Sequence[int] = ()) -> NonFiniteError:
@@ -124,18 +129,17 @@ def forward_backward(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and elementwise loss of a micro-batch; its gradient is added to those of `into`."""
         sloped = sloped_rows(loss, batch) if backward else None  # copied to the device before it has anything to do
-        with torch.set_grad_enabled(backward), model.routed(state.adapter), model.recompute(recompute):
-            hidden = batch_hidden(model, state.adapter, batch)
+        with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
+            hidden, carry_back = batch_pass(model, state.adapter, batch, gradient=backward)
             scorer = Scorer(model, state.adapter, temperature)
             if backward:
-                scores, gradient = _scores_and_gradient(scorer, hidden.detach(), batch, loss, config, sloped)
+                scores, gradient = _scores_and_gradient(scorer, hidden, batch, loss, config, sloped)
             else:
                 scores, gradient = scorer.logprobs(hidden, batch.score_targets), None
-            with torch.no_grad():
-                logprobs = batch.of_positions(scores)
-                elementwise = loss.compute(logprobs, batch.inputs, config)
+            logprobs = batch.of_positions(scores)
+            elementwise = loss.compute(logprobs, batch.inputs, config)
             if gradient is not None:  # last, because nothing may fail once gradients have been added
-                backpropagate(model, hidden, gradient, state.adapter, into)
+                backpropagate(model, carry_back, gradient, state.adapter, into)
         return logprobs, elementwise
 
     for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
@@ -156,10 +160,11 @@ def forward_backward(
     if not math.isfinite(loss_sum):
         raise _not_finite("loss", sorted(names[i] for i in broken))
     if backward:
-        if not _are_finite(gradients):
+        norm = _norm(gradients)
+        if not math.isfinite(norm):
             culprits = yield from _broken(model, examples, run)
             raise _not_finite("gradient", [names[i] for i in culprits])
-        state.accumulate(gradients, checked=True)
+        state.accumulate(gradients, norm)
     metrics = {
         "loss:sum": loss_sum,
         "tokens:sum": float(sum(len(example.tokens) for example in examples)),
@@ -182,17 +187,25 @@ def _broken(
         own: list[torch.Tensor] = []
         for _ in each_micro_batch(model, [example], partial(run, into=own)):
             pass
-        if not _are_finite(own):
+        if not math.isfinite(_norm(own)):
             broken.append(i)
     return broken
 
 
-def batch_hidden(model: BaseModel, adapter: Adapter, batch: MicroBatch) -> torch.Tensor:
-    """Hidden states (S, H) of the positions that are scored, with the graph that leads to the adapter."""
-    tokens_T = torch.tensor(batch.packed.tokens, device=model.device)
-    positions_T = torch.tensor(batch.packed.positions, device=model.device)
-    hidden_TH = model.hidden_states(tokens_T, positions_T, PackedPlan(batch.packed.segments), adapter)
-    return hidden_TH if batch.score_rows is None else hidden_TH[batch.score_rows]
+def batch_pass(
+    model: BaseModel, adapter: Adapter, batch: MicroBatch, gradient: bool = True
+) -> tuple[torch.Tensor, Backward]:
+    """Hidden states (S, H) of the positions that are scored, and what carries a gradient by them to the adapter's matrices."""
+    plan = PackedPlan(batch.packed.segments)
+    hidden_TH, backward = model.training_pass(*batch.packed.on(model.device), plan, adapter, gradient=gradient)
+    rows = batch.score_rows
+    if rows is None:
+        return hidden_TH, backward
+
+    def of_rows(by_hidden_SH: torch.Tensor) -> list[torch.Tensor | None]:
+        return backward(torch.zeros_like(hidden_TH).index_put_((rows,), by_hidden_SH, accumulate=True))
+
+    return hidden_TH[rows], of_rows
 
 
 def _read(logprobs: torch.Tensor, elementwise: torch.Tensor) -> tuple[npt.NDArray[np.float32], float]:
@@ -248,14 +261,13 @@ def _slopes(loss: LossFn, logprobs: torch.Tensor, inputs: Mapping[str, torch.Ten
 
 
 def backpropagate(
-    model: BaseModel, hidden: torch.Tensor, gradient: ScoreGradient, adapter: Adapter, gradients: list[torch.Tensor]
+    model: BaseModel, carry_back: Backward, gradient: ScoreGradient, adapter: Adapter, gradients: list[torch.Tensor]
 ) -> None:
     """Carry a gradient by the scored hidden states to the adapter's matrices and add it to `gradients`, empty at first."""
     parameters = adapter.parameters()
     parts: list[torch.Tensor | None] = [None] * len(parameters)
-    if hidden.requires_grad and not gradient.is_zero:
-        with model.shards.computing(Step.BACKWARD):
-            parts = list(torch.autograd.grad(hidden, parameters, gradient.hidden, allow_unused=True))
+    if not gradient.is_zero:
+        parts = carry_back(gradient.hidden)
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
         parts[place[id(matrix)]] = part
@@ -288,7 +300,7 @@ def optim_step(state: TrainState, params: tinker.AdamParams) -> tinker.types.Opt
             "optim_step without gradients: submit forward_backward first (it accumulates until optim_step)"
         )
     check_adam_params(params)
-    gradients = state.gradients
+    gradients, norm = state.gradients, state.norm
     state.clear()
-    grad_norm = state.optimizer.step(gradients, params)
+    grad_norm = state.optimizer.step(gradients, params, norm)
     return tinker.types.OptimStepResponse(metrics={"grad_norm": grad_norm})

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any, NoReturn
 
 from tinker_local_backend.engine import execution
@@ -34,11 +35,15 @@ from tinker_local_backend.wire.frames import Frame
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = "stats"
+"""The operation that the thread that reads carries out, whatever the engine's worker is at. It leaves all others to the worker:
+two threads that parse and compute at the same time wait for each other's hold of the interpreter, again and again."""
+
 _USER_ERRORS = (RequestError, ModelLoadError, CheckpointError)
 
 
 class EngineProcess:
-    """The loop that reads. The thread that answers is the channel's: the worker itself never waits for the socket."""
+    """The loop that reads. What it reads is begun on the engine's worker, in its order."""
 
     def __init__(self, sock: socket.socket):
         self._channel = Channel(sock, "tinker-local-answers")
@@ -58,7 +63,10 @@ class EngineProcess:
             ready = Frame({"error": str(error)})
         self._channel.send(lambda: ready)
         while (frame := self._channel.receive()) is not None:
-            self._take(frame)
+            if frame.fields["op"] == _AT_ONCE:
+                self._take(frame)
+            else:
+                self._engine.post(partial(self._take, frame)).add_done_callback(lambda closed: self._channel.send(_die))
 
     def _send(self, number: int, frame: Frame) -> None:
         self._channel.send(lambda: Frame({"id": number, **frame.fields}, frame.body))

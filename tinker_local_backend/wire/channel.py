@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO, cast
@@ -16,11 +17,12 @@ BUFFER_BYTES = 1 << 16
 """Read at a time: small frames come several together, and each call of the kernel lets go of the interpreter, for which the
 threads that compute would then have to wait."""
 
-_Outgoing = queue.SimpleQueue[Callable[[], Frame] | None]
-
 
 class Channel:
-    """Frames over a socket. Whoever sends never waits: a thread makes the frames and writes them, in their order.
+    """Frames over a socket, in the order in which they are sent. Whoever sends never waits for the other side.
+
+    A frame that the kernel takes at once is written by the thread that sends it: to wake another one takes longer than to
+    write, and both would wait for the interpreter. What the kernel does not take is left to a thread.
 
     Args:
         name: of that thread.
@@ -29,12 +31,43 @@ class Channel:
     def __init__(self, sock: socket.socket, name: str):
         self._socket = sock
         self._incoming = cast(BinaryIO, sock.makefile("rb", BUFFER_BYTES))
-        self._outgoing: _Outgoing = queue.SimpleQueue()
-        threading.Thread(target=_write, args=(sock, self._outgoing), name=name, daemon=True).start()
+        self._writing = threading.Lock()
+        self._left: deque[Callable[[], bytes]] = deque()
+        """what the thread writes; the first stays here until it is written"""
+        self._more: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """True for everything that was put there; False: the end"""
+        threading.Thread(target=self._write_left, name=name, daemon=True).start()
 
     def send(self, make: Callable[[], Frame]) -> None:
-        """Also from a finalizer. A frame that the other side no longer reads is dropped."""
-        self._outgoing.put(make)
+        """Also from a finalizer, which may interrupt another call. A frame that the other side no longer reads is dropped."""
+        if not self._left and self._writing.acquire(blocking=False):
+            try:
+                if not self._left:
+                    rest = self._begin(frames.encoded(make()))
+                    if rest:
+                        self._left.appendleft(lambda: rest)
+                        self._more.put(True)
+                    return
+            finally:
+                self._writing.release()
+        self._left.append(lambda: frames.encoded(make()))
+        self._more.put(True)
+
+    def _begin(self, data: bytes) -> bytes:
+        """Write as much as the kernel takes at once. Returns the rest."""
+        try:
+            return data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return data
+        except OSError:  # nobody is there any more; the reading side ends too
+            return b""
+
+    def _write_left(self) -> None:
+        with self._socket, suppress(OSError):
+            while self._more.get():
+                with self._writing:
+                    self._socket.sendall(self._left[0]())
+                    self._left.popleft()
 
     def receive(self) -> Frame | None:
         """Block until the next frame; None when either side has closed. On one thread."""
@@ -46,10 +79,4 @@ class Channel:
         """Drop what is not yet written, and let `receive` return None on both sides."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._outgoing.put(None)
-
-
-def _write(sock: socket.socket, outgoing: _Outgoing) -> None:
-    with sock, suppress(OSError):  # nobody is there any more; the reading side ends too
-        while (make := outgoing.get()) is not None:
-            frames.send(sock, make())
+        self._more.put(False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import struct
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -24,9 +23,9 @@ class Frame:
         return [_SIZES.pack(len(text), len(self.body)), text, self.body]
 
 
-def send(sock: socket.socket, frame: Frame) -> None:
-    """Blocks until the whole frame is with the kernel."""
-    sock.sendall(b"".join(frame.encode()))
+def encoded(frame: Frame) -> bytes:
+    """The frame in one piece."""
+    return b"".join(frame.encode())
 
 
 def receive(stream: BinaryIO) -> Frame | None:

@@ -63,8 +63,8 @@ def test_a_snapshot_that_training_changes_is_caught(case: Case, monkeypatch: pyt
 def test_a_wrong_gradient_is_caught(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     original = trainer.backpropagate
 
-    def wrong(model: Any, hidden: Any, gradient: Any, adapter: Any, gradients: list[torch.Tensor]) -> None:
-        original(model, hidden, gradient, adapter, gradients)
+    def wrong(model: Any, carry_back: Any, gradient: Any, adapter: Any, gradients: list[torch.Tensor]) -> None:
+        original(model, carry_back, gradient, adapter, gradients)
         largest = max(range(len(gradients)), key=lambda i: float(gradients[i].norm()))
         gradients[largest] *= 1.2
 
