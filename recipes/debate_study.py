@@ -28,6 +28,7 @@ from rich.console import Console
 from recipes.common import RL_LEARNING_RATE, RL_SHARE, by_model, open_log_path, settle
 from recipes.rl_common import TaskConfig, check_groups
 from tinker_cookbook import model_info
+from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.config_tree import with_default
@@ -415,7 +416,8 @@ def _processes(count: int) -> Iterator[Callable[..., Coroutine[Any, Any, Run]]]:
 def _run_process(arguments: tuple[CLIConfig, Path, str, int, Measured]) -> Run:
     with interruptible() as interrupts:
         try:
-            return interrupts.run(run_one(*arguments))
+            with closing_clients():
+                return interrupts.run(run_one(*arguments))
         except KeyboardInterrupt:
             _, _, protocol, seed, _ = arguments
             raise TrainingError(f"{protocol}, seed {seed}: interrupted; what it did is saved") from None

@@ -61,12 +61,18 @@ def check_user_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     return dict(metadata)
 
 
+LONGEST_TTL = 1000 * 365 * 24 * 3600
+"""Times far beyond have no date, and a checkpoint that could not be listed would spoil the list of all."""
+
+
 def expiry(ttl_seconds: float | None, now: float) -> float | None:
     """When something saved now expires. Raises RequestError unless the ttl is positive or None."""
     if ttl_seconds is None:
         return None
-    if isinstance(ttl_seconds, bool) or not isinstance(ttl_seconds, int | float) or not 0 < ttl_seconds < float("inf"):
-        raise RequestError(f"ttl_seconds must be positive or None, got {ttl_seconds}")
+    if isinstance(ttl_seconds, bool) or not isinstance(ttl_seconds, int | float) or not 0 < ttl_seconds <= LONGEST_TTL:
+        raise RequestError(
+            f"ttl_seconds must be positive and at most {LONGEST_TTL} (1,000 years), or None, got {ttl_seconds}"
+        )
     return now + ttl_seconds
 
 
