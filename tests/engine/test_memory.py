@@ -111,7 +111,7 @@ def always_recompute() -> Iterator[None]:
 
 
 def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[int, int]:
-    """Bytes of activations that the graph of a call keeps, and how often a linear of the body was applied.
+    """Bytes of activations that a call keeps for its gradient, and how often a linear of the body was applied.
 
     Through the modules, or with those of one input as one product (trained_layers.py).
     """

@@ -77,7 +77,7 @@ def _assert_close(found: Any, expected: Any, where: str, terms: float = 1.0) -> 
         for i, (one, other) in enumerate(zip(found, expected, strict=True)):
             _assert_close(one, other, f"{where}[{i}]")
     else:
-        np.testing.assert_allclose(found, expected, rtol=2 * CLOSE, atol=2 * CLOSE * terms, err_msg=where)
+        np.testing.assert_allclose(found, expected, rtol=CLOSE, atol=CLOSE * terms, err_msg=where)
 
 
 @pytest.mark.distributed

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -209,6 +210,29 @@ def test_lockstep_repeats_to_the_bit_while_samplers_go_on(tied_model: str, tmp_p
     kinds = [len(part) if isinstance(part, tuple) else "trained" for part in first[:-1]]
     assert 0 < kinds.index("trained") < len(kinds) - 1, "nothing was sampled meanwhile"
     assert_repeats(once(tmp_path / "second"), first)
+
+
+def test_what_is_posted_has_waited_since_it_was_posted(service: ServiceClient, training: TrainingClient) -> None:
+    """Also before the worker has looked at it."""
+    engine, futures = service._engine, []
+
+    def call() -> None:
+        futures.append(training.forward([cross_entropy_datum(3, 0)], "cross_entropy"))
+
+    before = engine.waits()
+    with held(service):
+        engine.post(call, counts=True)
+        time.sleep(0.2)
+        during = engine.waits()["arrival"]
+    while not futures:
+        time.sleep(0.001)
+    futures[0].result(SECONDS)
+    after = engine.waits()
+    assert during.waiting == 1 and during.longest_seconds >= 0.2
+    assert after["arrival"].waiting == 0 and after["arrival"].begun == 1 + (
+        before["arrival"].begun if "arrival" in before else 0
+    )
+    assert after["forward"].longest_seconds >= 0.2
 
 
 def test_closing_between_two_parts_ends_the_operation(tied_model: str, tmp_path: Path, small_passes: None) -> None:

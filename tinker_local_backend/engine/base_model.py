@@ -359,7 +359,10 @@ class BaseModel:
         adapter: Adapter,
         gradient: bool = True,
     ) -> tuple[torch.Tensor, Backward]:
-        """As `hidden_states`, and, with `gradient`, what carries one by them to the adapter's matrices."""
+        """As `hidden_states`, and what carries a gradient by them to the adapter's matrices: None for all without `gradient`.
+
+        Call both within `routed(adapter)`: layers may be recomputed.
+        """
         if gradient and self._trained is not None and isinstance(self.execution.packed(plan), PackedPlan):
             return self._trained.training_pass(tokens_T, positions_T, plan, adapter, self._recompute)
         with torch.set_grad_enabled(gradient):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
@@ -106,6 +107,8 @@ class Engine:
         """by client, the one whose turn it is first"""
         self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
         self._waits = Waits()
+        self._arrived: float | None = None
+        """when the call was posted that the worker is at"""
         self._watched: list[tuple[Ticket, OnProgress]] = []
         self._closing = False
         self._process = os.getpid()
@@ -123,7 +126,7 @@ class Engine:
         """As `submit`. Between the parts samplers go on, and other clients have their turns; the client's later ones wait."""
         future: Future[T] = Future()
         gate = self._gate()
-        number = self._waits.enter(kind)
+        number = self._waits.enter(kind, self._arrived if threading.current_thread() is self._worker else None)
 
         def run() -> Parts[None]:
             if not future.set_running_or_notify_cancel():
@@ -175,20 +178,34 @@ class Engine:
         self._enter(gate, _Work(future, take_in))
         return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
 
-    def post(self, call: Callable[[], None]) -> Future[None]:
+    def post(self, call: Callable[[], None], counts: bool = False) -> Future[None]:
         """Run `call`, which must not raise, on the worker between two of its turns.
+
+        With `counts` it is in `waits` until then, as an "arrival", and what it submits has waited since now.
 
         The future ends only when that cannot be, with EngineClosedError.
         """
         never: Future[None] = Future()
-        self._receive([_Work(never, call)])
+        arrived = time.monotonic()
+        number = self._waits.enter("arrival", arrived) if counts else None
+
+        def run() -> None:
+            if number is None:
+                call()
+                return
+            self._waits.begin(number)
+            self._arrived = arrived
+            call()
+            self._arrived = None
+
+        self._receive([_Work(never, run)])
         return never
 
     def waits(self) -> dict[str, Wait]:
         """How long operations of each kind have waited until they were begun. On any thread, at any time.
 
-        Kinds are forward, forward_backward, forward_backward_custom, optim_step, save_state, save_weights_for_sampler, snapshot,
-        load_state, create_client and other. Sampling is in `sampler_stats`.
+        Kinds are arrival (what was posted and is not taken in), forward, forward_backward, forward_backward_custom, optim_step,
+        save_state, save_weights_for_sampler, snapshot, load_state, create_client and other. Sampling is in `sampler_stats`.
         """
         return self._waits.now()
 

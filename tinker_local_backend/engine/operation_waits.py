@@ -26,10 +26,10 @@ class Waits:
         self._waiting: dict[int, tuple[str, float]] = {}
         self._begun: dict[str, tuple[int, float]] = {}
 
-    def enter(self, kind: str) -> int:
-        """A request has come. Returns its number."""
+    def enter(self, kind: str, since: float | None = None) -> int:
+        """A request has come, now or at this time of the monotonic clock. Returns its number."""
         number = next(self._numbers)
-        self._waiting[number] = kind, time.monotonic()
+        self._waiting[number] = kind, time.monotonic() if since is None else since
         return number
 
     def begin(self, number: int) -> None:

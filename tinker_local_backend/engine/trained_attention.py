@@ -19,7 +19,7 @@ SHORT = 64
 whole heads are then faster than the fused kernel, which works in small blocks and computes them a second time."""
 
 LEAST_HALVED = 32
-"""Tokens from which on a sequence is taken in two halves: a quarter of the scores is then never computed."""
+"""Tokens from which on, up to SHORT, a sequence is taken in two halves: a quarter of the scores is then never computed."""
 
 _softmax_backward = torch._softmax_backward_data  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -164,7 +164,7 @@ def _short_bias(repeat: int, dtype: torch.dtype) -> torch.Tensor:
 
     That of a shorter sequence is its corner.
     """
-    return PackedPlan([]).bias(0, SHORT, None, torch.empty(0, dtype=dtype), repeat)
+    return PackedPlan([]).bias(0, SHORT, None, torch.empty(0, dtype=dtype, device="cpu"), repeat)
 
 
 def _grouped(tensor_THD: torch.Tensor, run: Run, kv_heads: int) -> torch.Tensor:

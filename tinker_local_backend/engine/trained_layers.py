@@ -101,7 +101,7 @@ class TrainedLayers:
             for layer, head_norm in zip(self.layers, self._head_norms, strict=True)
         ]
         whole = _Pass(layers, self.final_norm, recompute)
-        return whole, whole.forward(x_TH, kept)
+        return whole, whole.forward(x_TH, kept if whole.trains else None)
 
     def _rotation_of(self, x_TH: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine, and sine with the sign of the half that is rotated in: (T, query heads + key heads, D)."""

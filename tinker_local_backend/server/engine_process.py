@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from tinker_local_backend.engine import execution
+from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import (
@@ -43,11 +44,13 @@ _USER_ERRORS = (RequestError, ModelLoadError, CheckpointError)
 
 
 class EngineProcess:
-    """The loop that reads. What it reads is begun on the engine's worker, in its order."""
+    """The loop that reads. What it reads, but for `_AT_ONCE`, is begun on the engine's worker, in its order."""
 
     def __init__(self, sock: socket.socket):
         self._channel = Channel(sock, "tinker-local-answers")
-        self._engine = Engine(make_sampler=make_sampler)
+        self._engine = Engine(make_sampler=make_sampler, load_model=self._base_model)
+        self._most_tokens: int | None = None
+        """of a sequence, where that is less than a model's context"""
         self._operations = Operations(self._engine, self._send)
         self._running: dict[int, Future[Any]] = {}
 
@@ -58,7 +61,8 @@ class EngineProcess:
             return
         try:
             check_environment()
-            ready = Frame({"models": [self._load(name, first.fields["tokens"]) for name in first.fields["models"]]})
+            self._most_tokens = first.fields["tokens"]
+            ready = Frame({"models": [self._load(name) for name in first.fields["models"]]})
         except LocalBackendError as error:
             ready = Frame({"error": str(error)})
         self._channel.send(lambda: ready)
@@ -66,15 +70,19 @@ class EngineProcess:
             if frame.fields["op"] == _AT_ONCE:
                 self._take(frame)
             else:
-                self._engine.post(partial(self._take, frame)).add_done_callback(lambda closed: self._channel.send(_die))
+                posted = self._engine.post(partial(self._take, frame), counts=True)
+                posted.add_done_callback(lambda closed: self._channel.send(_die))
 
     def _send(self, number: int, frame: Frame) -> None:
         self._channel.send(lambda: Frame({"id": number, **frame.fields}, frame.body))
 
-    def _load(self, name: str, tokens: int | None) -> dict[str, object]:
-        """Load a model, of whose context at most so many tokens are used."""
+    def _base_model(self, name: str) -> BaseModel:
+        model = BaseModel(name)
+        model.context_length = min(model.context_length, self._most_tokens or model.context_length)
+        return model
+
+    def _load(self, name: str) -> dict[str, object]:
         model = self._engine.submit("models", lambda: self._engine.load(name)).result()
-        model.context_length = min(model.context_length, tokens or model.context_length)
         return {
             "name": name,
             "arch": model.config.model_type,

@@ -26,7 +26,7 @@ from tinker_local_backend.wire.frames import Frame
 
 Fields = Mapping[str, Any]
 Reply = tuple[EngineFuture[Any], Callable[[Any], Frame]]
-"""What is waited for, and how its result is put into a frame, which happens off the engine's worker."""
+"""What is waited for, and how its result is put into a frame, by the thread that ends it."""
 
 
 class Operations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -29,17 +30,22 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, name: str):
-        self._socket = sock
+        self._socket, self._process = sock, os.getpid()
         self._incoming = cast(BinaryIO, sock.makefile("rb", BUFFER_BYTES))
         self._writing = threading.Lock()
-        self._left: deque[Callable[[], bytes]] = deque()
+        self._left: deque[Callable[[], bytes | memoryview]] = deque()
         """what the thread writes; the first stays here until it is written"""
         self._more: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """True for everything that was put there; False: the end"""
         threading.Thread(target=self._write_left, name=name, daemon=True).start()
 
     def send(self, make: Callable[[], Frame]) -> None:
-        """Also from a finalizer, which may interrupt another call. A frame that the other side no longer reads is dropped."""
+        """Also from a finalizer, which may interrupt another call. A frame that the other side no longer reads is dropped.
+
+        So are those of a forked child, whose copy of the socket is its parent's connection.
+        """
+        if os.getpid() != self._process:
+            return
         if not self._left and self._writing.acquire(blocking=False):
             try:
                 if not self._left:
@@ -53,14 +59,15 @@ class Channel:
         self._left.append(lambda: frames.encoded(make()))
         self._more.put(True)
 
-    def _begin(self, data: bytes) -> bytes:
+    def _begin(self, data: bytes) -> memoryview:
         """Write as much as the kernel takes at once. Returns the rest."""
+        rest = memoryview(data)
         try:
-            return data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+            return rest[self._socket.send(data, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
-            return data
+            return rest
         except OSError:  # nobody is there any more; the reading side ends too
-            return b""
+            return rest[:0]
 
     def _write_left(self) -> None:
         with self._socket, suppress(OSError):
@@ -77,6 +84,8 @@ class Channel:
 
     def close(self) -> None:
         """Drop what is not yet written, and let `receive` return None on both sides."""
+        if os.getpid() != self._process:
+            return
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._more.put(False)

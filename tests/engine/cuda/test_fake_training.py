@@ -39,7 +39,7 @@ def train(library: Path, model: str, *plant: str) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_training_stays_on_the_device_and_reads_once_per_pass_call_and_step(library: Path, untied_model: str) -> None:
+def test_training_stays_on_the_device_and_reads_once_per_pass_and_call(library: Path, untied_model: str) -> None:
     done = train(library, untied_model)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 12, "six losses, with layers kept and recomputed"
