@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,17 +119,21 @@ def failing_device() -> Iterator[list[int]]:
 
     Counts large passes and failures.
     """
-    hidden_states, counts = BaseModel.hidden_states, [0, 0]
+    counts = [0, 0]
 
-    def fails_now_and_then(self: BaseModel, tokens_T: torch.Tensor, *rest: Any) -> torch.Tensor:
-        counts[0] += len(tokens_T) > SAFE_TOKENS
-        if len(tokens_T) > SAFE_TOKENS and counts[0] % PASSES_PER_FAILURE == 0:
-            counts[1] += 1
-            raise torch.OutOfMemoryError("injected")
-        return hidden_states(self, tokens_T, *rest)
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def fails_now_and_then(self: BaseModel, tokens_T: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            counts[0] += len(tokens_T) > SAFE_TOKENS
+            if len(tokens_T) > SAFE_TOKENS and counts[0] % PASSES_PER_FAILURE == 0:
+                counts[1] += 1
+                raise torch.OutOfMemoryError("injected")
+            return original(self, tokens_T, *rest, **options)
+
+        return fails_now_and_then
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BaseModel, "hidden_states", fails_now_and_then)
+        for name in ("hidden_states", "training_pass"):
+            patch.setattr(BaseModel, name, failing(getattr(BaseModel, name)))
         yield counts
 
 
@@ -184,7 +188,7 @@ def test_ten_thousand_queued_requests(
         samplers = [base, *(client.save_weights_and_get_sampling_client().result() for client in clients)]
         for number in range(ROUNDS):
             lines.append(one_round(number, clients, samplers, rng))
-            used.append(usage(tmp_path))
+            used.append(usage(service, tmp_path))
         waits = service._engine.waits()
         (stats,) = service._engine.sampler_stats().values()
     assert stats.waiting == stats.running == 0 and not any(wait.waiting for wait in waits.values())

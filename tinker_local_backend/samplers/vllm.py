@@ -149,9 +149,14 @@ class VllmSampler:
         if request.scoring.wanted:
             self._score(ticket)
         if ticket.on_done is not None:
-            ticket.on_done(lambda _: self._post(partial(self._let_go, ticket)) if ticket.cancelled() else None)
+            ticket.on_done(lambda _: self._free(ticket))
         self._held.append(ticket)
         self._order()
+
+    def _free(self, ticket: Ticket) -> None:
+        """Its request has ended, on any thread."""
+        if ticket.cancelled():
+            self._post(partial(self._let_go, ticket))
 
     def step(self) -> None:
         self._scorer.step()
