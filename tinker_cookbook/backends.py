@@ -174,36 +174,45 @@ def _is_remote(client: object) -> bool:
     return any(client is remote for remote in list(_remote_clients))
 
 
+class _End:
+    """How a body ended."""
+
+    status: EndStatus = "errored"
+
+    @contextmanager
+    def noted(self) -> Generator[None]:
+        try:
+            yield
+            self.status = "success"
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self.status = "interrupted"
+            raise
+
+
 @contextmanager
 def closing_clients() -> Generator[None]:
     """Close, after the body, what `create_service_client` made of servers within it, also for those who kept only a sampler."""
     made: list[Any] = []
     token = _made.set(made)
-    status: EndStatus = "errored"
+    end = _End()
     try:
-        yield
-        status = "success"
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        status = "interrupted"
-        raise
+        with end.noted():
+            yield
     finally:
         _made.reset(token)
-        _close(made, status)
+        _close(made, end.status)
 
 
 @asynccontextmanager
 async def closed_afterwards(client: ServiceClient) -> AsyncGenerator[None]:
     """Run the body, then close the client if it is a server's; a local one may be shared and ends with its last user."""
-    status: EndStatus = "errored"
+    end = _End()
     try:
-        yield
-        status = "success"
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        status = "interrupted"
-        raise
+        with end.noted():
+            yield
     finally:
         if _is_remote(client):
-            await asyncio.to_thread(_close, [client], status)
+            await asyncio.to_thread(_close, [client], end.status)
 
 
 def serve_as_replica() -> None:
