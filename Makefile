@@ -31,7 +31,7 @@ help:
 	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
-	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: eight minutes"
+	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard and matplotlib themselves: a minute"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
