@@ -17,6 +17,7 @@ __all__ = [
     "EvalGradingError",
     "EvalTimeoutError",
     "GroupFailedError",
+    "MissingPackageError",
     "RendererError",
     "RolloutTimeoutError",
     "SandboxError",
@@ -37,6 +38,10 @@ class TinkerCookbookError(Exception):
 
 class ConfigurationError(TinkerCookbookError, ValueError):
     """A configuration value is wrong. The message names the field, the value and the fix."""
+
+
+class MissingPackageError(ConfigurationError, ImportError):
+    """What was asked for needs a package that is not installed, or is not in this library. The message says what to do."""
 
 
 class DataError(TinkerCookbookError, ValueError):
