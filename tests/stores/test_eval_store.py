@@ -78,10 +78,10 @@ def test_bad_names_damaged_files_and_stores_without_a_folder(store: EvalStore, t
     for run_id in ("..", "a/b", ""):
         with pytest.raises(ConfigurationError, match="run_id"):
             store.delete_run(run_id)
-    with pytest.raises(DataFormatError, match="RunMetadata: .*missing"):
+    with pytest.raises(DataFormatError, match=r"RunMetadata: .*missing"):
         RunMetadata.from_dict({"run_id": "r", "later": 1})
     store.storage.write("eval/runs/r/metadata.json", b"{")
-    with pytest.raises(DataFormatError, match="metadata.json"):
+    with pytest.raises(DataFormatError, match=r"metadata\.json"):
         store.list_runs()
     remote = EvalStore(FsspecStorage(fsspec.filesystem("memory"), "eval-store"))
     with pytest.raises(ConfigurationError, match="no local folder"):

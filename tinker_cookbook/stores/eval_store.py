@@ -256,9 +256,11 @@ class EvalStore:
     def delete_run(self, run_id: str) -> None:
         """Remove the files of a run, and its folders where nothing else is in them. The index keeps its line."""
         for name in self.storage.list_dir(self._run(run_id)):
-            for file in (_RESULT, _TRAJECTORIES):
-                self.storage.remove(self._run(run_id, name, file))
-            self.storage.remove_dir(self._run(run_id, name))
+            paths = [self._run(run_id, name, file) for file in (_RESULT, _TRAJECTORIES)]
+            if found := [path for path in paths if self.storage.exists(path)]:
+                for path in found:
+                    self.storage.remove(path)
+                self.storage.remove_dir(self._run(run_id, name))
         for file in (_METADATA, _SUMMARY):
             self.storage.remove(self._run(run_id, file))
         self.storage.remove_dir(self._run(run_id))
