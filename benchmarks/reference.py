@@ -102,7 +102,7 @@ def datum_loss(
             min(w, config["weight_cap"]) if config["token_ratio_low"] <= w <= config["token_ratio_high"] else 0.0
             for w in own.exp().tolist()
         ]
-        return -(torch.tensor(weights) * (lp - lp.detach() + 1) * advantages).sum()
+        return -(lp.new_tensor(weights) * (lp - lp.detach() + 1) * advantages).sum()
     bounds = config["clip_low_threshold"], config["clip_high_threshold"]
     if loss_fn == "cispo":
         return -(ratio.clamp(*bounds).detach() * lp * advantages).sum()
