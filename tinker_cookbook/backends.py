@@ -127,11 +127,16 @@ def leaves_experts(config: Any) -> bool:
     return has_experts(config)
 
 
-def create_service_client(backend: str | None = None, base_url: str | None = None) -> ServiceClient:
+def create_service_client(
+    backend: str | None = None, base_url: str | None = None, display_name: str | None = None
+) -> ServiceClient:
     """A service client of the chosen engine.
 
     The local one is deterministic: one loop drives it, and the same program gets the same bits. It is shared within the
     process while anyone holds it, so that a policy, a judge and a teacher on the same base model share its weights.
+
+    Args:
+        display_name: of the session, for people. The local client is a session; whoever makes it names it.
 
     Raises:
         ConfigurationError: the hosted service, or the server at `base_url`, is there and does not take the key.
@@ -142,7 +147,7 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
         address, name = server_watch.server_address(base_url)
         if (key := environment.read("TINKER_API_KEY")) is not None:
             server_watch.check_key(address, name, key)
-        client = tinker.ServiceClient(base_url=base_url)
+        client = tinker.ServiceClient(base_url=base_url, display_name=display_name)
         server_watch.ServerWatch(address, name, client)
         _remote_clients.add(client)
         if (made := _made.get()) is not None:
@@ -154,7 +159,9 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves where this pointed when it was made
     client = _local_clients.get(home)
     if client is None:
-        client = _local_clients[home] = tinker_local_backend.ServiceClient(deterministic=True)
+        client = _local_clients[home] = tinker_local_backend.ServiceClient(
+            deterministic=True, display_name=display_name
+        )
     return cast(ServiceClient, client)
 
 

@@ -121,6 +121,10 @@ class UpdateOptions(RunOptions):
 class RLOptions(UpdateOptions):
     """Settings of the reinforcement learning loop."""
 
+    rollout_json_export: bool = chz.field(
+        default=True,
+        doc="write a line per rollout, without its tokens, of each step and evaluation: *_rollout_summaries.jsonl",
+    )
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
     top_p: float = chz.field(
@@ -201,6 +205,9 @@ class Config(RLOptions, RunConfig):
     learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    num_epochs: int = chz.field(
+        default=1, doc="passes over the dataset's batches; max_steps may end the run before", validator=chz.validators.gt(0)
+    )
 
 
 def check_config(config: Config) -> None:
