@@ -252,6 +252,19 @@ def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextMan
         spans.listen(opener)
 
 
+def client_classes() -> list[tuple[type, type]]:
+    """The classes of clients that sample and that train: the SDK's, and the local engine's."""
+    # Named by their modules: while a program runs on the local engine, the names in `tinker` are those of its classes.
+    from tinker.lib.public_interfaces import sampling_client, training_client
+
+    import tinker_local_backend as local
+
+    return [
+        (sampling_client.SamplingClient, training_client.TrainingClient),
+        (local.SamplingClient, local.TrainingClient),
+    ]
+
+
 def is_engine_error(error: BaseException) -> bool:
     """Whether an engine raised this on purpose: its message says what is wrong, and a traceback adds nothing."""
     import tinker
