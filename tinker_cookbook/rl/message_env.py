@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, ParseFailure, Renderer, classify_parse_failure
-from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
+from tinker_cookbook.renderers import Message, ParseFailureKind, Renderer, classify_parse_failure
+from tinker_cookbook.renderers.renderer import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolErrors, ToolExecution
@@ -186,7 +186,7 @@ class EnvFromMessageEnv(Env):
             return await self._step_env(message, 0.0, self._flags())
         if self.parse_error_policy is not None:
             return await self._answer_error(message, failure, self.parse_error_policy)
-        if failure is ParseFailure.CONTENT and self.message_env.takes_unparsed_calls:
+        if failure[0] is ParseFailureKind.CONTENT and self.message_env.takes_unparsed_calls:
             return await self._step_env(message, 0.0, self._flags("parse_error"))
         if self.terminate_on_parse_error:
             return self._end(self.failed_parse_reward, StopReason.PARSE_ERROR, self._flags("parse_error"))
@@ -200,16 +200,16 @@ class EnvFromMessageEnv(Env):
             return StepResult(reward, True, self._prompt, self._stop, metrics, result.logs)
         return self._go_on(result.next_messages, reward, metrics, result.logs, result.next_stop_condition)
 
-    async def _answer_error(self, message: Message, failure: ParseFailure, policy: ParseErrorPolicy) -> StepResult:
+    async def _answer_error(self, message: Message, failure: tuple[ParseFailureKind, str], policy: ParseErrorPolicy) -> StepResult:
         metrics = self._flags("parse_error")
         if policy.mask_error_turns:
             metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1
         self._errors_in_a_row += 1
-        if failure is ParseFailure.STRUCTURAL or self._errors_in_a_row > policy.max_consecutive:
+        kind, details = failure
+        if kind is ParseFailureKind.STRUCTURAL or self._errors_in_a_row > policy.max_consecutive:
             reward = policy.terminal_reward - policy.penalty_per_error
             return self._end(reward, StopReason.PARSE_ERROR, metrics)
-        errors = "; ".join(call.error for call in message.get("unparsed_tool_calls", []))
-        answer: Message = {"role": "user", "content": policy.retry_message(errors)}
+        answer: Message = {"role": "user", "content": policy.retry_message(details.replace("\n", "; "))}
         return self._go_on(await self._added([message, answer]), -policy.penalty_per_error, metrics)
 
     async def _added(self, messages: list[Message]) -> list[Message]:
