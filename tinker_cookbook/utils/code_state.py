@@ -40,9 +40,10 @@ def code_state(modules: Sequence[str | ModuleType] = ("tinker_cookbook",)) -> st
 
 def _folder(module: ModuleType) -> Path:
     places = [*getattr(module, "__path__", [])]
-    if not places and module.__file__ is None:
+    file = getattr(module, "__file__", None)
+    if not places and file is None:
         raise ImportError(f"module {module.__name__} has no file")
-    return Path(places[0]).resolve() if places else Path(module.__file__ or "").resolve().parent
+    return Path(places[0]).resolve() if places else Path(str(file)).resolve().parent
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
