@@ -20,6 +20,7 @@ from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 T = TypeVar("T")
 C = TypeVar("C", bound="CommonConfig")
@@ -32,7 +33,7 @@ TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
 """What suits the shipped models, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 RL_SHARE = 0.1
-"""Of `get_lr`, which is for supervised learning; with less, a loop over rewards or preferences warns."""
+"""Of `get_lr`, which is for supervised learning; with less, a loop over rewards warns."""
 """What suits real models to begin with; rank does not matter, model size and data do."""
 
 
@@ -148,7 +149,8 @@ def run_config(
     **own: Any,
 ) -> R:
     """A loop's config from settled keys and `own`, checked; the run's folder (named after `folder`) is settled last."""
-    config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": ""} | own))
+    name = cli.session_name or default_cookbook_session_name(recipe, cli.name, wandb_name=cli.wandb_name)
+    config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": "", "session_name": name} | own))
     check(config)
     return chz.replace(config, log_path=open_log_path(cli, recipe, *folder))
 
