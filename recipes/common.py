@@ -33,7 +33,7 @@ TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
 """What suits the shipped models, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 RL_SHARE = 0.1
-"""Of `get_lr`, which is for supervised learning; with less, a loop over rewards or preferences warns."""
+"""Of `get_lr`, which is for supervised learning; with less, a loop over rewards warns."""
 """What suits real models to begin with; rank does not matter, model size and data do."""
 
 

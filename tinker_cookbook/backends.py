@@ -269,7 +269,8 @@ def sampling_params(client: object, min_p: float, **fields: Any) -> Any:
 
     if min_p == 0:
         return tinker.SamplingParams(**fields)
-    if isinstance(client, tinker.SamplingClient):
+    (hosted, _), _ = client_classes()
+    if isinstance(client, hosted):
         raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
     import tinker_local_backend
 
@@ -282,6 +283,19 @@ def check_min_p(min_p: float, backend: Backend) -> None:
         raise ConfigurationError(f"min_p={min_p}: must be between 0 (no limit) and 1")
     if min_p > 0 and backend != "local":
         raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
+
+
+def client_classes() -> list[tuple[type, type]]:
+    """The classes of clients that sample and that train: the SDK's, and the local engine's."""
+    # Named by their modules: while a program runs on the local engine, the names in `tinker` are those of its classes.
+    from tinker.lib.public_interfaces import sampling_client, training_client
+
+    import tinker_local_backend as local
+
+    return [
+        (sampling_client.SamplingClient, training_client.TrainingClient),
+        (local.SamplingClient, local.TrainingClient),
+    ]
 
 
 def is_engine_error(error: BaseException) -> bool:

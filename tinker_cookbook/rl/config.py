@@ -209,7 +209,9 @@ class Config(RLOptions, RunConfig):
     # The recipes here stop such a run; a script of one's own finds its end where it expects it, with a warning.
     on_zero_advantages: ZeroAdvantages = with_default(RLOptions, "on_zero_advantages", "skip")
     num_epochs: int = chz.field(
-        default=1, doc="passes over the dataset's batches; max_steps may end the run before", validator=chz.validators.gt(0)
+        default=1,
+        doc="passes over the dataset's batches; max_steps may end the run before",
+        validator=chz.validators.gt(0),
     )
 
 
