@@ -29,6 +29,10 @@ class TokensWithLogprobs:
     tokens: list[int]
     maybe_logprobs: list[float] | None
     stop_reason: tinker.StopReason = "stop"
+    sequence_id: str | None = None
+    """what the engine calls the sample, for provenance; None: the completer has no such name"""
+    prompt_cache_hit_tokens: int = 0
+    """tokens of the prompt that the engine did not compute again"""
 
     @property
     def logprobs(self) -> list[float]:
@@ -103,14 +107,21 @@ class TinkerTokenCompleter(TokenCompleter):
         params = tinker.SamplingParams(
             max_tokens=limit, temperature=self.temperature, stop=stop, seed=seed, top_k=self.top_k, top_p=self.top_p
         )
-        sequence = (await _sample(self.sampling_client, model_input, params)).sequences[0]
+        response = await _sample(self.sampling_client, model_input, params)
+        sequence = response.sequences[0]
         logprobs = sequence.logprobs
         if logprobs is None or len(logprobs) != len(sequence.tokens):
             raise DataValidationError(
                 f"the sampler returned {len(sequence.tokens)} tokens and "
                 f"{'no' if logprobs is None else len(logprobs)} logprobs; each token needs one"
             )
-        return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason)
+        return TokensWithLogprobs(
+            list(sequence.tokens),
+            list(logprobs),
+            sequence.stop_reason,
+            sequence.sequence_id or None,
+            response.prompt_cache_hit_tokens or 0,
+        )
 
     def fork(self, *key: int | str) -> Self:
         if self.seed is None:

@@ -9,7 +9,7 @@ import pytest
 import tinker
 import torch
 
-from tests.engine.helpers import STEP, datum, gradients, make_training_client, policy_datum, prompt
+from tests.engine.helpers import STEP, gradients, make_training_client, policy_datum, prompt, sampled_datum
 from tests.engine.test_losses_functions import column, policy_inputs, value_and_gradient
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.losses import LOSSES, RatioStats
@@ -111,35 +111,13 @@ def recorder(client: TrainingClient) -> SamplingClient:
 
 
 def datum_of(sequence: tinker.SampledSequence, advantage: float = 1.0) -> tinker.Datum:
-    """As 0.6.1's rl_loop makes it: targets inside the prompt are 0."""
-    tokens, logprobs, before = list(sequence.tokens), sequence.logprobs, len(PROMPT) - 1
-    assert logprobs is not None
-    made = datum(
-        [*PROMPT, *tokens[:-1]],
-        target_tokens=np.array([0] * before + tokens),
-        logprobs=np.array([0.0] * before + list(logprobs), dtype=np.float32),
-        advantages=np.array([0.0] * before + [advantage] * len(tokens), dtype=np.float32),
-    )
-    name = sequence.sequence_id
-    of_prompt, of_sample = tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan
-    return made.with_provenance(
-        model_input=[
-            of_prompt(sequence_id=name, length=len(PROMPT)),
-            of_sample(sequence_id=name, length=len(tokens) - 1),
-        ],
-        loss_fn_inputs=[
-            of_prompt(sequence_id=name, offset=1, length=before),
-            of_sample(sequence_id=name, length=len(tokens)),
-        ],
-    )
+    return sampled_datum(PROMPT, sequence, advantage)
 
 
 def changed(one: tinker.Datum, key: str, position: int, by: float) -> tinker.Datum:
     array = one.loss_fn_inputs[key].to_numpy().copy()
     array[position] += by
-    return dataclasses.replace(
-        one, loss_fn_inputs={**one.loss_fn_inputs, key: tinker.TensorData.from_numpy(array)}
-    )
+    return dataclasses.replace(one, loss_fn_inputs={**one.loss_fn_inputs, key: tinker.TensorData.from_numpy(array)})
 
 
 def respanned(one: tinker.Datum, **changes: object) -> tinker.Datum:
@@ -165,7 +143,9 @@ class TestProvenance:
         client.optim_step(STEP).result()
         assert len(memory) == before
         client.forward([datum_of(good)], LOSS).result()
-        with pytest.raises(RequestError, match=r"data\[0\]: model_input\[0:4\]: this engine knows no sequence .* trained on"):
+        with pytest.raises(
+            RequestError, match=r"data\[0\]: model_input\[0:4\]: this engine knows no sequence .* trained on"
+        ):
             client.forward([datum_of(good)], LOSS, {"verify_provenance": 1}).result()
 
     def test_a_client_that_does_not_record_leaves_nothing(self, client: TrainingClient) -> None:
@@ -179,7 +159,10 @@ class TestProvenance:
         wrong_prompt = dataclasses.replace(one, model_input=prompt([*tokens[:2], 9, *tokens[3:]]))
         assert other.loss_fn_input_spans is not None
         cases = [
-            (changed(one, "logprobs", first + 1, 1e-6), r"loss_fn_inputs\[3:9\]: position 1 has .*, but logprobs\[1\] of"),
+            (
+                changed(one, "logprobs", first + 1, 1e-6),
+                r"loss_fn_inputs\[3:9\]: position 1 has .*, but logprobs\[1\] of",
+            ),
             (changed(one, "target_tokens", first, 1), r"position 0 has \d+, but tokens\[0\] of sequence"),
             (wrong_prompt, r"model_input\[0:4\]: position 2 has 9, but prompt\[2\] of sequence .* is 7"),
             (changed(one, "advantages", 0, 0.5), r"\[0:3\] is of a prompt, says its provenance, and has advantages"),
@@ -197,7 +180,9 @@ class TestProvenance:
         for bad, message in cases:
             with pytest.raises(RequestError, match=message):
                 client.forward([other, bad], LOSS).result()
-        client.forward([other, changed(one, "target_tokens", 0, 3)], LOSS).result()  # inside the prompt: carries no loss
+        client.forward(
+            [other, changed(one, "target_tokens", 0, 3)], LOSS
+        ).result()  # inside the prompt: carries no loss
 
     def test_other_losses_take_any_provenance(self, client: TrainingClient) -> None:
         one = datum_of(sampled(recorder(client), 1)[0])

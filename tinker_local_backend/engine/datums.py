@@ -123,7 +123,9 @@ def _check_bounds(complete: Mapping[str, float]) -> None:
         if complete.get(key, 0.0) < 0:
             raise RequestError(f"loss_fn_config[{key!r}] must be at least 0, got {complete[key]}")
     if complete.get("weight_cap", 1.0) == 0:
-        raise RequestError("loss_fn_config['weight_cap'] is 0, which trains nothing; give the largest weight, 2 for example")
+        raise RequestError(
+            "loss_fn_config['weight_cap'] is 0, which trains nothing; give the largest weight, 2 for example"
+        )
     for low, high in (("clip_low_threshold", "clip_high_threshold"), ("token_ratio_low", "token_ratio_high")):
         if complete.get(low, 0.0) > complete.get(high, np.inf):
             raise RequestError(f"loss_fn_config: {low} {complete[low]} is above {high} {complete[high]}")
