@@ -20,6 +20,7 @@ from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 T = TypeVar("T")
 C = TypeVar("C", bound="CommonConfig")
@@ -148,7 +149,8 @@ def run_config(
     **own: Any,
 ) -> R:
     """A loop's config from settled keys and `own`, checked; the run's folder (named after `folder`) is settled last."""
-    config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": ""} | own))
+    name = cli.session_name or default_cookbook_session_name(recipe, cli.name, wandb_name=cli.wandb_name)
+    config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": "", "session_name": name} | own))
     check(config)
     return chz.replace(config, log_path=open_log_path(cli, recipe, *folder))
 

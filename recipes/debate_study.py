@@ -12,15 +12,11 @@ held-out items; intervals (95 %) come from drawing seeds and items again.
 """
 
 import asyncio
-import multiprocessing
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import chz
 from rich.console import Console
@@ -45,6 +41,7 @@ from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, changed_keys
 from tinker_cookbook.utils.files import read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
+from tinker_cookbook.utils.processes import processes
 from tinker_cookbook.utils.secrets import redact
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
@@ -369,10 +366,11 @@ async def study(cli: CLIConfig) -> list[Run]:
         }
         asked = [(protocol, seed) for seed in cli.seeds for protocol in cli.protocols]
         found, order = dict(earlier), dict.fromkeys([*asked, *earlier])
-        with _processes(cli.processes) as start:
+        # Processes, not threads: an engine computes on one core, and each run has one of its own.
+        with processes(cli.processes) as start:
 
             async def finish(one: tuple[str, int]) -> None:
-                found[one] = run = await start(cli, folder, *one, before[one[0]])
+                found[one] = run = await start(_run_process, cli, folder, *one, before[one[0]])
                 write_results(folder, [found[other] for other in order if other in found])
                 print(told(run), flush=True)
 
@@ -392,34 +390,13 @@ def told(run: Run) -> str:
     )
 
 
-@contextmanager
-def _processes(count: int) -> Iterator[Callable[..., Coroutine[Any, Any, Run]]]:
-    """Runs `run_one`, so many at a time. When the body is left early, runs under way are ended as by Ctrl-C, which saves them."""
-    # Processes, not threads: an engine computes on one core, and each run has one of its own.
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
-    slots = asyncio.Semaphore(count)  # the pool itself would take up more than it can run, and not let go of it
-
-    async def start(*arguments: Any) -> Run:
-        async with slots:
-            return await asyncio.get_running_loop().run_in_executor(pool, _run_process, arguments)
-
-    try:
-        yield start
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _run_process(arguments: tuple[CLIConfig, Path, str, int, Measured]) -> Run:
+def _run_process(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
+    """`run_one`, in a process of its own."""
     with interruptible() as interrupts:
         try:
             with closing_clients():
-                return interrupts.run(run_one(*arguments))
+                return interrupts.run(run_one(cli, folder, protocol, seed, before))
         except KeyboardInterrupt:
-            _, _, protocol, seed, _ = arguments
             raise TrainingError(f"{protocol}, seed {seed}: interrupted; what it did is saved") from None
 
 

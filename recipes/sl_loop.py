@@ -26,6 +26,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinker_cookbook.utils.ml_log import Logger
+from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 
 @chz.chz(typecheck=True)
@@ -38,6 +39,7 @@ class CLIConfig:
     )
     file: str = chz.field(default=str(EXAMPLE_DATA / "conversations.jsonl"), doc="JSONL file of conversations")
     backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
+    session_name: str | None = chz.field(default=None, doc="what the service's console and lists call the run's session")
     log_path: str = chz.field(
         default_factory=lambda: default_log_path("sl_loop", time.strftime("%Y%m%d_%H%M%S")),
         doc="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
@@ -67,7 +69,9 @@ async def main(cli: CLIConfig) -> None:
 
 
 async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: Logger) -> None:
-    service = backends.create_service_client(cli.backend)
+    service = backends.create_service_client(
+        cli.backend, display_name=cli.session_name or default_cookbook_session_name("sl_loop")
+    )
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     total_steps, progress = cli.num_epochs * len(dataset), Progress({})
     for step in range(total_steps):

@@ -130,12 +130,16 @@ def test_rejection_takes_no_other_advantages(tmp_path: Path) -> None:
 def test_truncated_sampling_is_said_and_reaches_the_evaluations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cli = single_turn.CLIConfig(log_path=str(tmp_path / "run"), top_k=5, top_p=0.9)
+    cli = single_turn.CLIConfig(log_path=str(tmp_path / "run"), top_k=5, top_p=0.9, min_p=0.1)
     with caplog.at_level(logging.WARNING):
         config = single_turn.build_config(cli)
-    assert "top_k=5, top_p=0.9: rollouts are drawn from fewer tokens" in caplog.text
+    assert "top_k=5, top_p=0.9, min_p=0.1: rollouts are drawn from fewer tokens" in caplog.text
     evaluator: Any = config.evaluator_builders[0]
-    assert (config.top_k, config.top_p, evaluator.top_k, evaluator.top_p) == (5, 0.9, 5, 0.9)
+    assert (config.top_k, config.top_p, config.min_p) == (5, 0.9, 0.1)
+    assert (evaluator.top_k, evaluator.top_p, evaluator.min_p) == (5, 0.9, 0.1)
+    for wrong in (-0.1, 1.5):
+        with pytest.raises(ConfigurationError, match=f"min_p={wrong}: must be between"):
+            single_turn.build_config(single_turn.CLIConfig(min_p=wrong))
     for wrong in ("top_k=0", "top_p=0", "top_p=1.5"):
         with pytest.raises(ConfigurationError, match=wrong):
             parsed(single_turn, wrong)

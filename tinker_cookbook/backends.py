@@ -31,6 +31,10 @@ _remote_clients: weakref.WeakSet[Any] = weakref.WeakSet()
 _made: ContextVar[list[Any] | None] = ContextVar("made_service_clients", default=None)
 """Those of the innermost `closing_clients`. Samplers keep a session and not its client, and only the client ends the session."""
 
+_MIN_P_IS_LOCAL = (
+    "the hosted service does not offer it; leave it out (top_k and top_p are offered), or use backend=local"
+)
+
 EndStatus = Literal["success", "errored", "interrupted"]
 """How a session may end, in the SDK's words."""
 CLOSE_SECONDS = 5.0
@@ -123,11 +127,16 @@ def leaves_experts(config: Any) -> bool:
     return has_experts(config)
 
 
-def create_service_client(backend: str | None = None, base_url: str | None = None) -> ServiceClient:
+def create_service_client(
+    backend: str | None = None, base_url: str | None = None, display_name: str | None = None
+) -> ServiceClient:
     """A service client of the chosen engine.
 
     The local one is deterministic: one loop drives it, and the same program gets the same bits. It is shared within the
     process while anyone holds it, so that a policy, a judge and a teacher on the same base model share its weights.
+
+    Args:
+        display_name: of the session, for people. The local client is a session; whoever makes it names it.
 
     Raises:
         ConfigurationError: the hosted service, or the server at `base_url`, is there and does not take the key.
@@ -138,7 +147,7 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
         address, name = server_watch.server_address(base_url)
         if (key := environment.read("TINKER_API_KEY")) is not None:
             server_watch.check_key(address, name, key)
-        client = tinker.ServiceClient(base_url=base_url)
+        client = tinker.ServiceClient(base_url=base_url, display_name=display_name)
         server_watch.ServerWatch(address, name, client)
         _remote_clients.add(client)
         if (made := _made.get()) is not None:
@@ -150,7 +159,9 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves where this pointed when it was made
     client = _local_clients.get(home)
     if client is None:
-        client = _local_clients[home] = tinker_local_backend.ServiceClient(deterministic=True)
+        client = _local_clients[home] = tinker_local_backend.ServiceClient(
+            deterministic=True, display_name=display_name
+        )
     return cast(ServiceClient, client)
 
 
@@ -250,6 +261,27 @@ def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextMan
         from tinker_local_backend.engine import spans
 
         spans.listen(opener)
+
+
+def sampling_params(client: object, min_p: float, **fields: Any) -> Any:
+    """The SDK's sampling parameters, with `min_p` the local engine's. Raises ConfigurationError for min_p and a hosted client."""
+    import tinker
+
+    if min_p == 0:
+        return tinker.SamplingParams(**fields)
+    if isinstance(client, tinker.SamplingClient):
+        raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
+    import tinker_local_backend
+
+    return tinker_local_backend.SamplingParams(min_p=min_p, **fields)
+
+
+def check_min_p(min_p: float, backend: Backend) -> None:
+    """Raise ConfigurationError for a min_p that is none, or that the backend does not have."""
+    if not 0 <= min_p <= 1:
+        raise ConfigurationError(f"min_p={min_p}: must be between 0 (no limit) and 1")
+    if min_p > 0 and backend != "local":
+        raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
 
 
 def is_engine_error(error: BaseException) -> bool:

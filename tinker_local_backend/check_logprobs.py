@@ -21,9 +21,10 @@ import numpy.typing as npt
 import tinker
 import torch
 
-from tinker_local_backend.errors import LocalBackendError, RequestError
+from tinker_local_backend.errors import LocalBackendError
 from tinker_local_backend.rest_client import TINY_CHAT
 from tinker_local_backend.sampling_client import SamplingClient
+from tinker_local_backend.sampling_params import SamplingParams
 from tinker_local_backend.service_client import ServiceClient
 from tinker_local_backend.training_client import TrainingClient
 
@@ -68,7 +69,9 @@ class Config:
     temperatures: list[float] = chz.field(default_factory=lambda: [1.0, 0.7, 1.5, 0.0], doc="sampling temperatures")
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens only; -1: from all")
     top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens that make up this mass only")
-    min_p: float | None = chz.field(default=None, doc="not offered; use top_k or top_p")
+    min_p: float = chz.field(
+        default=0.0, doc="sample from tokens with this share of the likeliest one's probability only"
+    )
     rank: int = chz.field(default=8, doc="rank of the adapter", validator=chz.validators.gt(0))
     train_steps: int = chz.field(default=3, doc="optimizer steps that make the adapter non-zero")
     tolerance: float | None = chz.field(
@@ -161,8 +164,6 @@ def _datum(tokens: Sequence[int], weight: float) -> tinker.Datum:
 
 def check(config: Config) -> tuple[Differences, torch.dtype]:
     """Run the comparison and print a line per temperature. Returns all differences and the dtype of the model's weights."""
-    if config.min_p is not None:
-        raise RequestError(f"min_p={config.min_p:g} is not offered; leave it out, or limit with top_k or top_p")
     with ServiceClient() as service:
         training = service.create_lora_training_client(config.model, rank=config.rank, seed=config.seed).result()
         tokenizer = training.get_tokenizer()
@@ -171,11 +172,12 @@ def check(config: Config) -> tuple[Differences, torch.dtype]:
         sampling = training.save_weights_and_get_sampling_client().result()
         found = []
         for temperature in config.temperatures:
-            params = tinker.SamplingParams(
+            params = SamplingParams(
                 max_tokens=config.max_tokens,
                 temperature=temperature,
                 top_k=config.top_k,
                 top_p=config.top_p,
+                min_p=config.min_p,
                 stop=[],
                 seed=config.seed,
             )

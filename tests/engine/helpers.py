@@ -18,7 +18,7 @@ import tinker
 import torch
 
 from tests.engine.devices import here
-from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend import SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine import memory
 
 VOCABULARY = 1536
@@ -322,7 +322,7 @@ def drop_gradients(client: TrainingClient) -> None:
 
 
 def params(max_tokens: int | None = 8, temperature: float = 1.0, **fields) -> tinker.SamplingParams:
-    return tinker.SamplingParams(max_tokens=max_tokens, temperature=temperature, **fields)
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, **fields)
 
 
 def tokens_of(client: SamplingClient, tokens: Sequence[int], samples: int = 1, **fields) -> list[list[int]]:

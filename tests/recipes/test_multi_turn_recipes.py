@@ -79,13 +79,11 @@ def test_the_learning_rate_does_not_reach_the_warm_up(tmp_path: Path) -> None:
 
 def test_an_episode_of_several_turns_is_one_datum(tmp_path: Path) -> None:
     run(guess_number, tmp_path / "run", "warm_up_steps=0", "max_tokens=24")
-    records = [
-        json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("iteration_*/training_step_*.json"))
-    ]
-    datums = [datum["source"] for record in records for datum in record["datums"]]
+    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("training_step_*.json"))]
+    datums = [datum["metadata"] for record in records for datum in record["training_data"]]
     assert datums and max(source["rounds_merged"] for source in datums) > 1
     for record in records:
-        members = [(datum["source"]["group_idx"], datum["source"]["traj_idx"]) for datum in record["datums"]]
+        members = [(datum["metadata"]["group_idx"], datum["metadata"]["traj_idx"]) for datum in record["training_data"]]
         assert len(members) == len(set(members))
 
 

@@ -166,10 +166,10 @@ class TestStream:
 
     def test_metadata_finds_its_group_in_the_record(self, service: FakeServiceClient, tmp_path: Path) -> None:
         run(make_config(tmp_path, NumberDatasetBuilder(batches=1, groups=3), write_records=True, **stream(3)))
-        record = json.loads((tmp_path / "iteration_000000" / "training_step_0001.json").read_text())
-        assert record["datums"]
-        for datum in record["datums"]:
-            assert datum["input_tokens"][0] == datum["source"]["group_idx"]
+        record = json.loads((tmp_path / "training_step_0001.json").read_text())
+        assert record["training_data"]
+        for datum in record["training_data"]:
+            assert datum["input_tokens"][0] == datum["metadata"]["group_idx"]
 
     def test_a_mean_over_the_batch_is_refused(self, tmp_path: Path) -> None:
         advantage = train.AdvantageConfig(scale="token")

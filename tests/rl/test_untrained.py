@@ -63,8 +63,8 @@ def test_three_in_a_row_end_the_run_with_what_was_sampled(
     assert "The last 3 steps trained nothing, so the run ends after step 3" in note
     assert str(tmp_path) in note and "behavior_if_log_dir_exists=resume" in note
     assert skipped(tmp_path) == [0, 1, 1, 1], "the failing step has its row"
-    record = json.loads((tmp_path / "iteration_000003" / "training_step_0004.json").read_text())
-    assert record["num_datums"] == 0 and record["datums"] == [], "and its record"
+    record = json.loads((tmp_path / "training_step_0004.json").read_text())
+    assert record["num_datums"] == 0 and record["training_data"] == [], "and its record"
     (stopped,) = rows(tmp_path, "checkpoints.jsonl")
     assert stopped["batch"] == 4 and stopped["state_path"]
     run(config)

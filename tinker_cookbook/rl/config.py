@@ -1,6 +1,7 @@
 """The config of a reinforcement learning run, and everything about it that can be wrong before a model is loaded."""
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -112,8 +113,8 @@ class UpdateOptions(RunOptions):
     )
     num_groups_to_log: int = chz.field(
         default=4,
-        doc="groups per step and per evaluation whose transcripts are written; 0: none",
-        validator=chz.validators.ge(0),
+        doc="groups per step and per evaluation whose transcripts and JSON records are written; 0: none, -1: all",
+        validator=chz.validators.ge(-1),
     )
     rollout: RolloutConfig | None = chz.field(
         default=None, doc="how rollouts are run, in training and in evaluations; None: as the environments say"
@@ -124,10 +125,18 @@ class UpdateOptions(RunOptions):
 class RLOptions(UpdateOptions):
     """Settings of the reinforcement learning loop."""
 
+    rollout_json_export: bool = chz.field(
+        default=True,
+        doc="write a line per rollout, without its tokens, of each step and evaluation: *_rollout_summaries.jsonl",
+    )
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
     top_p: float = chz.field(
         default=1.0, doc="sample from the likeliest tokens that together have this probability; 1: all"
+    )
+    min_p: float = chz.field(
+        default=0.0,
+        doc="sample from the tokens with at least this share of the likeliest one's probability; 0: all (local engine)",
     )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
     on_zero_advantages: ZeroAdvantages = chz.field(
@@ -170,6 +179,11 @@ class RLOptions(UpdateOptions):
         if not 0 < self.top_p <= 1:
             raise ConfigurationError(f"top_p={self.top_p}: must be above 0 and at most 1")
 
+    @property
+    def num_groups_shown(self) -> int:
+        """`num_groups_to_log` as a count, where -1 stands for all."""
+        return sys.maxsize if self.num_groups_to_log == -1 else self.num_groups_to_log
+
     def effective_rollout(self) -> RolloutConfig:
         """`rollout`, with what `termination` and `rollout_error_tolerance` say."""
         rollout = self.rollout or RolloutConfig()
@@ -195,6 +209,9 @@ class Config(RLOptions, RunConfig):
     learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    num_epochs: int = chz.field(
+        default=1, doc="passes over the dataset's batches; max_steps may end the run before", validator=chz.validators.gt(0)
+    )
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
         """The loss that the run trains with: that of `async_config`, where there is one."""
@@ -212,12 +229,14 @@ def check_config(config: Config) -> None:
     _check_async_loss(config)
     warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)
-    if config.top_k != -1 or config.top_p < 1:
+    backends.check_min_p(config.min_p, backend)
+    if config.top_k != -1 or config.top_p < 1 or config.min_p > 0:
         logger.warning(
-            "top_k=%d, top_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that training is "
-            "off-distribution and no ratio shows it; leave both out, unless that is what you study",
+            "top_k=%d, top_p=%g, min_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that "
+            "training is off-distribution and no ratio shows it; leave them out, unless that is what you study",
             config.top_k,
             config.top_p,
+            config.min_p,
         )
     _check_said_once(config)
     if config.stream_minibatch_config is not None:

@@ -114,6 +114,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         temperature: float = 1.0,
         top_k: int = -1,
         top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int | None = None,
         config: RolloutConfig | None = None,
     ):
@@ -127,6 +128,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
             seed=seed,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
         )
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:

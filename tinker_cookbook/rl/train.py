@@ -85,16 +85,18 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             RLTestSetEvaluator,
             test_dataset,
             config.max_tokens,
-            num_groups_to_log=config.num_groups_to_log,
+            num_groups_to_log=config.num_groups_shown,
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
+            min_p=config.min_p,
             seed=derive_seed(config.seed, "test"),
             config=config.effective_rollout(),
         )
         own.append(make_test)
     rounds = config.evaluation_rounds(*own)
-    batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
+    per_batch = pacing.groups_per_batch if pacing is not None else None
+    batches = TrainingBatches(dataset, per_batch, config.max_steps, config.num_epochs)
     weights = {"kl_reference_config": config.kl_reference_config}
     async with open_session(config, weights, config.dataset_builder.shared_system_prompt) as session:
         check_order(session.record, config.async_config)

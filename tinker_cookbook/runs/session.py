@@ -143,7 +143,7 @@ async def open_session(
     extra = {"engine": engine, "system_prompt": system_prompt}
     with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, extra=extra) as run:
         logger.info("%s", ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None))
-        service = backends.create_service_client(config.backend, config.base_url)
+        service = backends.create_service_client(config.backend, config.base_url, config.session_display_name)
         lost = ended_when_lost(service, config.server_timeout_seconds)
         async with lost, backends.closed_afterwards(service):
             for name, weights in (others or {}).items():

@@ -129,11 +129,12 @@ class SamplingParams(Lenient):
     temperature: float = 1.0
     top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] = -1
     top_p: float = 1.0
+    min_p: float = 0.0
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_would_change_the_samples(cls, fields: Any) -> Any:
-        """A field of another server's, such as min_p: without it the tokens would not be those that were asked for."""
+        """A field of another server's, such as typical_p: without it the tokens would not be those that were asked for."""
         for name in fields.keys() - cls.model_fields.keys() if isinstance(fields, dict) else ():
             if fields[name] not in (None, 0):
                 raise ValueError(

@@ -18,6 +18,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.topk_logprobs import TopkLogprobs
 
 from tinker_local_backend.errors import RequestError
+from tinker_local_backend.sampling_params import SamplingParams
 
 MAX_ELEMENTS = 1 << 26
 """Of one dense tensor, also after a sparse one is filled up."""
@@ -185,7 +186,7 @@ def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:
         "prompt": tinker.ModelInput(chunks=chunks),
         "num_samples": request["num_samples"],
         # The types have been checked; the SDK's own check would take no list of strings and ids, which OpenAI's routes need.
-        "sampling_params": tinker.SamplingParams.model_construct(**request["sampling_params"]),
+        "sampling_params": SamplingParams.model_construct(**request["sampling_params"]),
         "include_prompt_logprobs": request["prompt_logprobs"],
         "topk_prompt_logprobs": request["topk_prompt_logprobs"],
         "topk_sample_logprobs": request["topk_sample_logprobs"],
