@@ -126,7 +126,7 @@ class TinkerTokenCompleter(TokenCompleter):
                 f"{'no' if logprobs is None else len(logprobs)} logprobs; each token needs one"
             )
         cached = getattr(response, "prompt_cache_hit_tokens", None) or 0  # not every client says
-        name = sequence.sequence_id or None
+        name = getattr(sequence, "sequence_id", None) or None
         return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason, name, cached)
 
     def fork(self, *key: int | str) -> Self:

@@ -210,7 +210,9 @@ class Config(RLOptions, RunConfig):
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
     num_epochs: int = chz.field(
-        default=1, doc="passes over the dataset's batches; max_steps may end the run before", validator=chz.validators.gt(0)
+        default=1,
+        doc="passes over the dataset's batches; max_steps may end the run before",
+        validator=chz.validators.gt(0),
     )
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
