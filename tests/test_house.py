@@ -177,7 +177,9 @@ def test_arrows_run_one_way() -> None:
         name = module_name(path)
         seen = imported(path, known, at_load=False)
         roots = {module.split(".")[0] for module in seen}
-        assert not roots & {"recipes", "tools", "scripts", "examples", "benchmarks", "tests"}, f"{name} imports {sorted(roots)}"
+        assert not roots & {"recipes", "tools", "scripts", "examples", "benchmarks", "tests"}, (
+            f"{name} imports {sorted(roots)}"
+        )
         if path.is_relative_to(ROOT / "tinker_local_backend"):
             assert "tinker_cookbook" not in roots, f"{name} knows of the library"
         elif name != "tinker_cookbook.backends":

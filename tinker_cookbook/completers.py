@@ -30,6 +30,8 @@ class TokensWithLogprobs:
     tokens: list[int]
     maybe_logprobs: list[float] | None
     stop_reason: tinker.StopReason = "stop"
+    prompt_cache_hit_tokens: int = 0
+    """of the prompt, that the sampler had in its cache; 0 too where it does not say"""
 
     @property
     def logprobs(self) -> list[float]:
@@ -113,14 +115,18 @@ class TinkerTokenCompleter(TokenCompleter):
             top_k=self.top_k,
             top_p=self.top_p,
         )
-        sequence = (await _sample(self.sampling_client, model_input, params)).sequences[0]
+        response = await _sample(self.sampling_client, model_input, params)
+        sequence = response.sequences[0]
         logprobs = sequence.logprobs
         if logprobs is None or len(logprobs) != len(sequence.tokens):
             raise DataValidationError(
                 f"the sampler returned {len(sequence.tokens)} tokens and "
                 f"{'no' if logprobs is None else len(logprobs)} logprobs; each token needs one"
             )
-        return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason)
+        cached = getattr(response, "prompt_cache_hit_tokens", None) or 0  # not every client says
+        return TokensWithLogprobs(
+            list(sequence.tokens), list(logprobs), sequence.stop_reason, prompt_cache_hit_tokens=cached
+        )
 
     def fork(self, *key: int | str) -> Self:
         if self.seed is None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient
-from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, WeightsAdapterError, WeightsDownloadError, WeightsMergeError
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import flatten, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table, not_none
@@ -64,7 +64,7 @@ async def export(
 
     Raises:
         ConfigurationError: a bad format or dtype, or an output that may not be written to.
-        CheckpointError: the checkpoint cannot be had or holds no adapter.
+        WeightsDownloadError: the checkpoint cannot be had or holds no adapter.
     """
     target = Path(output).expanduser().absolute()
     _check(target, format, dtype, overwrite)
@@ -103,7 +103,7 @@ async def download_adapter(service: ServiceClient, model_path: str, folder: Path
             await asyncio.to_thread(_fetch, str(response.url), Path(archive.name), model_path)
             _unpack(Path(archive.name), folder, model_path)
     else:
-        raise CheckpointError(
+        raise WeightsDownloadError(
             f"{model_path}: this SDK hands out external weights only; save them with "
             "training_client.save_weights_external(name) and give that path"
         )
@@ -184,12 +184,14 @@ def _check(target: Path, format: str, dtype: str | None, overwrite: bool) -> Non
 
 def _fetch(url: str, target: Path, model_path: str) -> None:
     if not url.startswith(_SCHEMES):
-        raise CheckpointError(f"{model_path}: its archive is at {url!r}, which is no file or web address")
+        raise WeightsDownloadError(f"{model_path}: its archive is at {url!r}, which is no file or web address")
     try:
         with urllib.request.urlopen(url) as source, open(target, "wb") as file:
             shutil.copyfileobj(source, file)
     except urllib.error.URLError as error:
-        raise CheckpointError(f"{model_path}: its archive could not be fetched ({error.reason}); try again") from error
+        raise WeightsDownloadError(
+            f"{model_path}: its archive could not be fetched ({error.reason}); try again"
+        ) from error
 
 
 def _fetch_files(urls: Mapping[str, str], folder: Path, model_path: str) -> None:
@@ -203,7 +205,7 @@ def _adapter_files(by_path: Mapping[str, T], model_path: str) -> dict[str, T]:
     by_name = {Path(path).name: file for path, file in by_path.items()}
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if name not in by_name:
-            raise CheckpointError(f"{model_path}: has no {name}, only {', '.join(sorted(by_path))}")
+            raise WeightsDownloadError(f"{model_path}: has no {name}, only {', '.join(sorted(by_path))}")
     return {name: by_name[name] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
 
 
@@ -216,7 +218,7 @@ def _unpack(archive: Path, folder: Path, model_path: str) -> None:
                 with not_none(tar.extractfile(member)) as source, open(folder / name, "wb") as file:
                     shutil.copyfileobj(source, file)
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise CheckpointError(f"{model_path}: its archive is damaged ({error}); try again") from error
+        raise WeightsDownloadError(f"{model_path}: its archive is damaged ({error}); try again") from error
 
 
 def _run_config(log_path: str | Path | None) -> dict[str, Any]:
@@ -252,13 +254,13 @@ def build_lora_adapter(
 ) -> None:
     """Copy a downloaded adapter to `output_path`, with the base model's name in its config, for PEFT and vLLM.
 
-    Raises ConfigurationError for an output that exists, and CheckpointError for a folder without an adapter.
+    Raises ConfigurationError for an output that exists, and WeightsAdapterError for a folder without an adapter.
     """
     _refuse(trust_remote_code=trust_remote_code)
     source, target = Path(adapter_path).expanduser(), Path(output_path).expanduser()
     _check(target, "adapter", None, overwrite=False)
     if not (source / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(f"adapter_path={adapter_path!r}: holds no {ADAPTER_CONFIG}")
+        raise WeightsAdapterError(f"adapter_path={adapter_path!r}: holds no {ADAPTER_CONFIG}")
     shutil.copytree(source, target)
     _name_base_model(target, base_model)
 
@@ -279,7 +281,7 @@ def build_hf_model(
     """Merge a downloaded adapter into its base model, as a folder that transformers and vLLM load. Computed on the CPU.
 
     Raises ConfigurationError for an output that exists and for what is not offered here (quantized weights, code from the hub),
-    and as `backends.merge_adapter`.
+    and WeightsMergeError if adapter or base model cannot be loaded, or do not fit each other.
     """
     _refuse(
         trust_remote_code=trust_remote_code, dequantize=dequantize, quantize=quantize, serving_format=serving_format
@@ -290,7 +292,12 @@ def build_hf_model(
         )
     target = Path(output_path).expanduser().absolute()
     _check(target, "merged", dtype, overwrite=False)
-    backends.merge_adapter(Path(adapter_path).expanduser(), target, base_model, dtype, False)
+    try:
+        backends.merge_adapter(Path(adapter_path).expanduser(), target, base_model, dtype, False)
+    except Exception as error:
+        if not backends.is_engine_error(error):
+            raise
+        raise WeightsMergeError(f"adapter_path={adapter_path!r}, base_model={base_model!r}: {error}") from error
 
 
 def _refuse(**options: Any) -> None:

@@ -55,8 +55,13 @@ def prompt(tokens: Iterable[int]) -> tinker.ModelInput:
 
 
 def datum(tokens: Sequence[int], **inputs: object) -> tinker.Datum:
-    """A datum from arrays (float ones become float32)."""
+    """A datum from arrays (float ones become float32). Policy losses get provenance: all of it sampled somewhere else."""
+    elsewhere: tinker.types.ProvenanceSpans | None = None
+    if "advantages" in inputs:
+        elsewhere = [tinker.SampledProvenanceSpan(sequence_id="elsewhere", length=len(tokens))]
     return tinker.Datum(
+        model_input_spans=elsewhere,
+        loss_fn_input_spans=elsewhere,
         model_input=prompt(tokens),
         loss_fn_inputs={
             key: value if isinstance(value, tinker.TensorData) else tinker.TensorData.from_numpy(np.asarray(value))

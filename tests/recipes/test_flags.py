@@ -29,14 +29,33 @@ def test_every_flag_stands_for_a_key_that_there_is() -> None:
 
 
 def test_flags_become_the_recipe_s_keys() -> None:
-    words = "--no-proxy --mode debate --env qa --dataset test -n 256 --num-groups=4 -s 10 --mock-judge lora_rank=8".split()
-    module, keys = recipe_and_keys([*words, "--debate-train", "rs_grpo", "--debate-grpo-reward", "task", "--name", "a b"])
+    words = [
+        "--no-proxy",
+        "--mode",
+        "debate",
+        "--env",
+        "qa",
+        "--dataset",
+        "test",
+        "-n",
+        "256",
+        "--num-groups=4",
+        "-s",
+        "10",
+        "--mock-judge",
+        "lora_rank=8",
+    ]
+    module, keys = recipe_and_keys(
+        [*words, "--debate-train", "rs_grpo", "--debate-grpo-reward", "task", "--name", "a b"]
+    )
     assert module == "recipes.debate_rs_grpo"
     config = config_tree.parse(debate_rs_grpo.CLIConfig, keys)
     assert (config.num_rollouts, config.num_groups, config.max_steps, config.lora_rank) == (256, 4, 10, 8)
     assert (config.task, config.dataset, config.judge.name, config.name) == ("qa", "test", "mock", "a b")
     assert (config.debate_train, config.debate_reward) == ("rs_grpo", "task")
-    words = "--mode single_turn --temperature 0.7 --max-tokens 9 --min-p .1 --accept-min-reward 1 --accept-require-parse"
+    words = (
+        "--mode single_turn --temperature 0.7 --max-tokens 9 --min-p .1 --accept-min-reward 1 --accept-require-parse"
+    )
     module, keys = recipe_and_keys(words.split())
     chosen = config_tree.parse(single_turn.CLIConfig, keys)
     assert module == "recipes.single_turn"
@@ -47,7 +66,10 @@ def test_flags_become_the_recipe_s_keys() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--mode debate --turbo", r"'--turbo' is not known; there are --mode, .*--no-proxy, and the recipe's own key=value"),
+        (
+            "--mode debate --turbo",
+            r"'--turbo' is not known; there are --mode, .*--no-proxy, and the recipe's own key=value",
+        ),
         ("--mode debate qa", "'qa' is not known"),
         ("--mode debate -n", "-n needs a value"),
         ("--mode debate -n --mock-judge", "-n needs a value"),
@@ -90,7 +112,9 @@ def test_the_habits_of_the_script(
 
 
 def test_the_check_s_flags(ran: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["check.py", "--max-tokens", "32", "--prompt", "What is 7 * 8?", "--temperature", "0.5"])
+    monkeypatch.setattr(
+        sys, "argv", ["check.py", "--max-tokens", "32", "--prompt", "What is 7 * 8?", "--temperature", "0.5"]
+    )
     flags.run_check_logprobs()
     ((module, keys),) = ran
     config = config_tree.parse(check_logprobs.Config, keys)

@@ -107,7 +107,7 @@ async def main(config: Config) -> None:
     """Run or resume: the whole life of an on-policy distillation run."""
     check_config(config)
     tests = [(await dataset_config.dataset_builder())[1] for dataset_config in config.dataset_configs]
-    service = backends.create_service_client(config.backend, config.base_url)
+    service = backends.create_service_client(config.backend, config.base_url, config.session_display_name)
     async with backends.closed_afterwards(service):
         teachers = await open_teachers(service, teachers_by_field(config.dataset_configs))
         penalty = TeacherKL(teachers, config.kl_penalty_coef, config.kl_discount_factor)

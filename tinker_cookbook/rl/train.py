@@ -95,7 +95,8 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         )
         own.append(make_test)
     rounds = config.evaluation_rounds(*own)
-    batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
+    per_batch = pacing.groups_per_batch if pacing is not None else None
+    batches = TrainingBatches(dataset, per_batch, config.max_steps, config.num_epochs)
     weights = {"kl_reference_config": config.kl_reference_config}
     async with open_session(config, weights, config.dataset_builder.shared_system_prompt) as session:
         check_order(session.record, config.async_config)

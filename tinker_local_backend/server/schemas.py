@@ -163,7 +163,7 @@ class Sample(Lenient):
     target_prompt_logprobs: TargetTokens | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=1024)] = 0
     prompt_logprobs_last_n: Count | None = None
-    record_stability_info: bool = False
+    record_stability_info: bool | None = None
 
 
 class RetrieveFuture(Lenient):

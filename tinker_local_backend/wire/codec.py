@@ -65,9 +65,34 @@ def datums(message: pb.ForwardBackwardRequest) -> list[tinker.Datum]:
                 name: _tensor(tensor, f"data[{i}].loss_fn_inputs[{name!r}]")
                 for name, tensor in datum.loss_fn_inputs.items()
             },
+            **_provenance(datum, f"data[{i}]"),
         )
         for i, datum in enumerate(message.data)
     ]
+
+
+_SPANS = {"prompt_tokens": tinker.PromptProvenanceSpan, "sampled_tokens": tinker.SampledProvenanceSpan}
+
+
+def _provenance(datum: pb.Datum, where: str) -> dict[str, Any]:
+    """Both lists of spans as fields of a Datum; none where the message has none."""
+    if not datum.model_input_spans and not datum.loss_fn_input_spans:
+        return {}
+    return {
+        name: [_span(span, f"{where}.{name}[{i}]") for i, span in enumerate(getattr(datum, name))]
+        for name in ("model_input_spans", "loss_fn_input_spans")
+    }
+
+
+def _span(message: pb.ProvenanceSpan, where: str) -> tinker.PromptProvenanceSpan | tinker.SampledProvenanceSpan:
+    kind = message.WhichOneof("span")
+    if kind is None:
+        raise RequestError(f"{where} is empty; it must say prompt_tokens or sampled_tokens")
+    run = getattr(message, kind)
+    try:
+        return _SPANS[kind](sequence_id=run.sequence_id, offset=run.offset, length=run.length)
+    except ValueError as error:
+        raise RequestError(f"{where}: {error}") from None
 
 
 def _chunk(chunk: pb.Chunk, where: str) -> tinker.EncodedTextChunk:
