@@ -12,7 +12,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from tinker_cookbook.environment import check_environment
+from tinker_cookbook.backends import check_variables
 from tinker_cookbook.exceptions import ConfigurationError
 
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     output = given.output_dir or Path("models", given.repo_id.replace("/", "__"))
     try:
-        check_environment()
+        check_variables()
         folder = download(given.repo_id, given.revision, output)
     except (ConfigurationError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
