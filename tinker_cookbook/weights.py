@@ -5,6 +5,7 @@ The engines hand a checkpoint out as an archive or file by file; what is made of
 
 import asyncio
 import json
+import logging
 import shutil
 import tarfile
 import tempfile
@@ -22,6 +23,21 @@ from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import flatten, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table, not_none
 from tinker_cookbook.utils.ml_log import read_metrics
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "Exported",
+    "ModelCardConfig",
+    "build_hf_model",
+    "build_lora_adapter",
+    "download",
+    "download_adapter",
+    "export",
+    "generate_model_card",
+    "model_card",
+    "publish_to_hf_hub",
+]
 
 Format = Literal["adapter", "merged"]
 T = TypeVar("T")
@@ -338,3 +354,37 @@ def generate_model_card(*, config: ModelCardConfig, repo_id: str | None = None, 
     }
     parts = [_front(head), f"# {repo_id or _WHAT[format]}", f"{_WHAT[format]} of `{config.base_model}`.", _USE[format]]
     return ModelCard("\n\n".join(parts) + "\n")
+
+
+def publish_to_hf_hub(
+    *,
+    model_path: str,
+    repo_id: str,
+    private: bool = True,
+    token: str | None = None,
+    model_card: ModelCardConfig | None = None,
+) -> str:
+    """Upload a folder with an adapter or a merged model to the Hugging Face hub; the address of its repository.
+
+    Args:
+        repo_id: `owner/name`; the repository is made if it is missing.
+        token: of the hub; None: that of the environment or of an earlier login.
+        model_card: written as README.md, unless the folder has one.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    from huggingface_hub import HfApi
+
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"model_path={model_path!r}: there is no such folder")
+    if model_card is not None and (folder / CARD_BASE_NAME).exists():
+        logger.warning("%s stays as it is; remove it for a card of model_card", folder / CARD_BASE_NAME)
+    elif model_card is not None:
+        card = generate_model_card(config=model_card, repo_id=repo_id, model_path=str(folder))
+        write_text(folder / CARD_BASE_NAME, str(card))
+    hub = HfApi(token=token)
+    hub.create_repo(repo_id=repo_id, repo_type="model", private=private, exist_ok=True)
+    hub.upload_folder(folder_path=str(folder), repo_id=repo_id, repo_type="model")
+    return f"{hub.endpoint}/{repo_id}"
