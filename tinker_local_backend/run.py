@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from tinker_local_backend.binding import use_local
+from tinker_local_backend.command import fail
+from tinker_local_backend.environment import PREFIX, check_variables
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.replicas.follower import serve_as_replica
 
@@ -68,10 +70,10 @@ def main(arguments: Sequence[str]) -> None:
         print(__doc__)
         return
     try:
+        check_variables(PREFIX)  # others that begin with TINKER_ may be the program's own
         program = find_program(arguments)
     except RequestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        fail(error)
     serve_as_replica()
     with use_local():
         program()

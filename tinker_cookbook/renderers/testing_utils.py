@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
@@ -13,7 +13,7 @@ _SPACES_LOST = transformers.__version__ == "5.3.0" or transformers.__version__.s
 
 def extract_token_ids(result: Any) -> list[int]:
     """The ids of what `apply_chat_template` returns: a list up to transformers 4, an encoding from 5 on."""
-    return list(result["input_ids"] if hasattr(result, "input_ids") else result)
+    return list(result["input_ids"] if isinstance(result, Mapping) else result)
 
 
 def skip_deepseek_tokenizer_bug(test: Callable[..., Any]) -> Callable[..., Any]:
