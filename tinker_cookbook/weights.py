@@ -13,11 +13,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient
+from tinker_cookbook.encrypted_weights import fetch_encrypted
 from tinker_cookbook.exceptions import ConfigurationError, WeightsAdapterError, WeightsDownloadError, WeightsMergeError
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import flatten, write_text
@@ -106,8 +108,9 @@ async def download_adapter(service: ServiceClient, model_path: str, folder: Path
     """Fetch a checkpoint's archive and unpack its PEFT adapter into `folder`, which is made. Returns the folder.
 
     Only the adapter's two files are taken; the base model is written into its config, which the hosted service may leave
-    empty. A hosted checkpoint of kind external_weights is fetched file by file. For the other kinds the client must hand
-    out archives, as the local engine and SDKs before 0.38 do.
+    empty. A hosted checkpoint of kind external_weights is fetched file by file. Where the client hands out archives, as the
+    local engine and SDKs before 0.38 do, that is enough for the other kinds; from today's SDK a training checkpoint comes
+    through an encrypted export (`encrypted_weights`), and sampler weights not at all.
     """
     rest: Any = service.create_rest_client()
     if "/external_weights/" in model_path:
@@ -118,9 +121,15 @@ async def download_adapter(service: ServiceClient, model_path: str, folder: Path
         with tempfile.NamedTemporaryFile(suffix=".tar.gz") as archive:
             await asyncio.to_thread(_fetch, str(response.url), Path(archive.name), model_path)
             _unpack(Path(archive.name), folder, model_path)
+    elif "/weights/" in model_path:
+        with tempfile.TemporaryDirectory() as encrypted:
+            folder.mkdir(parents=True)
+            fetch = partial(_fetch_into, Path(encrypted), model_path)
+            await fetch_encrypted(service, rest, model_path, folder, fetch)
+            _adapter_files({path.name: path for path in folder.iterdir()}, model_path)
     else:
         raise WeightsDownloadError(
-            f"{model_path}: this SDK hands out external weights only; save them with "
+            f"{model_path}: sampler weights cannot be downloaded with this SDK, external weights can; save them with "
             "training_client.save_weights_external(name) and give that path"
         )
     _name_base_model(folder, base_model)
@@ -214,6 +223,14 @@ def _fetch_files(urls: Mapping[str, str], folder: Path, model_path: str) -> None
     folder.mkdir(parents=True)
     for name, url in _adapter_files(urls, model_path).items():
         _fetch(url, folder / name, model_path)
+
+
+def _fetch_into(folder: Path, model_path: str, urls: Mapping[str, str]) -> dict[str, Path]:
+    """Fetch files into a folder; where each is. Only the last part of a name counts, so that none leaves the folder."""
+    files = {name: folder / Path(name).name for name in urls}
+    for name, url in urls.items():
+        _fetch(url, files[name], model_path)
+    return files
 
 
 def _adapter_files(by_path: Mapping[str, T], model_path: str) -> dict[str, T]:
