@@ -29,9 +29,22 @@ def test_every_flag_stands_for_a_key_that_there_is() -> None:
 
 
 def test_flags_become_the_recipe_s_keys() -> None:
-    words = (
-        "--no-proxy --mode debate --env qa --dataset test -n 256 --num-groups=4 -s 10 --mock-judge lora_rank=8".split()
-    )
+    words = [
+        "--no-proxy",
+        "--mode",
+        "debate",
+        "--env",
+        "qa",
+        "--dataset",
+        "test",
+        "-n",
+        "256",
+        "--num-groups=4",
+        "-s",
+        "10",
+        "--mock-judge",
+        "lora_rank=8",
+    ]
     module, keys = recipe_and_keys(
         [*words, "--debate-train", "rs_grpo", "--debate-grpo-reward", "task", "--name", "a b"]
     )

@@ -66,12 +66,18 @@ def check_loss(loss_fn: str | OwnLossFn, loss_fn_config: Mapping[str, float] | N
         raise ConfigurationError(f"loss_fn_config clip_low_threshold={low} is above clip_high_threshold={high}")
 
 
-def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:
-    """The datum as the loss takes it. `mask` is for our own metrics (advantages are 0 where it is); gspo averages over it."""
+def remove_mask(datum: tinker.Datum) -> tinker.Datum:
+    """A copy without `mask`, which no loss takes: it is for our own metrics, and advantages are 0 where it is."""
     inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
-    if loss_fn == "gspo":
-        inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
     return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
+def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:
+    """The datum as the loss takes it: without its mask, over which gspo averages."""
+    given = remove_mask(datum)
+    if loss_fn == "gspo":
+        given.loss_fn_inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
+    return given
 
 
 @dataclass(frozen=True)
