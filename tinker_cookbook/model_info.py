@@ -19,8 +19,8 @@ from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import known_renderer_names
-from tinker_cookbook.renderers.registry import ELSEWHERE
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
+from tinker_cookbook.renderers.registry import ELSEWHERE
 from tinker_cookbook.tokenizer_utils import base_model_of
 from tinker_cookbook.utils.lazy import transformers
 
@@ -415,7 +415,9 @@ _TEMPLATES = (
     _Template(("gemma2", "gemma3", "gemma3_text"), ("gemma",), ("<start_of_turn>",), ("<start_function",)),
     _Template(_MISTRAL_TYPES, ("mistral",), ("[INST]", "[SYSTEM_PROMPT]"), _NO_TEKKEN),
     _Template(_MISTRAL_TYPES, ("mistral_v3",), ("[INST]", "[AVAILABLE_TOOLS]"), _NO_TEKKEN),
-    _Template(("glm_moe_dsa",), _GLM5_3, ("[gMASK]<sop>", "Reasoning Effort: ", "clear_thinking"), ("enable_thinking",)),
+    _Template(
+        ("glm_moe_dsa",), _GLM5_3, ("[gMASK]<sop>", "Reasoning Effort: ", "clear_thinking"), ("enable_thinking",)
+    ),
     _Template(("gpt_oss",), _GPT_OSS, ("<|channel|>", "<|message|>")),
 )
 

@@ -342,7 +342,9 @@ def test_an_unreadable_call_keeps_its_text_and_renders_back(reply: str, error: s
     with pytest.raises(ValueError, match=error):
         raise ValueError(bad.error)
     assert termination.is_clean == clean
-    assert classify_parse_failure(message, termination) is (ParseFailureKind.CONTENT if clean else ParseFailureKind.STRUCTURAL)
+    assert classify_parse_failure(message, termination) is (
+        ParseFailureKind.CONTENT if clean else ParseFailureKind.STRUCTURAL
+    )
     prompt = make().build_generation_prompt([USER]).to_ints()
     written = make().build_supervised_example([USER, message])[0].to_ints()
     assert words(written[len(prompt) :]) == f"{ANALYSIS}hm{NEXT}{reply}" + ("" if clean else "<|end|>")
@@ -401,7 +403,10 @@ def test_a_result_names_its_tool_itself_or_by_the_call_before_it() -> None:
     ("make_renderer", "error"),
     [
         (lambda: GptOssRenderer(harmony_tokenizer(), reasoning_effort="none"), "reasoning_effort='none' is unknown"),
-        (lambda: GptOssRenderer(harmony_tokenizer(), True), "use_system_prompt=True and reasoning_effort=None do not agree"),
+        (
+            lambda: GptOssRenderer(harmony_tokenizer(), True),
+            "use_system_prompt=True and reasoning_effort=None do not agree",
+        ),
         (lambda: GptOssRenderer(harmony_tokenizer(), False, "low"), "do not agree"),
         (lambda: GptOssRenderer(harmony_tokenizer(), current_date="today"), "current_date='today' is no date"),
         (lambda: GptOssRenderer(harmony_tokenizer(), current_date="20250805"), "write it as YYYY-MM-DD"),

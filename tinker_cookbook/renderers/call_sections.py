@@ -25,9 +25,7 @@ class CallSection:
         section = self.begin + self.between.join(written) + self.end if written else ""
         return section + "".join(raw for raw in unparsed if raw.startswith(self.begin))
 
-    def read(
-        self, body: str, read_call: Callable[[str], ToolCall], form: str
-    ) -> list[ToolCall | UnparsedToolCall]:
+    def read(self, body: str, read_call: Callable[[str], ToolCall], form: str) -> list[ToolCall | UnparsedToolCall]:
         """The calls in what stands between begin and end, in order.
 
         read_call: reads what stands between call_begin and call_end, and raises ValueError, which says what is wrong.

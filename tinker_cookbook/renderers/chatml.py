@@ -10,7 +10,6 @@ for reasoning, a default system prompt) is in its own file.
 
 import json
 
-from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.blocks import BlockScanner
 from tinker_cookbook.renderers.content import (
     assistant_message,
@@ -20,6 +19,7 @@ from tinker_cookbook.renderers.content import (
 )
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, Role, ToolCall, ToolSpec
 
 _START, _END = Token("<|im_start|>"), Token("<|im_end|>")

@@ -14,12 +14,12 @@ With `strip_thinking_from_history=False` reasoning is kept as written, for multi
 import json
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockScanner
 from tinker_cookbook.renderers.call_sections import CallSection
 from tinker_cookbook.renderers.content import check_arguments, ensure_list, ensure_text, text_of, thinking_of
 from tinker_cookbook.renderers.formats import Row, Token
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import (
     Content,
     ContentPart,

@@ -13,10 +13,10 @@ from itertools import groupby
 from typing import ClassVar
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.renderer import RenderContext, RenderedMessage, Renderer, text_chunk
 from tinker_cookbook.renderers.blocks import BlockScanner
 from tinker_cookbook.renderers.content import ensure_list
 from tinker_cookbook.renderers.decoding import decode_tokens, special_token_id
+from tinker_cookbook.renderers.renderer import RenderContext, RenderedMessage, Renderer, text_chunk
 from tinker_cookbook.renderers.streaming import StreamingParser
 from tinker_cookbook.renderers.types import (
     ContentPart,

@@ -125,7 +125,8 @@ class Glm5_3Renderer(OpenedThinkRenderer):
     def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
         """Tools have a system message of their own, before the other."""
         lines = [
-            json.dumps({key: value for key, value in tool.items() if key not in _NOT_DECLARED}, ensure_ascii=False) + "\n"
+            json.dumps({key: value for key, value in tool.items() if key not in _NOT_DECLARED}, ensure_ascii=False)
+            + "\n"
             for tool in tools
             if not tool.get("defer_loading")
         ]

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from datetime import date
 
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
-from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.content import assistant_message, check_arguments, ensure_text, text_of, thinking_of
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import FormatRenderer, Row, Token
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import (
     ContentPart,
     Message,

@@ -17,12 +17,12 @@ import json
 import re
 from typing import ClassVar
 
-from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockScanner
 from tinker_cookbook.renderers.call_sections import CallSection
 from tinker_cookbook.renderers.content import check_arguments, ensure_text, text_of, thinking_of
 from tinker_cookbook.renderers.formats import Row, Token
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, Role, ToolCall, ToolSpec, UnparsedToolCall
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -72,7 +72,12 @@ class KimiK2Renderer(OpenedThinkRenderer):
         """All that a prompt supplies of a message."""
         role = message["role"]
         token = {"user": _USER, "assistant": _ASSISTANT}.get(role, _SYSTEM)
-        header = [token, message.get("name") or role, _MIDDLE, self._supplied(message, ctx) if role == "assistant" else ""]
+        header = [
+            token,
+            message.get("name") or role,
+            _MIDDLE,
+            self._supplied(message, ctx) if role == "assistant" else "",
+        ]
         opens = ctx.idx == 0 or (ctx.idx == 1 and (ctx.prev_message or {}).get("role") == "tool_declare")
         if opens and role not in ("system", "tool_declare"):
             return [_SYSTEM, "system", _MIDDLE, _DEFAULT_SYSTEM_PROMPT, _END, *header]

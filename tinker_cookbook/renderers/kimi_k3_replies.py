@@ -32,7 +32,8 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 OPEN, CLOSE, SEP, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 _ATTRIBUTE = re.compile(r' (\w+)="([^"]*)"')
 _CALL = re.compile(
-    rf"{re.escape(OPEN)}call(?P<head>[^<]*){re.escape(SEP)}(?P<body>.*?){re.escape(CLOSE)}call{re.escape(SEP)}", re.DOTALL
+    rf"{re.escape(OPEN)}call(?P<head>[^<]*){re.escape(SEP)}(?P<body>.*?){re.escape(CLOSE)}call{re.escape(SEP)}",
+    re.DOTALL,
 )
 _ARGUMENT = re.compile(
     rf"{re.escape(OPEN)}(?P<tag>argument|json)(?P<head>[^<]*){re.escape(SEP)}(?P<text>.*?)"
@@ -97,7 +98,9 @@ def _read(pieces: list[_Piece], thinks: bool) -> tuple[Message, bool]:
                 return _message(parts, calls), False
             channel, i = "", i + 1
         elif mark == "" and channel in ("think", "response"):
-            kind = ThinkingPart(type="thinking", thinking=text) if channel == "think" else TextPart(type="text", text=text)
+            kind = (
+                ThinkingPart(type="thinking", thinking=text) if channel == "think" else TextPart(type="text", text=text)
+            )
             parts.append(kind)
         elif mark == CLOSE and text == channel:
             expected, channel = expected[expected.index(channel) + 1 :], ""

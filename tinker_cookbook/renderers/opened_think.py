@@ -8,7 +8,6 @@ passes for an answer. A stream takes it for reasoning throughout.
 from typing import ClassVar
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.blocks import (
     THINK_CLOSE,
     TOOL_CLOSE,
@@ -21,6 +20,7 @@ from tinker_cookbook.renderers.blocks import (
 from tinker_cookbook.renderers.content import assistant_message, parse_pieces, text_of, without_thinking
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import EndTokenRenderer
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, ParseTermination, ToolCall, UnparsedToolCall
 
 

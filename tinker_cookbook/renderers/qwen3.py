@@ -9,9 +9,9 @@ think. Each equals the chat template of its models, which forgets the thinking o
 `strip_thinking_from_history=False` it is kept as written, for multi-turn RL, and prompts extend each other.
 """
 
-from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.chatml import ChatMLRenderer
 from tinker_cookbook.renderers.content import split_hf_reasoning, text_of, thinking_of, without_thinking
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, ParseTermination
 from tinker_cookbook.tokenizer_utils import Tokenizer
 

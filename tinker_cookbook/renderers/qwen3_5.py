@@ -13,13 +13,13 @@ import json
 from typing import ClassVar
 
 from tinker_cookbook.renderers import xml_calls
-from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.blocks import LineBreaks
 from tinker_cookbook.renderers.chatml import ChatMLRenderer
 from tinker_cookbook.renderers.content import ensure_text, split_hf_reasoning, text_of, thinking_of, without_thinking
 from tinker_cookbook.renderers.formats import Row
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
 from tinker_cookbook.renderers.qwen3 import last_query_index
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, Role, ToolCall, ToolSpec, UnparsedToolCall
 from tinker_cookbook.tokenizer_utils import Tokenizer
 

@@ -31,7 +31,9 @@ class Qwen3_8Renderer(Qwen3_5Renderer):
     def __init__(self, tokenizer: Tokenizer, reasoning_effort: str = "xhigh") -> None:
         super().__init__(tokenizer, strip_thinking_from_history=False)
         if reasoning_effort not in REASONING_EFFORT_INSTRUCTIONS:
-            raise RendererError(f"reasoning_effort={reasoning_effort!r} is unknown; choose one of {', '.join(REASONING_EFFORT_INSTRUCTIONS)}")
+            raise RendererError(
+                f"reasoning_effort={reasoning_effort!r} is unknown; choose one of {', '.join(REASONING_EFFORT_INSTRUCTIONS)}"
+            )
         self.reasoning_effort = reasoning_effort
 
     @property

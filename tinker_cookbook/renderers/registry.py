@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, full_reference, is_reference, load_object, parameter_problem
-from tinker_cookbook.renderers.renderer import Renderer
 from tinker_cookbook.renderers.chatml import Qwen25Renderer
 from tinker_cookbook.renderers.deepseek_v3 import DeepSeekV3DisableThinkingRenderer, DeepSeekV3ThinkingRenderer
 from tinker_cookbook.renderers.deepseek_v4_1 import (
@@ -44,6 +43,7 @@ from tinker_cookbook.renderers.qwen3 import (
 )
 from tinker_cookbook.renderers.qwen3_5 import Qwen3_5DisableThinkingRenderer, Qwen3_5Renderer
 from tinker_cookbook.renderers.qwen3_8 import Qwen3_8DisableThinkingRenderer, Qwen3_8Renderer
+from tinker_cookbook.renderers.renderer import Renderer
 from tinker_cookbook.renderers.role_colon import RoleColonRenderer
 from tinker_cookbook.tokenizer_utils import Tokenizer
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ParseFailureKind, Renderer, classify_parse_failure
-from tinker_cookbook.renderers.renderer import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.renderers.renderer import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolErrors, ToolExecution
 from tinker_cookbook.rl.rollout_runner import seam
@@ -200,7 +200,9 @@ class EnvFromMessageEnv(Env):
             return StepResult(reward, True, self._prompt, self._stop, metrics, result.logs)
         return self._go_on(result.next_messages, reward, metrics, result.logs, result.next_stop_condition)
 
-    async def _answer_error(self, message: Message, failure: tuple[ParseFailureKind, str], policy: ParseErrorPolicy) -> StepResult:
+    async def _answer_error(
+        self, message: Message, failure: tuple[ParseFailureKind, str], policy: ParseErrorPolicy
+    ) -> StepResult:
         metrics = self._flags("parse_error")
         if policy.mask_error_turns:
             metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1
