@@ -69,7 +69,7 @@ def check_backend(
     """
     resolved = resolve_backend(backend)
     if resolved == "tinker":
-        if environment.read("TINKER_API_KEY") is None:
+        if environment.read("TINKER_API_KEY") is None and environment.read("TINKER_CREDENTIAL_CMD") is None:
             raise ConfigurationError(
                 "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
                 "or use backend=local"
@@ -234,15 +234,44 @@ def serve_as_replica() -> None:
         tinker_local_backend.serve_as_replica()
 
 
+def check_variables() -> None:
+    """Raise ConfigurationError for a TINKER_* variable that is set and not known, or has a value that is not understood."""
+    from tinker_local_backend import environment as table
+
+    with _refusals_of_variables():
+        table.check_variables()
+
+
 def _check_local_environment() -> None:
     """Raise ConfigurationError for a TINKER_LOCAL_* variable that is set and not understood, or not supported."""
+    from tinker_local_backend import environment as table
+
+    with _refusals_of_variables():
+        table.check_environment()
+
+
+@contextmanager
+def _refusals_of_variables() -> Generator[None]:
     from tinker_local_backend import RequestError
-    from tinker_local_backend.environment import check_environment
 
     try:
-        check_environment()
+        yield
     except RequestError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def default_model(shipped: str) -> str:
+    """The name of the model where none is given: TINKER_DEBATE_BASE_MODEL, else this shipped one."""
+    from tinker_local_backend import shipped as models
+
+    return models.default_model(shipped)
+
+
+def shipped_model(name: str) -> str:
+    """The folder of a shipped model, by its short name; other names as they are."""
+    from tinker_local_backend import shipped as models
+
+    return models.shipped_model(name)
 
 
 def describe_engine(backend: str | None = None, base_url: str | None = None) -> dict[str, str | None]:

@@ -115,9 +115,9 @@ def test_messages_are_never_read_as_a_text_in_silence(function: Any, operator: s
 def test_messages_are_a_list_otherwise() -> None:
     def function(completion):
         same = [{"role": "assistant", "content": "3"}]
-        return float(completion == same and not completion != same and same[0] in completion)
+        return float(completion == same and same[0] in completion) + 0.5 * (completion != same)
 
-    assert play(function).get_total_rewards() == [1.0, 0.0]
+    assert play(function).get_total_rewards() == [1.0, 0.5]
 
 
 def strips(completion, answer, info):

@@ -42,7 +42,7 @@ from tinker_cookbook.distillation.demonstrations import (
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.rl.algorithms import LOSS_FNS, loss_datum
+from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, loss_datum
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
 from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_rollouts
@@ -268,7 +268,9 @@ class _Loop(StepLoop):
 
     async def _sample(self, step: int, builders: Sequence[EnvGroupBuilder]) -> list[TrajectoryGroup]:
         config = self._config
-        student = await self.session.training_client.save_weights_and_get_sampling_client()
+        student = await self.session.training_client.save_weights_and_get_sampling_client(
+            record_stability_info=config.loss_fn == STABLE_REINFORCE
+        )
         policy = TinkerTokenCompleter(
             student, config.max_tokens, config.temperature, seed=derive_seed(config.seed, "rollouts", step)
         )

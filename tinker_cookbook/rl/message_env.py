@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, ParseTermination, Renderer
-from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
+from tinker_cookbook.renderers import Message, ParseFailureKind, ParseTermination, Renderer
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.renderers.renderer import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolErrors, ToolExecution
 from tinker_cookbook.rl.rollout_runner import MissingSeamError, seam
@@ -232,7 +232,9 @@ class EnvFromMessageEnv(Env):
             metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1.0
         told = f"the reply has no end that the renderer knows ({termination}), so that nothing can follow it"
         return self._end(
-            policy.terminal_reward, metrics, {"parse_failure_kind": "structural", "parse_failure_detail": told}
+            policy.terminal_reward,
+            metrics,
+            {"parse_failure_kind": ParseFailureKind.STRUCTURAL.value, "parse_failure_detail": told},
         )
 
     def _go_on(

@@ -109,7 +109,9 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         if config.kl_penalty_coef != 0:
             reference = start or await open_reference(session, config.kl_reference_config)
             penalties = [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor), *penalties]
-        sampling_client = await session.training_client.save_weights_and_get_sampling_client()
+        sampling_client = await session.training_client.save_weights_and_get_sampling_client(
+            record_stability_info=config.records_stability_info()
+        )
         loop = Loop(config, session, batches, rounds, penalties, sampling_client)
         try:
             run = session.service, session.training_client, config.model_name, session.run.log_path

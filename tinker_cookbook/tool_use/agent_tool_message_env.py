@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, get_args
 from tinker_cookbook.exceptions import ConfigurationError, RolloutTimeoutError, TrainingError
 from tinker_cookbook.renderers import (
     Message,
+    ParseFailureKind,
     Renderer,
     ToolCall,
     UnparsedToolCall,
@@ -153,7 +154,7 @@ class AgentToolMessageEnv(MessageEnv):
             if out_of_turns or self.terminate_on_parse_error:
                 return self._end(StopReason.PARSE_ERROR, self.failed_parse_reward, metrics, logs)
             return MessageStepResult(self.failed_parse_reward, False, list(self.history), metrics, logs)
-        logs["parse_failure_kind"] = "content"
+        logs["parse_failure_kind"] = ParseFailureKind.CONTENT.value
         if policy.mask_error_turns:
             metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1.0
         if out_of_turns or self._errors_in_a_row > policy.max_consecutive:
