@@ -23,6 +23,7 @@ from tinker_cookbook.distillation.demonstrations import (
     build_policy_gradient_datums,
     build_sdft_teacher_prompt,
     build_topk_distillation_datums,
+    compute_sdft_advantages,
     reverse_kl_custom_loss,
 )
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
@@ -191,6 +192,13 @@ class TestPolicyGradient:
         assert metrics["sdft/mean_teacher_lp"] == pytest.approx(sum(teachers) / 6)
         assert metrics["sdft/mean_student_lp"] == pytest.approx(sum(students) / 6)
         assert metrics["sdft/teacher_truncated_count"] == 1
+
+    def test_the_datums_themselves_can_be_changed(self) -> None:
+        data = [tinker.Datum(model_input=d.model_input, loss_fn_inputs=dict(d.loss_fn_inputs)) for d in DATA]
+        changed, expected = asyncio.run(build_policy_gradient_datums(DATA, META, teacher(), PROMPTS, 7))
+        assert asyncio.run(compute_sdft_advantages(data, META, teacher(), PROMPTS, 7)) == expected
+        for datum, other in zip(data, changed, strict=True):
+            assert datum.loss_fn_inputs["advantages"].tolist() == other.loss_fn_inputs["advantages"].tolist()
 
     def test_a_context_without_room_is_said(self) -> None:
         with pytest.raises(DataValidationError, match="max_context_length=2 leaves no room"):
