@@ -39,7 +39,9 @@ class CLIConfig:
         doc="a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else the shipped tiny_chat",
     )
     backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
-    session_name: str | None = chz.field(default=None, doc="what the service's console and lists call the run's session")
+    session_name: str | None = chz.field(
+        default=None, doc="what the service's console and lists call the run's session"
+    )
     log_path: str = chz.field(
         default_factory=lambda: default_log_path("rl_loop", time.strftime("%Y%m%d_%H%M%S")),
         doc="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",

@@ -114,7 +114,9 @@ class TinkerTokenCompleter(TokenCompleter):
                 f"{'no' if logprobs is None else len(logprobs)} logprobs; each token needs one"
             )
         cached = getattr(response, "prompt_cache_hit_tokens", None) or 0  # not every client says
-        return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason, prompt_cache_hit_tokens=cached)
+        return TokensWithLogprobs(
+            list(sequence.tokens), list(logprobs), sequence.stop_reason, prompt_cache_hit_tokens=cached
+        )
 
     def fork(self, *key: int | str) -> Self:
         if self.seed is None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized
+from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized, scoring_usage
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 
@@ -53,7 +54,7 @@ class TeacherKL:
 
     async def __call__(
         self, data_D: list[tinker.Datum], groups: Sequence[TrajectoryGroup], metadata_D: Sequence[DatumMetadata]
-    ) -> tuple[list[tinker.Datum], dict[str, float]]:
+    ) -> tuple[list[tinker.Datum], dict[str, float], TokenUsage]:
         dataset_D = [_dataset(groups, metadata) for metadata in metadata_D]
         differences_D = await self._differences(data_D, dataset_D)
         changed: list[tinker.Datum] = []
@@ -67,11 +68,11 @@ class TeacherKL:
             sums[dataset] = total + float((mask_N * difference_N).sum()), tokens + float(mask_N.sum())
         total, tokens = (sum(values) for values in zip(*sums.values(), strict=True))
         if tokens == 0:
-            return changed, {}
+            return changed, {}, scoring_usage(data_D)
         metrics = {"teacher_kl": total / tokens}
         if len(self._teachers) > 1:
             metrics |= {f"teacher_kl/dataset_{d}": own / count for d, (own, count) in sorted(sums.items()) if count}
-        return changed, metrics
+        return changed, metrics, scoring_usage(data_D)
 
     async def _differences(
         self, data_D: Sequence[tinker.Datum], dataset_D: Sequence[int]

@@ -63,10 +63,10 @@ class AsyncConfig:
             by_place="step i trains on batch i", by_time="a step trains on the groups that finished first"
         ),
     )
-    too_old: Literal["wait", "drop"] = chz.field(
-        default="wait",
-        doc="deterministic=False: a group still being sampled in the last step that may train on it; wait for it, or drop it "
-        "(groups/stale) where the step has others",
+    too_old: Literal["train", "wait", "drop"] = chz.field(
+        default="train",
+        doc="deterministic=False: a group still being sampled when it is as old as max_steps_off_policy; train on it when it is "
+        "done, or let the step wait for it, or drop it (groups/stale) where the step has others",
     )
 
     @chz.validate
@@ -196,7 +196,9 @@ class Config(RLOptions, RunConfig):
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
     num_epochs: int = chz.field(
-        default=1, doc="passes over the dataset's batches; max_steps may end the run before", validator=chz.validators.gt(0)
+        default=1,
+        doc="passes over the dataset's batches; max_steps may end the run before",
+        validator=chz.validators.gt(0),
     )
 
 

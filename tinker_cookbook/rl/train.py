@@ -24,13 +24,14 @@ from tinker_cookbook.rl.ahead import check_order
 from tinker_cookbook.rl.algorithms import LOSS_FNS
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
-from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
+from tinker_cookbook.rl.loop import Loop
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.metrics import KLPenalty
 from tinker_cookbook.rl.minibatch import Penalty, prepare_minibatch
 from tinker_cookbook.rl.pacing import do_async_training, do_sync_training, do_sync_training_with_stream_minibatch
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
 from tinker_cookbook.rl.run_clients import clients_of_run
+from tinker_cookbook.rl.step_files import WrappedTrajectoryGroup
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import open_session

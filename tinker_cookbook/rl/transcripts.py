@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -38,23 +39,35 @@ class ShownGroup:
     """optimizer updates (batches) that its policy had seen"""
 
 
-_eval_folder: ContextVar[Path | None] = ContextVar("eval_transcripts", default=None)
+_evaluations: ContextVar[tuple[Path, int | None] | None] = ContextVar("evaluations", default=None)
 
 
 @contextmanager
-def write_evaluations(folder: Path | None) -> Iterator[None]:
-    """Let evaluators in the body write transcripts to a folder; None: to none."""
-    token = _eval_folder.set(folder)
+def write_evaluations(folder: Path | None, step: int | None = None) -> Iterator[None]:
+    """Let evaluators in the body write to a folder (None: to none): transcripts, and with a step summaries that name it."""
+    token = _evaluations.set(None if folder is None else (folder, step))
     try:
         yield
     finally:
-        _eval_folder.reset(token)
+        _evaluations.reset(token)
 
 
 def eval_page(name: str) -> Path | None:
     """The page of an evaluation of this name; None where none is to be written."""
-    folder = _eval_folder.get()
-    return None if folder is None else folder / f"eval_{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.html"
+    found = _evaluations.get()
+    return None if found is None else found[0] / f"eval_{_plain(name)}.html"
+
+
+def eval_summaries(name: str) -> tuple[Path, RolloutSummaryExportConfig] | None:
+    """The folder for the summaries of an evaluation of this name, and what they say of it; None where none are to be written."""
+    if (found := _evaluations.get()) is None or found[1] is None:
+        return None
+    folder, step = found
+    return folder, RolloutSummaryExportConfig(f"eval/{_plain(name)}", step, f"eval_{_plain(name)}", step)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
 
 
 def write_page(path: Path, title: str, groups: Sequence[ShownGroup], tokenizer: Tokenizer) -> None:

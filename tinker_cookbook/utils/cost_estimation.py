@@ -154,8 +154,8 @@ class CostTracker:
         self,
         rates: TokenCostRates | None = None,
         *,
-        cumulative: TokenUsage = TokenUsage(),  # noqa: B008  it is frozen
-        discarded: TokenUsage = TokenUsage(),  # noqa: B008
+        cumulative: TokenUsage = TokenUsage(),
+        discarded: TokenUsage = TokenUsage(),
     ) -> None:
         self.rates = rates
         self.cumulative = cumulative

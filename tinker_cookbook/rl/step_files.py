@@ -1,0 +1,126 @@
+"""What a step of the loop writes into its folder: transcripts for people, records down to the token, a line per rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinker_cookbook.rl.config import Config
+from tinker_cookbook.rl.minibatch import Minibatch
+from tinker_cookbook.rl.records import write_step_records
+from tinker_cookbook.rl.rollout_files import StepRollouts
+from tinker_cookbook.rl.rollout_logging import (
+    RolloutSummaryGroup,
+    rollout_summaries_jsonl_path,
+    write_rollout_summaries_jsonl_from_groups,
+)
+from tinker_cookbook.rl.rollouts import FailedGroup
+from tinker_cookbook.rl.transcripts import ShownGroup, rollout_rows, write_evaluations, write_page
+from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
+from tinker_cookbook.rl.update import LoopMetrics
+from tinker_cookbook.runs.folder import iteration_folder
+from tinker_cookbook.runs.session import Session
+from tinker_cookbook.runs.vocabulary import write_vocabulary
+from tinker_cookbook.utils.lazy import torch
+
+
+@dataclass(frozen=True)
+class WrappedTrajectoryGroup:
+    """A group as it comes back from sampling: with its builder, and which snapshot it was sampled from."""
+
+    trajectory_group: TrajectoryGroup | FailedGroup
+    env_group_builder: EnvGroupBuilder
+    sampling_client_step: int
+    """optimizer updates (batches) that the snapshot had seen"""
+    seconds: float
+    place: int = 0
+    """in its batch"""
+
+
+class StepFiles:
+    """Writes the files of a run's steps, as its config says."""
+
+    def __init__(self, config: Config, session: Session):
+        self._config, self._session = config, session
+
+    def folder(self, step: int) -> Path:
+        return iteration_folder(self._session.run.log_path, step)
+
+    def write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
+        """The first groups, as pages and for trackers that take them."""
+        advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
+        shown = [
+            ShownGroup(group, None if isinstance(group, FailedGroup) else next(advantages_P).tolist(), version)
+            for group, version in (
+                (item.trajectory_group, item.sampling_client_step) for item in sampled[: self._config.num_groups_to_log]
+            )
+        ]
+        tokenizer, tracker = self._session.training_client.get_tokenizer(), self._session.run.logger
+        write_page(self.folder(step) / "train.html", f"Training, step {step}", shown, tokenizer)
+        if tracker.takes_rollouts:
+            tracker.log_rollouts(rollout_rows(shown, tokenizer), step)
+
+    def records(
+        self,
+        step: int,
+        sampled: Sequence[WrappedTrajectoryGroup],
+        batch: Minibatch,
+        logprobs_D: Sequence[torch.Tensor | None],
+        learning_rate: float,
+        metrics: LoopMetrics,
+    ) -> Callable[[], None] | None:
+        """What writes the step's records and summaries, on a thread; None: the config asks for neither."""
+        config, folder, log_path = self._config, self.folder(step), self._session.run.log_path
+        if not config.write_records and not config.rollout_json_export:
+            return None
+        about = {
+            "step": step,
+            "model": config.model_name,
+            "max_tokens_per_turn": config.max_tokens,
+            "temperature": config.temperature,
+            "learning_rate": learning_rate,
+            "loss_fn": config.loss_fn,
+            "seed": config.seed,
+        }
+        rollouts = StepRollouts(
+            [item.trajectory_group for item in sampled],
+            [item.sampling_client_step for item in sampled],
+            [advantages_G.tolist() for advantages_G in batch.advantages_P],
+            batch.data_D,
+            batch.metadata_D,
+            [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D],
+            about,
+        )
+        tokenizer = self._session.training_client.get_tokenizer()
+
+        def write() -> None:
+            if config.rollout_json_export:
+                write_rollout_summaries_jsonl_from_groups(
+                    rollout_summaries_jsonl_path(folder, "train"),
+                    split="train",
+                    iteration=step,
+                    groups_P=_groups(sampled),
+                )
+            if config.write_records:
+                write_vocabulary(log_path, tokenizer)
+                write_step_records(folder, rollouts, metrics, config.num_groups_to_log)
+
+        return write
+
+    @contextmanager
+    def evaluations(self, step: int) -> Iterator[None]:
+        """For the body, in which evaluators run: where those that know of it write transcripts and summaries."""
+        config = self._config
+        wanted = config.num_groups_to_log > 0 or config.rollout_json_export
+        with write_evaluations(self.folder(step) if wanted else None, step if config.rollout_json_export else None):
+            yield
+
+
+def _groups(sampled: Sequence[WrappedTrajectoryGroup]) -> list[RolloutSummaryGroup]:
+    return [
+        RolloutSummaryGroup(group, group.tags, item.sampling_client_step)
+        for item in sampled
+        if not isinstance(group := item.trajectory_group, FailedGroup)
+    ]
