@@ -31,7 +31,7 @@ from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import RecordWriter
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
-from tinker_cookbook.rl.step_files import StepFiles, WrappedTrajectoryGroup
+from tinker_cookbook.rl.step_files import StepFiles, WrappedTrajectoryGroup, evaluation_files
 from tinker_cookbook.rl.step_metrics import account_for_groups
 from tinker_cookbook.rl.token_usage import rollout_usage, training_usage
 from tinker_cookbook.rl.types import EnvGroupBuilder
@@ -122,7 +122,7 @@ class Loop:
         return metrics
 
     async def _run_evaluators(self, evaluators: Sequence[Evaluator], step: int) -> dict[str, float]:
-        with self.files.evaluations(step):
+        with evaluation_files(self.config, step):
             return await run_evaluators(evaluators, self.session.training_client, self.sampling_client)
 
     async def sample_group(self, batch: int, place: int, builder: EnvGroupBuilder) -> WrappedTrajectoryGroup:

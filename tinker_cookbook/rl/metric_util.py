@@ -124,7 +124,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         config: RolloutConfig | None = None,
     ):
         self._builders = dataset_to_env_group_builders(dataset)
-        self._name, self._num_groups_to_log = name, num_groups_to_log
+        self.name, self._num_groups_to_log = name, num_groups_to_log
         self._config = (config or RolloutConfig()).with_strategy(strategy)
         self._make_policy = partial(
             TinkerTokenCompleter,
@@ -136,21 +136,21 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         )
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
-        page = eval_page(self._name)
+        page = eval_page(self.name)
         num_shown = self._num_groups_to_log if page is not None else 0
         outcomes = await do_batch_rollout(self._builders, self._make_policy(sampling_client), self._config, num_shown)
         if page is not None and num_shown:
             shown = [ShownGroup(outcome) for outcome in outcomes[:num_shown]]
-            write_page(page, f"{self._name}, {page.parent.name}", shown, sampling_client.get_tokenizer())
+            write_page(page, f"{self.name}, {page.parent.name}", shown, sampling_client.get_tokenizer())
         self._write_summaries(finished_groups(outcomes))
         errors = RolloutErrorCounter()
         for outcome in outcomes:
             errors.add(outcome)
         metrics = compute_trajectory_metrics(finished_groups(outcomes)) | errors.metrics()
-        return {f"{self._name}/{key}": value for key, value in metrics.items()}
+        return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def _write_summaries(self, groups: Sequence[TrajectoryGroup]) -> None:
-        if (found := eval_summaries(self._name)) is not None:
+        if (found := eval_summaries(self.name)) is not None:
             folder, about = found
             told = [RolloutSummaryGroup(group, group.tags, about.sampling_client_step) for group in groups]
             path = rollout_summaries_jsonl_path(folder, about.base_name)

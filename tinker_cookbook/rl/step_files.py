@@ -109,13 +109,18 @@ class StepFiles:
 
         return write
 
-    @contextmanager
-    def evaluations(self, step: int) -> Iterator[None]:
-        """For the body, in which evaluators run: where those that know of it write transcripts and summaries."""
-        config = self._config
-        wanted = config.num_groups_to_log > 0 or config.rollout_json_export
-        with write_evaluations(self.folder(step) if wanted else None, step if config.rollout_json_export else None):
-            yield
+
+@contextmanager
+def evaluation_files(config: Config, step: int, label: str | None = None) -> Iterator[None]:
+    """For the body, in which evaluators run: where those that know of it write transcripts and summaries.
+
+    Args:
+        label: names the files; None: each evaluator's own name does.
+    """
+    pages, summaries = config.num_groups_to_log > 0, config.rollout_json_export
+    folder = iteration_folder(config.log_path, step) if pages or summaries else None
+    with write_evaluations(folder, step if summaries else None, label):
+        yield
 
 
 def _groups(sampled: Sequence[WrappedTrajectoryGroup]) -> list[RolloutSummaryGroup]:

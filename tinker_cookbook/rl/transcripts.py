@@ -39,13 +39,28 @@ class ShownGroup:
     """optimizer updates (batches) that its policy had seen"""
 
 
-_evaluations: ContextVar[tuple[Path, int | None] | None] = ContextVar("evaluations", default=None)
+@dataclass(frozen=True)
+class _Evaluations:
+    folder: Path
+    step: int | None
+    label: str | None
+
+    def name(self, evaluator: str) -> str:
+        return f"eval_{re.sub(r'[^A-Za-z0-9_.-]+', '-', self.label or evaluator)}"
+
+
+_evaluations: ContextVar[_Evaluations | None] = ContextVar("evaluations", default=None)
 
 
 @contextmanager
-def write_evaluations(folder: Path | None, step: int | None = None) -> Iterator[None]:
-    """Let evaluators in the body write to a folder (None: to none): transcripts, and with a step summaries that name it."""
-    token = _evaluations.set(None if folder is None else (folder, step))
+def write_evaluations(folder: Path | None, step: int | None = None, label: str | None = None) -> Iterator[None]:
+    """Let evaluators in the body write to a folder: transcripts, and with a step summaries that name it.
+
+    Args:
+        folder: None: they write nothing.
+        label: names the files; None: each evaluator's own name does.
+    """
+    token = _evaluations.set(None if folder is None else _Evaluations(folder, step, label))
     try:
         yield
     finally:
@@ -55,19 +70,16 @@ def write_evaluations(folder: Path | None, step: int | None = None) -> Iterator[
 def eval_page(name: str) -> Path | None:
     """The page of an evaluation of this name; None where none is to be written."""
     found = _evaluations.get()
-    return None if found is None else found[0] / f"eval_{_plain(name)}.html"
+    return None if found is None else found.folder / f"{found.name(name)}.html"
 
 
 def eval_summaries(name: str) -> tuple[Path, RolloutSummaryExportConfig] | None:
     """The folder for the summaries of an evaluation of this name, and what they say of it; None where none are to be written."""
-    if (found := _evaluations.get()) is None or found[1] is None:
+    if (found := _evaluations.get()) is None or found.step is None:
         return None
-    folder, step = found
-    return folder, RolloutSummaryExportConfig(f"eval/{_plain(name)}", step, f"eval_{_plain(name)}", step)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
+    base_name = found.name(name)
+    split = f"eval/{base_name.removeprefix('eval_')}"
+    return found.folder, RolloutSummaryExportConfig(split, found.step, base_name, found.step)
 
 
 def write_page(path: Path, title: str, groups: Sequence[ShownGroup], tokenizer: Tokenizer) -> None:
