@@ -44,6 +44,13 @@ class Sampler:
         return tinker.SampleResponse(sequences=[self.sequence])
 
 
+def test_min_p_is_not_lost_on_the_way_to_a_hosted_client() -> None:
+    """The SDK's own class drops the field, and its clients send what that class knows."""
+    hosted = tinker.SamplingClient.__new__(tinker.SamplingClient)
+    with pytest.raises(ConfigurationError, match=r"min_p=0\.1: the hosted service does not offer it"):
+        asyncio.run(TinkerTokenCompleter(hosted, 4, min_p=0.1)(tinker.ModelInput.from_ints([1]), []))
+
+
 class TestTokenCompleter:
     def completer(self, service: FakeServiceClient, **options) -> TinkerTokenCompleter:
         return TinkerTokenCompleter(service.new_sampler(0), 4, **options)

@@ -17,6 +17,7 @@ __all__ = [
     "EvalGradingError",
     "EvalTimeoutError",
     "GroupFailedError",
+    "MissingPackageError",
     "RendererError",
     "RolloutTimeoutError",
     "SandboxError",
@@ -39,6 +40,10 @@ class ConfigurationError(TinkerCookbookError, ValueError):
     """A configuration value is wrong. The message names the field, the value and the fix."""
 
 
+class MissingPackageError(ConfigurationError, ImportError):
+    """What was asked for needs a package that is not installed, or is not in this library. The message says what to do."""
+
+
 class DataError(TinkerCookbookError, ValueError):
     """Training or task data cannot be used."""
 
@@ -57,6 +62,10 @@ class RendererError(TinkerCookbookError, ValueError):
 
 class TrainingError(TinkerCookbookError, RuntimeError):
     """A training step cannot go on."""
+
+
+class RewardError(TinkerCookbookError, RuntimeError):
+    """Code of an environment that scores a reply has failed. The message names it, the line, and what it was given."""
 
 
 class ZeroAdvantageError(TrainingError):

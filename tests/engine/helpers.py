@@ -18,7 +18,7 @@ import tinker
 import torch
 
 from tests.engine.devices import here
-from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend import SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine import memory
 
 VOCABULARY = 1536
@@ -55,8 +55,13 @@ def prompt(tokens: Iterable[int]) -> tinker.ModelInput:
 
 
 def datum(tokens: Sequence[int], **inputs: object) -> tinker.Datum:
-    """A datum from arrays (float ones become float32)."""
+    """A datum from arrays (float ones become float32). Policy losses get provenance: all of it sampled somewhere else."""
+    elsewhere: tinker.types.ProvenanceSpans | None = None
+    if "advantages" in inputs:
+        elsewhere = [tinker.SampledProvenanceSpan(sequence_id="elsewhere", length=len(tokens))]
     return tinker.Datum(
+        model_input_spans=elsewhere,
+        loss_fn_input_spans=elsewhere,
         model_input=prompt(tokens),
         loss_fn_inputs={
             key: value if isinstance(value, tinker.TensorData) else tinker.TensorData.from_numpy(np.asarray(value))
@@ -294,7 +299,7 @@ def drop_gradients(client: TrainingClient) -> None:
 
 
 def params(max_tokens: int | None = 8, temperature: float = 1.0, **fields) -> tinker.SamplingParams:
-    return tinker.SamplingParams(max_tokens=max_tokens, temperature=temperature, **fields)
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, **fields)
 
 
 def tokens_of(client: SamplingClient, tokens: Sequence[int], samples: int = 1, **fields) -> list[list[int]]:

@@ -41,7 +41,7 @@ from tinker_cookbook.renderers import (
     get_renderer,
     known_renderer_names,
 )
-from tinker_cookbook.renderers.base import RenderContext
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
 
 

@@ -22,7 +22,6 @@ from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.preference.dpo import (
     LOSS_METRICS,
     DPOEvaluator,
@@ -99,7 +98,6 @@ def _read(config: Config) -> EpochData:
     backends.check_backend(config.backend, config.model_name, config.base_url)
     if (reference := config.named_reference()) is not None:
         reference.check("reference", config.backend, config.base_url)
-    warn_if_low(config.learning_rate, config.model_name)
     return EpochData(config, partial(check_pairs, context=model_info.get_context_length(config.model_name)))
 
 

@@ -1,12 +1,14 @@
 """The config of a reinforcement learning run, and everything about it that can be wrong before a model is loaded."""
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
 import chz
 
 from tinker_cookbook import backends
+from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
@@ -108,8 +110,8 @@ class UpdateOptions(RunOptions):
     )
     num_groups_to_log: int = chz.field(
         default=4,
-        doc="groups per step and per evaluation whose transcripts are written; 0: none",
-        validator=chz.validators.ge(0),
+        doc="groups per step and per evaluation whose transcripts and JSON records are written; 0: none, -1: all",
+        validator=chz.validators.ge(-1),
     )
     rollout: RolloutConfig | None = chz.field(
         default=None, doc="how rollouts are run, in training and in evaluations; None: as the environments say"
@@ -129,11 +131,15 @@ class RLOptions(UpdateOptions):
     top_p: float = chz.field(
         default=1.0, doc="sample from the likeliest tokens that together have this probability; 1: all"
     )
+    min_p: float = chz.field(
+        default=0.0,
+        doc="sample from the tokens with at least this share of the likeliest one's probability; 0: all (local engine)",
+    )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
     on_zero_advantages: ZeroAdvantages = chz.field(
         default="stop",
         doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
-        "skip: never; raise: the first ends the run",
+        "skip: none does, nor that the whole run trained nothing; raise: the first ends the run",
     )
     max_zero_advantage_steps: int = chz.field(
         default=3, doc="on_zero_advantages=stop: so many in a row end the run", validator=chz.validators.gt(0)
@@ -170,6 +176,11 @@ class RLOptions(UpdateOptions):
         if not 0 < self.top_p <= 1:
             raise ConfigurationError(f"top_p={self.top_p}: must be above 0 and at most 1")
 
+    @property
+    def num_groups_shown(self) -> int:
+        """`num_groups_to_log` as a count, where -1 stands for all."""
+        return sys.maxsize if self.num_groups_to_log == -1 else self.num_groups_to_log
+
     def effective_rollout(self) -> RolloutConfig:
         """`rollout`, with what `termination` and `rollout_error_tolerance` say."""
         rollout = self.rollout or RolloutConfig()
@@ -195,6 +206,8 @@ class Config(RLOptions, RunConfig):
     learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    # The recipes here stop such a run; a script of one's own finds its end where it expects it, with a warning.
+    on_zero_advantages: ZeroAdvantages = with_default(RLOptions, "on_zero_advantages", "skip")
     num_epochs: int = chz.field(
         default=1,
         doc="passes over the dataset's batches; max_steps may end the run before",
@@ -208,12 +221,14 @@ def check_config(config: Config) -> None:
     check_loss(config.loss_fn, config.loss_fn_config, backend)
     warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)
-    if config.top_k != -1 or config.top_p < 1:
+    backends.check_min_p(config.min_p, backend)
+    if config.top_k != -1 or config.top_p < 1 or config.min_p > 0:
         logger.warning(
-            "top_k=%d, top_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that training is "
-            "off-distribution and no ratio shows it; leave both out, unless that is what you study",
+            "top_k=%d, top_p=%g, min_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that "
+            "training is off-distribution and no ratio shows it; leave them out, unless that is what you study",
             config.top_k,
             config.top_p,
+            config.min_p,
         )
     _check_said_once(config)
     if config.stream_minibatch_config is not None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import chz
 
 from tinker_cookbook.data.mixing import Mixer, check_weights, source_order
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.item_dataset import GroupSource, evaluation_set
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.utils.misc_utils import gather_all, shared_value
@@ -51,6 +52,9 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
 
     sources: list[RLDatasetBuilder] = chz.field(doc="the datasets")
     weights: list[float] = chz.field(doc="share of each source; they need not sum to 1")
+    only_evaluated: list[RLDatasetBuilder] = chz.field(
+        default_factory=list, doc="further datasets, whose test sets are evaluated and on which nothing trains"
+    )
     groups_per_batch: int = chz.field(doc="groups per batch, of all sources together", validator=chz.validators.gt(0))
     total_batches: int = chz.field(doc="batches of the run", validator=chz.validators.gt(0))
     seed: int = chz.field(default=0, doc="seed of the order within a batch")
@@ -61,17 +65,24 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
 
     @property
     def shared_system_prompt(self) -> str | None:
-        return shared_value(source.shared_system_prompt for source in self.sources)
+        return shared_value(source.shared_system_prompt for source in self._all())
 
     @property
     def needs_starting_policy(self) -> bool:
-        return any(source.needs_starting_policy for source in self.sources)
+        return any(source.needs_starting_policy for source in self._all())
+
+    def _all(self) -> list[RLDatasetBuilder]:
+        return [*self.sources, *self.only_evaluated]
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        built = await gather_all(source() for source in self.sources)
-        training = InterleavedRLDataset(
-            [training for training, _ in built], self.weights, self.groups_per_batch, self.total_batches, self.seed
-        )
+        built = await gather_all(source() for source in self._all())
+        trained = [training for training, _ in built[: len(self.sources)]]
+        training = InterleavedRLDataset(trained, self.weights, self.groups_per_batch, self.total_batches, self.seed)
+        for i, (_, test) in enumerate(built[len(self.sources) :]):
+            if test is None:
+                raise ConfigurationError(
+                    f"only_evaluated[{i}] has no test set, so that nothing of it is evaluated; leave it out"
+                )
         tests = [test for _, test in built if test is not None]
         groups = [group for test in tests for i in range(len(test)) for group in test.get_batch(i)]
         return training, evaluation_set(groups, lambda group, key: group)

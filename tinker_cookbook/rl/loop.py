@@ -32,7 +32,7 @@ from tinker_cookbook.rl.records import RecordWriter
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
 from tinker_cookbook.rl.step_files import StepFiles, WrappedTrajectoryGroup, evaluation_files
-from tinker_cookbook.rl.step_metrics import account_for_groups
+from tinker_cookbook.rl.step_metrics import account_for_groups, training_data_line
 from tinker_cookbook.rl.token_usage import rollout_usage, training_usage
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.rl.update import LoopMetrics, Update
@@ -93,11 +93,12 @@ class Loop:
         self.rounds, self.penalties = rounds, penalties
         self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
         self.start, self.end = session.start_step(), len(batches)
-        self.rollout = config.effective_rollout()
+        self.rollout, self.num_shown = config.effective_rollout(), config.num_groups_shown
         self.errors = RolloutErrorCounter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.steps_done = self.start
-        self.records, self.files = RecordWriter(), StepFiles(config, session)
+        self.records = RecordWriter()
+        self.files = StepFiles(config, session, self.records)
         self.untrained = 0
         """steps in a row that trained nothing"""
         self.ahead: KeepsGroups | None = None
@@ -139,14 +140,15 @@ class Loop:
             seed=derive_seed(config.seed, "rollouts", batch),
             top_k=config.top_k,
             top_p=config.top_p,
+            min_p=config.min_p,
         )
         group = await try_group_rollout(
             builder,
             policy.fork("group", place),
             self.rollout,
             name=f"{place} of step {batch}, {describe_group(builder)}",
-            with_notes=place < config.num_groups_to_log,
-            with_records=config.write_records and place < config.num_groups_to_log,
+            with_notes=place < self.num_shown,
+            with_records=config.write_records and place < self.num_shown,
         )
         has_failed = isinstance(group, FailedGroup)
         tokens = 0 if has_failed else sum(trajectory.num_action_tokens for trajectory in group.trajectories_G)
@@ -200,9 +202,8 @@ class Loop:
         display = self.session.display
         display.say_stages("replies")
         if batch.data_D:
-            tokens = metrics["advantages/nonzero_count"]
-            display.say(f"Training data: {len(batch.data_D)} datums, {tokens:,} tokens trained")
-        if self.config.num_groups_to_log:
+            display.say(training_data_line(metrics))
+        if self.num_shown:
             with timed("write_transcripts", metrics):
                 self.files.write_transcripts(step, sampled, batch)
         logprobs_D: list[torch.Tensor | None] = []
@@ -213,9 +214,7 @@ class Loop:
                 metrics |= found
         finally:  # what was sampled is not lost by an update that fails
             with timed("write_records", metrics):
-                write = self.files.records(step, sampled, batch, logprobs_D, self.learning_rate(step), dict(metrics))
-                if write is not None:  # on disk before a checkpoint that does not redo the step
-                    self.records.submit(write)
+                self.files.write_records(step, sampled, batch, logprobs_D, self.learning_rate(step), dict(metrics))
         metrics |= self._count_tokens(batch)
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
         error = None if batch.data_D else why_untrained(step, batch)
@@ -362,10 +361,13 @@ class Loop:
             return
         self.records.wait()
         if self.progress.trained_tokens == 0:
-            raise TrainingError(
+            told = (
                 f"the run has come to its end and trained nothing: none of its {self.end} batches had a token with an "
                 f"advantage; logs.log in {self.session.run.log_path} has the rewards of the first"
             )
+            if self.config.on_zero_advantages != "skip":
+                raise TrainingError(told)
+            logger.warning("%s", told)
         if due := self.rounds.at_end():
             final = await self._run_evaluators(due, self.steps_done)
             about = {"progress/batch": self.steps_done, "progress/done_frac": 1.0, **self.progress.row()}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.minibatch import Minibatch
-from tinker_cookbook.rl.records import write_step_records
+from tinker_cookbook.rl.records import RecordWriter, training_step_name, write_step_records
 from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_logging import (
     RolloutSummaryGroup,
@@ -40,10 +40,14 @@ class WrappedTrajectoryGroup:
 
 
 class StepFiles:
-    """Writes the files of a run's steps, as its config says."""
+    """Writes the files of a run's steps, as its config says.
 
-    def __init__(self, config: Config, session: Session):
-        self._config, self._session = config, session
+    Args:
+        writer: the thread for what is large.
+    """
+
+    def __init__(self, config: Config, session: Session, writer: RecordWriter):
+        self._config, self._session, self._writer = config, session, writer
 
     def folder(self, step: int) -> Path:
         return iteration_folder(self._session.run.log_path, step)
@@ -54,7 +58,7 @@ class StepFiles:
         shown = [
             ShownGroup(group, None if isinstance(group, FailedGroup) else next(advantages_P).tolist(), version)
             for group, version in (
-                (item.trajectory_group, item.sampling_client_step) for item in sampled[: self._config.num_groups_to_log]
+                (item.trajectory_group, item.sampling_client_step) for item in sampled[: self._config.num_groups_shown]
             )
         ]
         tokenizer, tracker = self._session.training_client.get_tokenizer(), self._session.run.logger
@@ -62,7 +66,7 @@ class StepFiles:
         if tracker.takes_rollouts:
             tracker.log_rollouts(rollout_rows(shown, tokenizer), step)
 
-    def records(
+    def write_records(
         self,
         step: int,
         sampled: Sequence[WrappedTrajectoryGroup],
@@ -70,11 +74,11 @@ class StepFiles:
         logprobs_D: Sequence[torch.Tensor | None],
         learning_rate: float,
         metrics: LoopMetrics,
-    ) -> Callable[[], None] | None:
-        """What writes the step's records and summaries, on a thread; None: the config asks for neither."""
+    ) -> None:
+        """Begin to write the step's records and summaries. They are on disk before a checkpoint that does not redo the step."""
         config, folder, log_path = self._config, self.folder(step), self._session.run.log_path
         if not config.write_records and not config.rollout_json_export:
-            return None
+            return
         about = {
             "step": step,
             "model": config.model_name,
@@ -105,9 +109,13 @@ class StepFiles:
                 )
             if config.write_records:
                 write_vocabulary(log_path, tokenizer)
-                write_step_records(folder, rollouts, metrics, config.num_groups_to_log)
+                write_step_records(log_path, rollouts, metrics, config.num_groups_shown)
 
-        return write
+        def say() -> None:
+            if config.write_records:
+                self._session.display.say(f"Logged: {log_path / training_step_name(step)}")
+
+        self._writer.submit(write, say)
 
 
 @contextmanager
@@ -117,7 +125,7 @@ def evaluation_files(config: Config, step: int, label: str | None = None) -> Ite
     Args:
         label: names the files; None: each evaluator's own name does.
     """
-    pages, summaries = config.num_groups_to_log > 0, config.rollout_json_export
+    pages, summaries = config.num_groups_shown > 0, config.rollout_json_export
     folder = iteration_folder(config.log_path, step) if pages or summaries else None
     with write_evaluations(folder, step if summaries else None, label):
         yield

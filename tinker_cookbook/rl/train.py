@@ -125,10 +125,11 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             RLTestSetEvaluator,
             test_dataset,
             config.max_tokens,
-            num_groups_to_log=config.num_groups_to_log,
+            num_groups_to_log=config.num_groups_shown,
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
+            min_p=config.min_p,
             seed=derive_seed(config.seed, "test"),
             config=config.effective_rollout(),
         )

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.renderer import merge_text_chunks, text_chunk
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
 
