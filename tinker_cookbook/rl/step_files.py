@@ -126,7 +126,7 @@ def evaluation_files(config: Config, step: int, label: str | None = None) -> Ite
         label: names the files; None: each evaluator's own name does.
     """
     pages, summaries = config.num_groups_shown > 0, config.rollout_json_export
-    folder = iteration_folder(config.log_path, step) if pages or summaries else None
+    folder = iteration_folder(Path(config.log_path).expanduser(), step) if pages or summaries else None
     with write_evaluations(folder, step if summaries else None, label):
         yield
 

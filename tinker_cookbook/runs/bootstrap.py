@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tinker_cookbook.runs.folder import one_writer, open_folder
-from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_run_metadata
+from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_code_state, write_run_metadata
 from tinker_cookbook.runs.metric_names import FINAL_KEY, carried, with_aliases
 from tinker_cookbook.utils import ml_log
 from tinker_cookbook.utils.files import truncate_jsonl
@@ -101,6 +101,7 @@ def open_run(
     with ExitStack() as opening:
         opening.enter_context(one_writer(log_path, "log_path"))
         resumed = (log_path / METADATA_BASE_NAME).exists()
+        write_code_state(log_path)
         entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name, extra=extra)
         tracked = ml_log.tracker_settings(trackers) if trackers is not None else {}
         loggers = ml_log.setup_logging(log_path, config=config, **tracked)

@@ -6,7 +6,8 @@ find it. Readers of our own leave the other names out (`without_aliases`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 ALIASES: Mapping[str, str] = {
@@ -74,6 +75,12 @@ def carried(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_final(row: Mapping[str, Any]) -> bool:
-    """Whether a row is that of the final evaluation, which repeats the last step's training metrics."""
-    return FINAL_KEY in row
+def each_once(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a run with each number once: under one name, and without what the last row repeats of the one before."""
+    told = [without_aliases(row) for row in rows]
+    for before, row in pairwise(told):
+        if FINAL_KEY in row:
+            for key, value in carried(before).items():
+                if row.get(key) == value:
+                    del row[key]
+    return told
