@@ -68,10 +68,10 @@ class AsyncConfig:
             by_place="step i trains on batch i", by_time="a step trains on the groups that finished first"
         ),
     )
-    too_old: Literal["wait", "drop"] = chz.field(
-        default="wait",
-        doc="deterministic=False: a group still being sampled in the last step that may train on it; wait for it, or drop it "
-        "(groups/stale) where the step has others",
+    too_old: Literal["train", "wait", "drop"] = chz.field(
+        default="train",
+        doc="deterministic=False: a group still being sampled when it is as old as max_steps_off_policy; train on it when it is "
+        "done, or let the step wait for it, or drop it (groups/stale) where the step has others",
     )
 
     @chz.validate
