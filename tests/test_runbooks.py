@@ -32,8 +32,9 @@ ELSEWHERE = {"recipes.validate_gpu": "run by the smoke test of the recipes"}
 
 
 def cells() -> Iterator[str]:
-    """What stands on the right of the table."""
-    for line in (ROOT / "docs" / "runbooks.md").read_text().splitlines():
+    """What stands on the right of the debate table; tests/recipes/test_experiment_harness.py has the other."""
+    page = (ROOT / "docs" / "runbooks.md").read_text().partition("## Commands of the experiment harness")[0]
+    for line in page.splitlines():
         if line.startswith("| ") and not line.startswith("| earlier"):
             yield line.split(" | ", 1)[1]
 

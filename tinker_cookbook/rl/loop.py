@@ -177,6 +177,7 @@ class Loop:
             self.config.remove_constant_reward_groups,
             self.role_baselines,
             self.penalties,
+            self.config.records_stability_info(),
         )
 
     def learning_rate(self, step: int) -> float:
@@ -188,7 +189,7 @@ class Loop:
         return Update(
             client,
             self.learning_rate(step),
-            config.loss_fn,
+            config.training_loss_fn(),
             config.loss_fn_config,
             config.grad_clip_norm,
             config.on_nonfinite,
@@ -265,7 +266,7 @@ class Loop:
             "max_tokens_per_turn": config.max_tokens,
             "temperature": config.temperature,
             "learning_rate": self.learning_rate(step),
-            "loss_fn": config.loss_fn,
+            "loss_fn": config.training_loss_fn(),
             "seed": config.seed,
         }
         rollouts = StepRollouts(
@@ -306,7 +307,7 @@ class Loop:
                     batch.data_D,
                     self.session.training_client,
                     config.off_policy_correction,
-                    str(config.loss_fn),
+                    str(config.training_loss_fn()),
                     config.loss_fn_config,
                 )
             metrics |= found
@@ -330,7 +331,9 @@ class Loop:
             logger.warning("step %d: %s", step, alarm)
         metrics["optim/kl_alarm"] = int(alarm is not None)
         with timed("snapshot", metrics):
-            snapshot = self.session.training_client.save_weights_and_get_sampling_client()
+            snapshot = self.session.training_client.save_weights_and_get_sampling_client(
+                record_stability_info=config.records_stability_info()
+            )
             self.sampling_client = await self.to_its_end(snapshot)
         self.sampling_client_step = step + 1
         if config.compute_post_kl:
