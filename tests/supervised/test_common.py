@@ -147,9 +147,9 @@ def test_text_alone_needs_no_model_input() -> None:
 
 
 def test_inputs_and_targets_of_chunks() -> None:
-    text = [tinker.EncodedTextChunk(tokens=[5, 6]), image(2), tinker.EncodedTextChunk(tokens=[7])]
-    inputs, targets = create_rightshifted_model_input_and_leftshifted_targets(text)
-    assert inputs.chunks == text[:2] and targets == [6, 0, 0, 7]
-    for chunks, said in ((text[:2], "ends in a"), ([tinker.EncodedTextChunk(tokens=[5])], "needs two")):
-        with pytest.raises(DataValidationError, match=said):
-            create_rightshifted_model_input_and_leftshifted_targets(chunks)
+    chunks = [tinker.EncodedTextChunk(tokens=[5, 6]), tinker.EncodedTextChunk(tokens=[7])]
+    inputs, targets = create_rightshifted_model_input_and_leftshifted_targets(chunks)
+    assert (inputs.to_ints(), targets) == ([5, 6], [6, 7])
+    for broken in ([], chunks[1:]):
+        with pytest.raises(DataValidationError, match="an example needs two"):
+            create_rightshifted_model_input_and_leftshifted_targets(broken)

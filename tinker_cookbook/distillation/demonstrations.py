@@ -319,7 +319,7 @@ async def compute_sdft_advantages(
     teacher_prompts_P: list[tinker.ModelInput],
     max_context_length: int = 32768,
 ) -> dict[str, float]:
-    """`build_policy_gradient_datums` for scripts that want the datums themselves changed; its metrics."""
+    """`build_policy_gradient_datums` in place: the datums get its advantages. Returns its metrics."""
     changed, metrics = await build_policy_gradient_datums(
         data_D, metadata_D, teacher_client, teacher_prompts_P, max_context_length
     )

@@ -41,10 +41,8 @@ def datum_from_model_input_weights(
             "give one weight per position"
         )
     chunks = _cut(model_input.chunks, max_length)
+    length = sum(chunk.length for chunk in chunks)
     model_input, targets = create_rightshifted_model_input_and_leftshifted_targets(chunks)
-    length = len(targets) + 1
-
-    # Targets at the positions of a media chunk are placeholders and must carry no weight.
     is_text = torch.tensor(
         [isinstance(chunk, tinker.EncodedTextChunk) for chunk in chunks for _ in range(chunk.length)]
     )
@@ -70,11 +68,14 @@ def datum_from_model_input_weights(
 
 
 def create_rightshifted_model_input_and_leftshifted_targets(
-    chunks: list[tinker.ModelInputChunk],
+    chunks: Sequence[tinker.ModelInputChunk],
 ) -> tuple[tinker.ModelInput, list[int]]:
-    """All but the last token, and all but the first: N positions give an input and targets of N - 1, 0 for those of media.
+    """All but the last token as input, all but the first as targets: N-1 of each.
 
-    Raises DataValidationError when there are fewer than two positions, or a media chunk comes last.
+    Targets at the positions of a media chunk are 0, placeholders that must carry no weight.
+
+    Raises:
+        DataValidationError: there are fewer than two positions, or a media chunk comes last.
     """
     length = sum(chunk.length for chunk in chunks)
     if length < 2:

@@ -14,7 +14,7 @@ import chz
 from rich import get_console
 from rich.console import Console
 
-from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.utils.files import append_jsonl, read_jsonl, write_json
 from tinker_cookbook.utils.loggers import Logger, Metrics, dump_config, metrics_row
 from tinker_cookbook.utils.reward_list import RewardListLogger
@@ -219,6 +219,8 @@ class MultiplexLogger(Logger):
     def close(self) -> None:
         """Close each, also when one of them fails; then raise the first failure."""
         failures: list[Exception] = []
+        if self in _opened:
+            _opened.remove(self)
         on_close, self.on_close = self.on_close, None
         for close in (*(child.close for child in self.loggers), on_close):
             try:
@@ -228,6 +230,21 @@ class MultiplexLogger(Logger):
                 failures.append(error)
         if failures:
             raise failures[0]
+
+
+_opened: list[MultiplexLogger] = []
+"""Of `setup_logging`, not closed yet, the newest last."""
+
+
+def log_metrics(metrics: Metrics, step: int | None = None) -> None:
+    """Log to the loggers that `setup_logging` made last and that are not closed.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    if not _opened:
+        raise ConfigurationError("log_metrics: no logger is open; call setup_logging first, or log to one of your own")
+    _opened[-1].log_metrics(metrics, step)
 
 
 def setup_logging(
@@ -269,4 +286,5 @@ def setup_logging(
     except BaseException:
         multiplex.close()
         raise
+    _opened.append(multiplex)
     return multiplex
