@@ -154,6 +154,6 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
             write_page(page, f"{self._name}, {page.parent.name}", shown, sampling_client.get_tokenizer())
         errors = RolloutErrorCounter()
         for outcome in outcomes:
-            errors.add(outcome)
-        metrics = compute_trajectory_metrics(finished_groups(outcomes)) | errors.metrics()
+            errors.ingest(outcome)
+        metrics = compute_trajectory_metrics(finished_groups(outcomes)) | errors.get_metrics()
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
