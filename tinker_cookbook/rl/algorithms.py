@@ -88,9 +88,8 @@ def check_discount(loss_fn: str | OwnLossFn, kl_discount_factor: float) -> None:
 
 def remove_mask(datum: tinker.Datum) -> tinker.Datum:
     """A copy without `mask`, which no loss takes: it is for our own metrics, and advantages are 0 where it is."""
-    return dataclasses.replace(
-        datum, loss_fn_inputs={key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
-    )
+    inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
+    return dataclasses.replace(datum, loss_fn_inputs=inputs)
 
 
 def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:

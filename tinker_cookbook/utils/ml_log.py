@@ -21,7 +21,26 @@ from tinker_cookbook.utils.reward_list import RewardListLogger
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.run_store import RunStore
 from tinker_cookbook.utils.step_line import KEY_METRICS, step_line
-from tinker_cookbook.utils.trackers import make_tracker, tracker_names
+from tinker_cookbook.utils.trackers import NeptuneLogger, TrackioLogger, WandbLogger, make_tracker, tracker_names
+
+__all__ = [
+    "LOGS_BASE_NAME",
+    "METRICS_BASE_NAME",
+    "JsonLogger",
+    "Logger",
+    "MultiplexLogger",
+    "NeptuneLogger",
+    "PrettyPrintLogger",
+    "TrackerConfig",
+    "TrackioLogger",
+    "WandbLogger",
+    "configure_logging_module",
+    "dump_config",
+    "naming_fix_of_metrics",
+    "read_metrics",
+    "setup_logging",
+    "tracker_settings",
+]
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
@@ -33,7 +52,7 @@ class TrackerConfig:
 
     trackers: str | None = chz.field(
         default=None,
-        doc="trackers that get metrics and rollouts, divided by commas: wandb, trackio, tensorboard (extras of these names); "
+        doc="trackers that get metrics, divided by commas: wandb, trackio, tensorboard, neptune (extras of these names); "
         "None: wandb where wandb_project is given",
     )
     wandb_project: str | None = chz.field(default=None, doc="project of W&B or trackio")
@@ -150,6 +169,18 @@ class MultiplexLogger(Logger):
         """Log to each."""
         for child in self.loggers:
             child.log_metrics(metrics, step)
+
+    def enable_event_steps(self) -> None:
+        """Pass on to each."""
+        for child in self.loggers:
+            child.enable_event_steps()
+
+    def log_metrics_event(
+        self, metrics: Metrics, step: int, step_metric: str, metric_axes: Mapping[str, str] | None = None
+    ) -> None:
+        """Log to each."""
+        for child in self.loggers:
+            child.log_metrics_event(metrics, step, step_metric, metric_axes)
 
     def log_hparams(self, config: Any) -> None:
         """Log to each."""
