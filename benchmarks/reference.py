@@ -69,6 +69,13 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     "dro": {"beta": 0.05},
     "gspo": {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
+    "stable_reinforce": {
+        "weight_cap": 2.0,
+        "token_ratio_low": 0.5,
+        "token_ratio_high": 5.0,
+        "sequence_log_ratio_bound": 1.0,
+        "verify_provenance": 0.0,
+    },
 }
 
 
@@ -87,6 +94,15 @@ def datum_loss(
         return -(ratio * advantages).sum()
     if loss_fn == "dro":
         return -(lp * advantages - 0.5 * config["beta"] * (lp - q) ** 2).sum()
+    if loss_fn == "stable_reinforce":
+        own = (lp - q).detach()
+        if not kept.any() or abs(own.mean()) > config["sequence_log_ratio_bound"]:
+            return torch.zeros((), dtype=torch.float64)
+        weights = [
+            min(w, config["weight_cap"]) if config["token_ratio_low"] <= w <= config["token_ratio_high"] else 0.0
+            for w in own.exp().tolist()
+        ]
+        return -(lp.new_tensor(weights) * (lp - lp.detach() + 1) * advantages).sum()
     bounds = config["clip_low_threshold"], config["clip_high_threshold"]
     if loss_fn == "cispo":
         return -(ratio.clamp(*bounds).detach() * lp * advantages).sum()

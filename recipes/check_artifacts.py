@@ -1,6 +1,6 @@
 """Whether a run's folder has every file that a reinforcement learning run leaves, and whether their numbers fit each other.
 
-    python -m recipes.check_artifacts log_path=/tmp/tinker-examples/debate_rs_grpo/...
+    python -m recipes.check_artifacts log_path=runs/debate
 
 Prints a row per check, with what is wrong where one fails, and ends with exit code 1 then. Nothing is changed, and no model
 is loaded. What the files hold is in docs/records.md.
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
+from tinker_cookbook.rl.records import training_step_name
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_about, read_rollouts
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.runs.folder import iteration_folder
@@ -121,8 +122,8 @@ def _trained(turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def check_training_steps(run: Run) -> Problems:
     for row in run.steps:
-        name = f"training_step_{row['step'] + 1:04d}.json"
-        record = read_json_object(run.step_folder(row) / name, "the step's records were not written whole")
+        name = training_step_name(row["step"])
+        record = read_json_object(run.folder / name, "the step's records were not written whole")
         results = record["results"]
         if record["num_datums"] != row["train/num_datums"]:
             yield f"{name}: num_datums is {record['num_datums']}, metrics.jsonl says {row['train/num_datums']}"
@@ -130,7 +131,7 @@ def check_training_steps(run: Run) -> Problems:
             yield f"{name}: {results['num_trained_tokens']} trained tokens, metrics.jsonl says {row['advantages/nonzero_count']}"
         if not row["train/skipped_steps"] and results["metrics"]["loss:sum"] is None:
             yield f"{name}: results.metrics has no loss:sum"
-        for i, datum in enumerate(record["datums"]):
+        for i, datum in enumerate(record["training_data"]):
             lengths = {key: len(datum[key]) for key in DATUM_LISTS}
             if not all(lengths.values()) or len({lengths[key] for key in DATUM_LISTS[1:]}) > 1:
                 yield f"{name}: datum {i} has lists of {lengths}"
@@ -140,10 +141,10 @@ def check_group_records(run: Run) -> Problems:
     """An environment of one's own may write none, so the file of all rollouts says which there are."""
     for row in run.steps:
         for name in read_about(run.step_folder(row) / FILE_NAME).get("records", []):
-            if not (run.step_folder(row) / name).is_file():
+            if not (run.folder / name).is_file():
                 yield f"step {row['step']}: no {name}"
                 continue
-            record = read_json_object(run.step_folder(row) / name, "the step's records were not written whole")
+            record = read_json_object(run.folder / name, "the step's records were not written whole")
             if record.get("step") != row["step"]:
                 yield f"{name} says step {record.get('step')}"
 

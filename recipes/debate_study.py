@@ -12,20 +12,16 @@ held-out items; intervals (95 %) come from drawing seeds and items again.
 """
 
 import asyncio
-import multiprocessing
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import chz
 from rich.console import Console
 
-from recipes.common import RL_LEARNING_RATE, RL_SHARE, by_model, open_log_path, settle
+from recipes.common import RL_LEARNING_RATE, RL_SHARE, TINY_DEBATE, base_model, by_model, open_log_path, settle
 from recipes.rl_common import TaskConfig, check_groups
 from tinker_cookbook import model_info
 from tinker_cookbook.backends import closing_clients
@@ -45,6 +41,7 @@ from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, changed_keys
 from tinker_cookbook.utils.files import read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
+from tinker_cookbook.utils.processes import processes
 from tinker_cookbook.utils.secrets import redact
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
@@ -71,7 +68,7 @@ FREE = (
 class CLIConfig(TaskConfig):
     """Keys of `python -m recipes.debate_study`. `seed` is that of the measurements; `seeds` are those of the runs."""
 
-    model_name: str = with_default(TaskConfig, "model_name", "tiny_debate")
+    model_name: str = base_model(TINY_DEBATE)
     task: str = with_default(TaskConfig, "task", "collatz")
     protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
@@ -302,10 +299,11 @@ def sentence(runs: Sequence[Run]) -> str:
     difference, accuracy = lead(own, rivals[best]), estimate(own, "correct_I")
     how = "beats" if difference.low > 0 else "loses to" if difference.high < 0 else "cannot be told apart from"
     tokens, seeds = fmean(run.tokens for run in own), f"{len(own)} seed{'s' if len(own) > 1 else ''}"
+    over = "seeds and " if len(own) > 1 else ""
     return (
-        f"At about {tokens:.0f} sampled tokens and {seeds}, the policy trained by debate is right on {accuracy} of the held-out "
-        f"answers and {how} the best other signal without the truth, {best} ({estimate(rivals[best], 'correct_I')}): "
-        f"difference {difference}."
+        f"On this one base model, at about {tokens:.0f} sampled tokens and {seeds}, the policy trained by debate is right on "
+        f"{accuracy} of the held-out answers and {how} the best other signal without the truth, {best} "
+        f"({estimate(rivals[best], 'correct_I')}): difference {difference}, over {over}questions, not over base models."
     )
 
 
@@ -358,8 +356,8 @@ def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
 
 async def study(cli: CLIConfig) -> list[Run]:
     """Every protocol with every seed; results are written after each run, and a study that goes on keeps them."""
-    folder = open_folder(open_log_path(cli, RECIPE, RECIPE, str(cli.task)), "log_path")
     cli = settle(cli)
+    folder = open_folder(open_log_path(cli, RECIPE, RECIPE, str(cli.task)), "log_path")
     with one_writer(folder, "log_path"):
         earlier = earlier_runs(folder, cli)
         known = {run.protocol: run.before for run in earlier.values()}
@@ -369,10 +367,11 @@ async def study(cli: CLIConfig) -> list[Run]:
         }
         asked = [(protocol, seed) for seed in cli.seeds for protocol in cli.protocols]
         found, order = dict(earlier), dict.fromkeys([*asked, *earlier])
-        with _processes(cli.processes) as start:
+        # Processes, not threads: an engine computes on one core, and each run has one of its own.
+        with processes(cli.processes) as start:
 
             async def finish(one: tuple[str, int]) -> None:
-                found[one] = run = await start(cli, folder, *one, before[one[0]])
+                found[one] = run = await start(_run_process, cli, folder, *one, before[one[0]])
                 write_results(folder, [found[other] for other in order if other in found])
                 print(told(run), flush=True)
 
@@ -392,34 +391,13 @@ def told(run: Run) -> str:
     )
 
 
-@contextmanager
-def _processes(count: int) -> Iterator[Callable[..., Coroutine[Any, Any, Run]]]:
-    """Runs `run_one`, so many at a time. When the body is left early, runs under way are ended as by Ctrl-C, which saves them."""
-    # Processes, not threads: an engine computes on one core, and each run has one of its own.
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
-    slots = asyncio.Semaphore(count)  # the pool itself would take up more than it can run, and not let go of it
-
-    async def start(*arguments: Any) -> Run:
-        async with slots:
-            return await asyncio.get_running_loop().run_in_executor(pool, _run_process, arguments)
-
-    try:
-        yield start
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _run_process(arguments: tuple[CLIConfig, Path, str, int, Measured]) -> Run:
+def _run_process(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
+    """`run_one`, in a process of its own."""
     with interruptible() as interrupts:
         try:
             with closing_clients():
-                return interrupts.run(run_one(*arguments))
+                return interrupts.run(run_one(cli, folder, protocol, seed, before))
         except KeyboardInterrupt:
-            _, _, protocol, seed, _ = arguments
             raise TrainingError(f"{protocol}, seed {seed}: interrupted; what it did is saved") from None
 
 

@@ -13,9 +13,9 @@ import time
 
 import chz
 
-from tinker_cookbook import backends, environment, model_info
+from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_model
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
@@ -26,6 +26,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinker_cookbook.utils.ml_log import Logger
+from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 
 @chz.chz(typecheck=True)
@@ -33,11 +34,15 @@ class CLIConfig:
     """Keys of `python -m recipes.sl_loop`."""
 
     model_name: str = chz.field(
-        default_factory=lambda: environment.read("TINKER_DEBATE_BASE_MODEL") or str(EXAMPLE_DATA / "tiny_chat"),
-        doc="a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else the shipped tiny_chat",
+        default_factory=lambda: backends.default_model("tiny_chat"),
+        munger=lambda self, name: shipped_model(name),
+        doc="tiny_chat (shipped), a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
     )
     file: str = chz.field(default=str(EXAMPLE_DATA / "conversations.jsonl"), doc="JSONL file of conversations")
     backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
+    session_name: str | None = chz.field(
+        default=None, doc="what the service's console and lists call the run's session"
+    )
     log_path: str = chz.field(
         default_factory=lambda: default_log_path("sl_loop", time.strftime("%Y%m%d_%H%M%S")),
         doc="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
@@ -67,7 +72,9 @@ async def main(cli: CLIConfig) -> None:
 
 
 async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: Logger) -> None:
-    service = backends.create_service_client(cli.backend)
+    service = backends.create_service_client(
+        cli.backend, display_name=cli.session_name or default_cookbook_session_name("sl_loop")
+    )
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     total_steps, progress = cli.num_epochs * len(dataset), Progress({})
     for step in range(total_steps):

@@ -5,12 +5,14 @@ that has them loaded, and costs what it computes. Tests of what a command line p
 how a process starts, of signals and of exit handlers, which a forked one does not run, start a real one.
 """
 
+import importlib.abc
+import importlib.util
 import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -79,4 +81,15 @@ def _as_program(words: list[str], env: dict[str, str], cwd: str, files: tuple[Pa
     assert flag == "-m", words
     sys.argv = [module, *arguments]
     sys.path.insert(0, cwd)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    # As the interpreter does it: `__main__` stays after the last line, and pickles of processes that this one spawns know it
+    # by its second name.
+    program = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    assert spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader), module
+    program.__spec__, program.__package__ = spec, spec.parent
+    code = spec.loader.get_code(module)
+    assert code is not None
+    sys.argv[0] = program.__dict__["__file__"] = str(spec.origin)
+    exec(code, program.__dict__)

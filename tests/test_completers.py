@@ -44,6 +44,13 @@ class Sampler:
         return tinker.SampleResponse(sequences=[self.sequence])
 
 
+def test_min_p_is_not_lost_on_the_way_to_a_hosted_client() -> None:
+    """The SDK's own class drops the field, and its clients send what that class knows."""
+    hosted = tinker.SamplingClient.__new__(tinker.SamplingClient)
+    with pytest.raises(ConfigurationError, match=r"min_p=0\.1: the hosted service does not offer it"):
+        asyncio.run(TinkerTokenCompleter(hosted, 4, min_p=0.1)(tinker.ModelInput.from_ints([1]), []))
+
+
 class TestTokenCompleter:
     def completer(self, service: FakeServiceClient, **options) -> TinkerTokenCompleter:
         return TinkerTokenCompleter(service.new_sampler(0), 4, **options)
@@ -81,7 +88,7 @@ class TestTokenCompleter:
         sampler = Sampler([5, 6], [-0.5, -0.25], "length")
         policy = TinkerTokenCompleter(sampler, 4)  # pyright: ignore[reportArgumentType]
         completion = asyncio.run(policy(tinker.ModelInput.from_ints([1]), [7]))
-        assert completion == TokensWithLogprobs([5, 6], [-0.5, -0.25], "length") and sampler.asked == [1]
+        assert completion == TokensWithLogprobs([5, 6], [-0.5, -0.25], "length", "0") and sampler.asked == [1]
 
     @pytest.mark.parametrize("how", ["response", "future", "concurrent future", "sdk future", "sync"])
     def test_a_client_may_have_sample_async_alone(self, how: str) -> None:
@@ -127,7 +134,7 @@ class TestTokenCompleter:
 
         client: Any = {"concurrent future": Concurrent, "sdk future": Sdk, "sync": Sync}.get(how, AsyncOnly)()
         completion = asyncio.run(TinkerTokenCompleter(client, 4)(tinker.ModelInput.from_ints([1]), [7]))
-        assert completion == TokensWithLogprobs([5], [-0.5], "stop")
+        assert completion == TokensWithLogprobs([5], [-0.5], "stop", sequence_id="0")
 
     def test_a_client_is_asked_by_the_names_of_the_sdk(self) -> None:
         class OwnOrder:

@@ -114,6 +114,22 @@ def test_a_preset_works_from_python() -> None:
         single_turn.CLIConfig(preset="grop")
 
 
+def test_accepted_replies_train_alike_unless_told_otherwise() -> None:
+    """A threshold over rewards of 0 and 1 leaves replies of one reward, whose z-scores are all zero."""
+    constant = AdvantageConfig(baseline="constant", scale="sequence")
+    assert parsed(single_turn, "accept_min_reward=1").advantage == constant
+    assert single_turn.CLIConfig(accept_min_reward=1.0).advantage == constant
+    zscore = AdvantageConfig(baseline="zscore", scale="sequence")
+    assert parsed(single_turn, "accept_min_reward=None").advantage == zscore
+    assert parsed(single_turn, "accept_require_parse=true").advantage == zscore
+    assert parsed(single_turn, "accept_min_reward=1", "advantage.baseline=zscore").advantage == zscore
+    own = AdvantageConfig(baseline="leave_one_out")
+    assert single_turn.CLIConfig(accept_min_reward=1.0, advantage=own).advantage == own
+    for config in (parsed(single_turn, "accept_min_reward=1", "preset=dapo"),
+                   single_turn.CLIConfig(accept_min_reward=1.0, preset="dapo")):  # fmt: skip
+        assert config.advantage == preset_keys("dapo")["advantage"]
+
+
 def test_a_reference_needs_its_path_alone() -> None:
     argv = ("kl_penalty_coef=0.1", "kl_reference_config.load_checkpoint_path=tinker://a/sampler_weights/b")
     assert parsed(rl_basic, *argv).kl_reference_config.base_model == settle(rl_basic.CLIConfig()).model_name
@@ -130,12 +146,16 @@ def test_rejection_takes_no_other_advantages(tmp_path: Path) -> None:
 def test_truncated_sampling_is_said_and_reaches_the_evaluations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cli = single_turn.CLIConfig(log_path=str(tmp_path / "run"), top_k=5, top_p=0.9)
+    cli = single_turn.CLIConfig(log_path=str(tmp_path / "run"), top_k=5, top_p=0.9, min_p=0.1)
     with caplog.at_level(logging.WARNING):
         config = single_turn.build_config(cli)
-    assert "top_k=5, top_p=0.9: rollouts are drawn from fewer tokens" in caplog.text
+    assert "top_k=5, top_p=0.9, min_p=0.1: rollouts are drawn from fewer tokens" in caplog.text
     evaluator: Any = config.evaluator_builders[0]
-    assert (config.top_k, config.top_p, evaluator.top_k, evaluator.top_p) == (5, 0.9, 5, 0.9)
+    assert (config.top_k, config.top_p, config.min_p) == (5, 0.9, 0.1)
+    assert (evaluator.top_k, evaluator.top_p, evaluator.min_p) == (5, 0.9, 0.1)
+    for wrong in (-0.1, 1.5):
+        with pytest.raises(ConfigurationError, match=f"min_p={wrong}: must be between"):
+            single_turn.build_config(single_turn.CLIConfig(min_p=wrong))
     for wrong in ("top_k=0", "top_p=0", "top_p=1.5"):
         with pytest.raises(ConfigurationError, match=wrong):
             parsed(single_turn, wrong)

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jinja2
 import pandas
 import pytest
 from hypothesis import given
@@ -142,7 +143,7 @@ class TestContext:
                 raise ValueError
             logtree.log_text("after")
         logtree.log_text("lost")
-        assert [node.title for node in inner.children] == ["a"]
+        assert [node.title for node in inner.children] == ["a", "Exception: ValueError: "]
         assert [node.content for node in outer.children] == ["after"]
 
     def test_tasks_do_not_mix(self) -> None:
@@ -178,7 +179,8 @@ class TestFiles:
         with pytest.raises(ValueError), logtree.init_trace("run", tmp_path / "deep" / "run.html"):
             logtree.log_text("the last words")
             raise ValueError
-        assert Page((tmp_path / "deep" / "run.html").read_text()).pres() == ["the last words"]
+        assert Page((tmp_path / "deep" / "run.html").read_text()).pres()[0] == "the last words"
+        assert "raise ValueError" in Page((tmp_path / "deep" / "run.html").read_text()).pres()[1], "and what it raised"
         assert (tmp_path / "deep" / "run_logtree.json").exists()
 
     def test_whole_or_absent(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,3 +300,67 @@ class TestScripts:
         with pytest.raises(ZeroDivisionError), logtree.init_trace("page", tmp_path / "a.html", write_on_error=False):
             _ = 1 / 0
         assert list(tmp_path.iterdir()) == []
+
+
+class TestPagesOfOnesOwn:
+    def test_a_theme_is_what_the_page_looks_like(self) -> None:
+        with logtree.init_trace("T & t") as trace:
+            logtree.log_text("<said>")
+        head = trace.head_html(extra_head='<meta name="mine">')
+        assert (
+            "<title>T &amp; t</title>" in head
+            and "body { font" in head
+            and head.rstrip().endswith('<meta name="mine">')
+        )
+        assert "style-src 'unsafe-inline' \">" in head, "it loads nothing"
+        theme = logtree.Theme("p { color: red }", ["https://a.example/b.css"], {"--lt-mono": "serif"})
+        head = trace.head_html(theme, title="other")
+        assert "<title>other</title>" in head and "body { font" not in head and "p { color: red }" in head
+        assert "style-src 'unsafe-inline' https://a.example/b.css" in head and "--lt-mono: serif;" in head
+        assert '<link rel="stylesheet" href="https://a.example/b.css">' in head
+
+    def test_the_body_alone(self) -> None:
+        with logtree.init_trace("T") as trace:
+            logtree.log_text("<said>")
+        assert trace.get_html() == trace.body_html() and trace.body_html().startswith("<body>")
+        inner = trace.body_html(wrap_body=False)
+        assert "&lt;said&gt;" in inner and "body>" not in inner
+
+    @pytest.mark.parametrize("body", ["<p>mine</p>", "<body class='a'><p>mine</p></body>"])
+    def test_markup_in_the_style_of_a_trace(self, tmp_path: Path, body: str) -> None:
+        logtree.write_html_with_default_style(body, tmp_path / "d" / "x.html", title="T", lang="de")
+        text = (tmp_path / "d" / "x.html").read_text()
+        assert text.count("<body") == text.count("</body>") == 1 and "<p>mine</p>" in text
+        assert '<html lang="de">' in text and "<title>T</title>" in text and "body { font" in text
+
+    def test_a_template(self, tmp_path: Path) -> None:
+        with logtree.init_trace("T") as trace:
+            logtree.log_text("said")
+        env = jinja2.Environment(loader=jinja2.DictLoader({"a": "{{ title }}|{{ mine }}|{{ body_html }}"}))
+        context = logtree.jinja_context(trace, mine=3)
+        text = logtree.render_with_jinja(env, "a", context=context, write_to=tmp_path / "d" / "x.html")
+        assert text == f"T|3|{trace.body_html()}" == (tmp_path / "d" / "x.html").read_text()
+        assert context["started_at"] <= context["generated_at"]
+
+    def test_a_look_before_the_end(self, tmp_path: Path) -> None:
+        assert not logtree.flush_trace()
+        with logtree.init_trace("T", tmp_path / "x.html"):
+            logtree.log_text("first")
+            assert logtree.flush_trace()
+            assert Page((tmp_path / "x.html").read_text()).pres() == ["first"]
+            with logtree.init_trace("inner"):
+                assert not logtree.flush_trace(), "which has no path"
+            logtree.log_text("second")
+        assert Page((tmp_path / "x.html").read_text()).pres() == ["first", "second"]
+
+    def test_an_object_that_only_shows_itself(self) -> None:
+        class Older:
+            def to_html(self) -> str:
+                return "<b>as it is</b>"
+
+            def get_css(self) -> str:
+                return ""
+
+        with logtree.init_trace("T") as trace:
+            logtree.log_formatter(Older())  # pyright: ignore[reportArgumentType]
+        assert trace.to_dict()["children"] == [{"kind": "html", "title": "", "content": "<b>as it is</b>"}]

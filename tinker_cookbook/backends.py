@@ -31,6 +31,10 @@ _remote_clients: weakref.WeakSet[Any] = weakref.WeakSet()
 _made: ContextVar[list[Any] | None] = ContextVar("made_service_clients", default=None)
 """Those of the innermost `closing_clients`. Samplers keep a session and not its client, and only the client ends the session."""
 
+_MIN_P_IS_LOCAL = (
+    "the hosted service does not offer it; leave it out (top_k and top_p are offered), or use backend=local"
+)
+
 EndStatus = Literal["success", "errored", "interrupted"]
 """How a session may end, in the SDK's words."""
 CLOSE_SECONDS = 5.0
@@ -65,7 +69,7 @@ def check_backend(
     """
     resolved = resolve_backend(backend)
     if resolved == "tinker":
-        if environment.read("TINKER_API_KEY") is None:
+        if environment.read("TINKER_API_KEY") is None and environment.read("TINKER_CREDENTIAL_CMD") is None:
             raise ConfigurationError(
                 "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
                 "or use backend=local"
@@ -123,11 +127,16 @@ def leaves_experts(config: Any) -> bool:
     return has_experts(config)
 
 
-def create_service_client(backend: str | None = None, base_url: str | None = None) -> ServiceClient:
+def create_service_client(
+    backend: str | None = None, base_url: str | None = None, display_name: str | None = None
+) -> ServiceClient:
     """A service client of the chosen engine.
 
     The local one is deterministic: one loop drives it, and the same program gets the same bits. It is shared within the
     process while anyone holds it, so that a policy, a judge and a teacher on the same base model share its weights.
+
+    Args:
+        display_name: of the session, for people. The local client is a session; whoever makes it names it.
 
     Raises:
         ConfigurationError: the hosted service, or the server at `base_url`, is there and does not take the key.
@@ -138,7 +147,7 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
         address, name = server_watch.server_address(base_url)
         if (key := environment.read("TINKER_API_KEY")) is not None:
             server_watch.check_key(address, name, key)
-        client = tinker.ServiceClient(base_url=base_url)
+        client = tinker.ServiceClient(base_url=base_url, display_name=display_name)
         server_watch.ServerWatch(address, name, client)
         _remote_clients.add(client)
         if (made := _made.get()) is not None:
@@ -150,7 +159,9 @@ def create_service_client(backend: str | None = None, base_url: str | None = Non
     home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves where this pointed when it was made
     client = _local_clients.get(home)
     if client is None:
-        client = _local_clients[home] = tinker_local_backend.ServiceClient(deterministic=True)
+        client = _local_clients[home] = tinker_local_backend.ServiceClient(
+            deterministic=True, display_name=display_name
+        )
     return cast(ServiceClient, client)
 
 
@@ -223,15 +234,44 @@ def serve_as_replica() -> None:
         tinker_local_backend.serve_as_replica()
 
 
+def check_variables() -> None:
+    """Raise ConfigurationError for a TINKER_* variable that is set and not known, or has a value that is not understood."""
+    from tinker_local_backend import environment as table
+
+    with _refusals_of_variables():
+        table.check_variables()
+
+
 def _check_local_environment() -> None:
     """Raise ConfigurationError for a TINKER_LOCAL_* variable that is set and not understood, or not supported."""
+    from tinker_local_backend import environment as table
+
+    with _refusals_of_variables():
+        table.check_environment()
+
+
+@contextmanager
+def _refusals_of_variables() -> Generator[None]:
     from tinker_local_backend import RequestError
-    from tinker_local_backend.environment import check_environment
 
     try:
-        check_environment()
+        yield
     except RequestError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def default_model(shipped: str) -> str:
+    """The name of the model where none is given: TINKER_DEBATE_BASE_MODEL, else this shipped one."""
+    from tinker_local_backend import shipped as models
+
+    return models.default_model(shipped)
+
+
+def shipped_model(name: str) -> str:
+    """The folder of a shipped model, by its short name; other names as they are."""
+    from tinker_local_backend import shipped as models
+
+    return models.shipped_model(name)
 
 
 def describe_engine(backend: str | None = None, base_url: str | None = None) -> dict[str, str | None]:
@@ -250,6 +290,41 @@ def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextMan
         from tinker_local_backend.engine import spans
 
         spans.listen(opener)
+
+
+def sampling_params(client: object, min_p: float, **fields: Any) -> Any:
+    """The SDK's sampling parameters, with `min_p` the local engine's. Raises ConfigurationError for min_p and a hosted client."""
+    import tinker
+
+    if min_p == 0:
+        return tinker.SamplingParams(**fields)
+    (hosted, _), _ = client_classes()
+    if isinstance(client, hosted):
+        raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
+    import tinker_local_backend
+
+    return tinker_local_backend.SamplingParams(min_p=min_p, **fields)
+
+
+def check_min_p(min_p: float, backend: Backend) -> None:
+    """Raise ConfigurationError for a min_p that is none, or that the backend does not have."""
+    if not 0 <= min_p <= 1:
+        raise ConfigurationError(f"min_p={min_p}: must be between 0 (no limit) and 1")
+    if min_p > 0 and backend != "local":
+        raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
+
+
+def client_classes() -> list[tuple[type, type]]:
+    """The classes of clients that sample and that train: the SDK's, and the local engine's."""
+    # Named by their modules: while a program runs on the local engine, the names in `tinker` are those of its classes.
+    from tinker.lib.public_interfaces import sampling_client, training_client
+
+    import tinker_local_backend as local
+
+    return [
+        (sampling_client.SamplingClient, training_client.TrainingClient),
+        (local.SamplingClient, local.TrainingClient),
+    ]
 
 
 def is_engine_error(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer
@@ -29,6 +30,10 @@ class TokensWithLogprobs:
     tokens: list[int]
     maybe_logprobs: list[float] | None
     stop_reason: tinker.StopReason = "stop"
+    sequence_id: str | None = None
+    """what the engine calls the sample, for provenance; None: the completer has no such name"""
+    prompt_cache_hit_tokens: int = 0
+    """of the prompt, that the sampler had in its cache; 0 too where it does not say"""
 
     @property
     def logprobs(self) -> list[float]:
@@ -77,6 +82,7 @@ class TinkerTokenCompleter(TokenCompleter):
         seed: None samples afresh each time; otherwise call i of this completer always draws from the same seed.
         top_k, top_p: draw from the k likeliest tokens (-1: from all), from the likeliest of this probability (1: from all).
             Logprobs are those of the whole distribution.
+        min_p: draw from tokens with at least this share of the likeliest one's probability (0: from all); local engine alone.
     """
 
     sampling_client: SamplingClient
@@ -86,6 +92,7 @@ class TinkerTokenCompleter(TokenCompleter):
     seed: int | None = None
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
     _calls: int = field(default=0, init=False, repr=False)
 
     async def __call__(
@@ -100,17 +107,27 @@ class TinkerTokenCompleter(TokenCompleter):
                 )
         seed = None if self.seed is None else derive_seed(self.seed, self._calls)
         self._calls += 1
-        params = tinker.SamplingParams(
-            max_tokens=limit, temperature=self.temperature, stop=stop, seed=seed, top_k=self.top_k, top_p=self.top_p
+        params = backends.sampling_params(
+            self.sampling_client,
+            self.min_p,
+            max_tokens=limit,
+            temperature=self.temperature,
+            stop=stop,
+            seed=seed,
+            top_k=self.top_k,
+            top_p=self.top_p,
         )
-        sequence = (await _sample(self.sampling_client, model_input, params)).sequences[0]
+        response = await _sample(self.sampling_client, model_input, params)
+        sequence = response.sequences[0]
         logprobs = sequence.logprobs
         if logprobs is None or len(logprobs) != len(sequence.tokens):
             raise DataValidationError(
                 f"the sampler returned {len(sequence.tokens)} tokens and "
                 f"{'no' if logprobs is None else len(logprobs)} logprobs; each token needs one"
             )
-        return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason)
+        cached = getattr(response, "prompt_cache_hit_tokens", None) or 0  # not every client says
+        name = getattr(sequence, "sequence_id", None) or None
+        return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason, name, cached)
 
     def fork(self, *key: int | str) -> Self:
         if self.seed is None:

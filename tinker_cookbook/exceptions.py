@@ -3,6 +3,34 @@
 from collections.abc import Iterable
 from typing import Any
 
+__all__ = [
+    "AllTrajectoriesFailedError",
+    "BenchmarkNotFoundError",
+    "CheckpointError",
+    "ConfigurationError",
+    "DataError",
+    "DataFormatError",
+    "DataValidationError",
+    "EndpointError",
+    "EpisodeFailedError",
+    "EvalError",
+    "EvalGradingError",
+    "EvalTimeoutError",
+    "GroupFailedError",
+    "MissingPackageError",
+    "RendererError",
+    "RolloutTimeoutError",
+    "SandboxError",
+    "ServerLostError",
+    "TinkerCookbookError",
+    "TrainingError",
+    "WeightsAdapterError",
+    "WeightsDownloadError",
+    "WeightsError",
+    "WeightsMergeError",
+    "ZeroAdvantageError",
+]
+
 
 class TinkerCookbookError(Exception):
     """Root of all errors of this library."""
@@ -10,6 +38,10 @@ class TinkerCookbookError(Exception):
 
 class ConfigurationError(TinkerCookbookError, ValueError):
     """A configuration value is wrong. The message names the field, the value and the fix."""
+
+
+class MissingPackageError(ConfigurationError, ImportError):
+    """What was asked for needs a package that is not installed, or is not in this library. The message says what to do."""
 
 
 class DataError(TinkerCookbookError, ValueError):
@@ -30,6 +62,10 @@ class RendererError(TinkerCookbookError, ValueError):
 
 class TrainingError(TinkerCookbookError, RuntimeError):
     """A training step cannot go on."""
+
+
+class RewardError(TinkerCookbookError, RuntimeError):
+    """Code of an environment that scores a reply has failed. The message names it, the line, and what it was given."""
 
 
 class ZeroAdvantageError(TrainingError):
@@ -67,5 +103,43 @@ class EndpointError(TinkerCookbookError, RuntimeError):
     """An OpenAI-compatible endpoint refused a request or could not be reached. The message names address, model and reason."""
 
 
-class CheckpointError(TinkerCookbookError, RuntimeError):
+class CheckpointError(TrainingError):
     """A checkpoint record or its files are missing or unusable."""
+
+
+class WeightsError(TinkerCookbookError):
+    """Weights cannot be fetched, merged or exported."""
+
+
+class WeightsDownloadError(WeightsError, CheckpointError):
+    """The files of a checkpoint cannot be had, or are not those that were published. The message names the checkpoint."""
+
+
+class WeightsMergeError(WeightsError, ValueError):
+    """An adapter does not fit the base model that it is to be merged into, or the way it is asked for."""
+
+
+class WeightsAdapterError(WeightsError, CheckpointError, ValueError):
+    """A folder holds no adapter, or one that cannot be written in the form that a serving program reads."""
+
+
+class SandboxError(TinkerCookbookError, RuntimeError):
+    """Code could not be run in its sandbox."""
+
+
+class EvalError(TinkerCookbookError, RuntimeError):
+    """An evaluation cannot go on."""
+
+
+class EvalTimeoutError(EvalError, TimeoutError):
+    """An example of an evaluation took longer than its limit."""
+
+
+class EvalGradingError(EvalError):
+    """An answer could not be graded. It is not a wrong answer."""
+
+
+class BenchmarkNotFoundError(EvalError, KeyError):
+    """There is no benchmark of this name. The message lists those that there are."""
+
+    __str__ = Exception.__str__  # KeyError would show the message in quotes

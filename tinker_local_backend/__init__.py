@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tinker_local_backend.replicas.follower import serve_as_replica
     from tinker_local_backend.rest_client import RestClient
     from tinker_local_backend.sampling_client import SamplingClient
+    from tinker_local_backend.sampling_params import SamplingParams
     from tinker_local_backend.service_client import ServiceClient
     from tinker_local_backend.training_client import TrainingClient
 
@@ -35,6 +36,7 @@ __all__ = [
     "RequestError",
     "RestClient",
     "SamplingClient",
+    "SamplingParams",
     "ServiceClient",
     "TrainingClient",
     "serve_as_replica",
@@ -47,6 +49,7 @@ _HOMES = {
     "serve_as_replica": "replicas.follower",
     "RestClient": "rest_client",
     "SamplingClient": "sampling_client",
+    "SamplingParams": "sampling_params",
     "ServiceClient": "service_client",
     "TrainingClient": "training_client",
 }

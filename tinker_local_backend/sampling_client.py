@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tinker_local_backend.engine.requests import (
     sampling_request,
 )
 from tinker_local_backend.engine.tickets import OnProgress, SampledSequence, SamplingResult
+from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import say_without_effect
 from tinker_local_backend.remote_sampling_client import connect
@@ -40,11 +42,19 @@ class SamplingClient:
     Made on the engine's worker, by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client.
     """
 
-    def __init__(self, engine: Engine, owner: object, model: BaseModel, adapter: Adapter | None):
+    def __init__(
+        self,
+        engine: Engine,
+        owner: object,
+        model: BaseModel,
+        adapter: Adapter | None,
+        record_stability_info: bool = False,
+    ):
         self._engine = engine
         self._owner = owner  # keeps the service client, and with it the engine, alive
         self._model = model
         self._adapter = adapter
+        self._records = record_stability_info
         self._limits = engine.limits(model.name)
         self._id = uuid.uuid4().hex
         self._counter = itertools.count()
@@ -62,6 +72,7 @@ class SamplingClient:
         prompt_logprobs_last_n: int | None = None,
         *,
         on_progress: OnProgress | None = None,
+        record_as: Sequence[str] | None = None,
     ) -> EngineFuture[tinker.types.SampleResponse]:
         """Complete a prompt `num_samples` times.
 
@@ -82,6 +93,8 @@ class SamplingClient:
             prompt_logprobs_last_n: limits prompt logprobs and their top k to the last n positions.
             on_progress: (not in the SDK) called on the engine's thread after every step with what there is of each sample; it
                 must return at once and change nothing.
+            record_as: (not in the SDK) record these samples, as a client does that was made with record_stability_info, under
+                these sequence_ids.
 
         Raises:
             RequestError: a field is out of range; the message names it.
@@ -108,13 +121,17 @@ class SamplingClient:
         )
         targets = None if target_prompt_logprobs is None else frozen_tensor(target_prompt_logprobs)
         return self._engine.sample(
-            self._model.name, request, lambda result: self._response(result, request, targets), on_progress
+            self._model.name, request, lambda result: self._response(result, request, targets, record_as), on_progress
         )
 
     sample_async = awaited(sample)
 
     def _response(
-        self, result: SamplingResult, request: SamplingRequest, targets: tinker.TensorData | None
+        self,
+        result: SamplingResult,
+        request: SamplingRequest,
+        targets: tinker.TensorData | None,
+        record_as: Sequence[str] | None,
     ) -> tinker.types.SampleResponse:
         scores, alternatives, target_logprobs = result.prompt, None, None
         if scores.targets is not None and targets is not None:
@@ -122,26 +139,20 @@ class SamplingClient:
         if scores.alternatives is not None:
             ids, logprobs = (tinker.TensorData.from_numpy(array) for array in scores.alternatives)
             alternatives = PromptAltTokens(tokens=ids, logprobs=logprobs)
+        names = record_as or [f"{self._id}:{next(self._counter)}" for _ in result.sequences]
+        sequences = [
+            _sequence(name, sequence, request.topk_logprobs)
+            for name, sequence in zip(names, result.sequences, strict=True)
+        ]
+        if self._records or record_as is not None:
+            self._engine.samples.add(request.prompt, sequences)
         return tinker.types.SampleResponse(
-            sequences=[self._sequence(sequence, request.topk_logprobs) for sequence in result.sequences],
+            sequences=sequences,
             prompt_logprobs_np=scores.logprobs,
             topk_prompt_logprobs_np=None if scores.topk is None else _topk(*scores.topk),
             target_prompt_logprobs=target_logprobs,
             prompt_cache_hit_tokens=result.cached_tokens,
             prompt_alt_tokens=alternatives,
-        )
-
-    def _sequence(self, sequence: SampledSequence, topk: int) -> tinker.SampledSequence:
-        topk_logprobs = None
-        if topk:
-            ids, logprobs = (np.stack(arrays) for arrays in zip(*sequence.topk, strict=True))
-            topk_logprobs = _topk(ids, logprobs)
-        return tinker.SampledSequence(
-            stop_reason=sequence.stop_reason,
-            sequence_id=f"{self._id}:{next(self._counter)}",
-            tokens_np=np.array(sequence.tokens, dtype=np.int32),
-            logprobs_np=np.array(sequence.logprobs, dtype=np.float32),
-            topk_logprobs_np=topk_logprobs,
         )
 
     def compute_logprobs(
@@ -189,16 +200,30 @@ class SamplingClient:
         return sampler_host.share(self._id, self._model.name, self)
 
 
-def open_checkpoint(engine: Engine, owner: object, home: Path, model_path: str) -> ClientFuture[SamplingClient]:
-    """A sampling client of saved weights (a tinker:// path), which keeps `owner` alive."""
+def open_checkpoint(
+    engine: Engine,
+    owner: object,
+    home: Path,
+    model_path: str,
+    base_model: str | None = None,
+    record_stability_info: bool = False,
+) -> ClientFuture[SamplingClient]:
+    """A sampling client of saved weights (a tinker:// path), which keeps `owner` alive.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        RequestError: it is of another base model than the one that is given.
+    """
     path = CheckpointPath.parse(model_path)
     info = read_info(home, path)
+    if base_model is not None and base_model != info.base_model:
+        raise RequestError(f"checkpoint {path} is of base model {info.base_model!r}, not {base_model!r}")
 
     def create() -> SamplingClient:
         model = engine.load(info.base_model)
         adapter = model.new_adapter(info.spec, seed=0)
         load_adapter(home, path, adapter)
-        return SamplingClient(engine, owner, model, adapter.snapshot(model.dtype))
+        return SamplingClient(engine, owner, model, adapter.snapshot(model.dtype), record_stability_info)
 
     return engine.make_client(create)
 
@@ -206,6 +231,20 @@ def open_checkpoint(engine: Engine, owner: object, home: Path, model_path: str) 
 def _only_prompt_logprobs(result: SamplingResult) -> list[float | None]:
     assert result.prompt.logprobs is not None
     return [None if np.isnan(value) else value for value in result.prompt.logprobs.tolist()]
+
+
+def _sequence(name: str, sequence: SampledSequence, topk: int) -> tinker.SampledSequence:
+    topk_logprobs = None
+    if topk:
+        ids, logprobs = (np.stack(arrays) for arrays in zip(*sequence.topk, strict=True))
+        topk_logprobs = _topk(ids, logprobs)
+    return tinker.SampledSequence(
+        stop_reason=sequence.stop_reason,
+        sequence_id=name,
+        tokens_np=np.array(sequence.tokens, dtype=np.int32),
+        logprobs_np=np.array(sequence.logprobs, dtype=np.float32),
+        topk_logprobs_np=topk_logprobs,
+    )
 
 
 def _topk(ids: np.ndarray, logprobs: np.ndarray) -> TopkLogprobs:

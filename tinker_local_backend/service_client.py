@@ -184,15 +184,21 @@ class ServiceClient:
     ) -> ClientFuture[SamplingClient]:
         """Sample from saved weights (`model_path`, a tinker:// path) or from a base model.
 
-        `retry_config` is accepted for scripts that pass it and has no effect: there is no network that could fail.
+        Args:
+            base_model: with a `model_path`: must be the checkpoint's.
+            retry_config: accepted for scripts that pass it, without effect: there is no network that could fail.
+            record_stability_info: the engine remembers what is sampled until it is trained on, so that a datum whose
+                provenance names it can be verified (loss_fn stable_reinforce).
         """
-        refuse_arguments(record_stability_info=record_stability_info)
-        if model_path is not None and base_model is None:
-            return open_checkpoint(self._engine, self, self._home, model_path)
-        if base_model is None or model_path is not None:
-            raise RequestError("give either model_path (a tinker:// path) or base_model")
+        engine = self._engine
+        if model_path is not None:
+            return open_checkpoint(engine, self, self._home, model_path, base_model, record_stability_info)
+        if base_model is None:
+            raise RequestError("give model_path (a tinker:// path) or base_model")
         check_model_name(base_model)
-        return self._engine.make_client(lambda: SamplingClient(self._engine, self, self._engine.load(base_model), None))
+        return engine.make_client(
+            lambda: SamplingClient(engine, self, engine.load(base_model), None, record_stability_info)
+        )
 
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: dict[str, str]) -> TrainingRun:
         entry = Run(uuid.uuid4().hex, self._session.session_id, base_model, spec, user_metadata)

@@ -6,12 +6,14 @@ forward_backward and optim_step back to back and wait for both.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -29,10 +31,11 @@ from transformers import PreTrainedTokenizerBase
 from tinker_local_backend.engine import execution, trainer
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom, two_passes
-from tinker_local_backend.engine.datums import LossConfig, freeze_data
+from tinker_local_backend.engine.datums import LossConfig, check_datum, freeze_data, loss_function
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.parts import Parts, in_one
+from tinker_local_backend.engine.provenance import check_provenance
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
@@ -44,6 +47,8 @@ from tinker_local_backend.storage.paths import CheckpointKind, CheckpointPath, c
 from tinker_local_backend.storage.registry import Registry, Run, Session
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +64,8 @@ class TrainingRun:
     state: trainer.TrainState
     replicas: Leader | None = None
     """the other processes that train with this one"""
+    in_gradients: set[str] = field(default_factory=set)
+    """samples that were trained on since the last optimizer step, by what their provenance names"""
 
     @classmethod
     def create(
@@ -89,6 +96,7 @@ class TrainingRun:
         self, data: Sequence[tinker.Datum], loss_fn: str, config: LossConfig, backward: bool
     ) -> Parts[tinker.ForwardBackwardOutput]:
         """As trainer.forward_backward, over all processes."""
+        self._check_provenance(data, loss_fn, config, backward)
         if self.replicas is None:
             return trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward)
         run_id = self.entry.run_id
@@ -101,11 +109,30 @@ class TrainingRun:
             return forward_backward_custom(self.model, self.state, data, loss_fn)
         return two_passes(data, loss_fn, self.forward_backward)
 
+    def _check_provenance(
+        self, data: Sequence[tinker.Datum], loss_name: str, given: LossConfig, backward: bool
+    ) -> None:
+        """Raise RequestError for a datum that is not what was sampled, where the loss asks for provenance."""
+        loss, config, _ = loss_function(loss_name, given)
+        if not loss.needs_provenance:
+            return
+        _say_own_formula(self.entry.run_id, loss_name)
+        known_only = bool(config["verify_provenance"])
+        for i, datum in enumerate(data):
+            example = check_datum(datum, i, loss_name, loss, self.model)
+            names = check_provenance(datum, example, self.engine.samples, known_only, f"data[{i}]")
+            if backward:
+                self.in_gradients.update(names)
+
     def optim_step(self, params: tinker.AdamParams) -> OptimStepResponse:
-        """As trainer.optim_step, on all processes."""
+        """As trainer.optim_step, on all processes. What was trained on is no longer remembered."""
         if self.replicas is None:
-            return trainer.optim_step(self.state, params)
-        return self.replicas.optim_step(self.entry.run_id, self.state, params)
+            response = trainer.optim_step(self.state, params)
+        else:
+            response = self.replicas.optim_step(self.entry.run_id, self.state, params)
+        self.engine.samples.forget(self.in_gradients)
+        self.in_gradients.clear()
+        return response
 
     def snapshot(self) -> Adapter:
         """The adapter as it is, to sample from."""
@@ -137,6 +164,14 @@ class TrainingRun:
             self.home, path, self.model.name, self.state.adapter, optimizer, ttl_seconds, overwrite, metadata
         )
         self.record(has_saved=True)
+
+
+@cache
+def _say_own_formula(run_id: str, loss_name: str) -> None:
+    """Said once for each run."""
+    logger.warning(
+        "%s: this is the local engine's own loss of that name; the hosted service's formula is not published", loss_name
+    )
 
 
 class EngineInfo(GetInfoResponse):
@@ -180,7 +215,8 @@ class TrainingClient:
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Loss, logprobs, and gradients that accumulate until optim_step.
 
-        Losses are sums over tokens and datums: cross_entropy, importance_sampling, ppo, cispo, dro, gspo (engine/losses.py).
+        Losses are sums over tokens and datums: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, stable_reinforce
+        (engine/losses.py; the last needs provenance, engine/provenance.py).
         `loss_fn_config["temperature"]` scores on the tempered distribution that was sampled.
         """
         return self._pass(data, loss_fn, loss_fn_config, backward=True)
@@ -261,8 +297,10 @@ class TrainingClient:
         self, model_path: str, retry_config: object = None, record_stability_info: bool = False
     ) -> ClientFuture[SamplingClient]:
         """Sample from saved weights, of this run or another, as with ServiceClient.create_sampling_client(model_path)."""
-        refuse_arguments(record_stability_info=record_stability_info)
-        return open_checkpoint(self._run.engine, self._owner, self._run.home, model_path)
+        run = self._run
+        return open_checkpoint(
+            run.engine, self._owner, run.home, model_path, record_stability_info=record_stability_info
+        )
 
     def save_weights_and_get_sampling_client(
         self,
@@ -274,14 +312,16 @@ class TrainingClient:
         """A sampling client of the weights as they are after all earlier calls. With a name it is also saved to disk.
 
         `retry_config` is accepted for scripts that pass it and has no effect: there is no network that could fail.
+        `record_stability_info` is as with ServiceClient.create_sampling_client.
         """
-        refuse_arguments(record_stability_info=record_stability_info, kind=None if kind == "snapshot" else kind)
+        refuse_arguments(kind=None if kind == "snapshot" else kind)
         path = None if name is None else self._path("sampler_weights", name)
 
         def run() -> SamplingClient:
             if path is not None:
                 self._run.save(path)
-            return SamplingClient(self._run.engine, self._owner, self._run.model, self._run.snapshot())
+            engine, snapshot = self._run.engine, self._run.snapshot()
+            return SamplingClient(engine, self._owner, self._run.model, snapshot, record_stability_info)
 
         return ClientFuture(self._submit("snapshot", run))
 

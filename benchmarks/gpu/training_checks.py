@@ -15,8 +15,11 @@ from benchmarks.gpu.training import counted_passes
 from benchmarks.reference import DEFAULTS, datum_loss
 from benchmarks.workload import random_tokens
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-CONFIGS: dict[str, dict[str, float]] = {"gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce")
+CONFIGS: dict[str, dict[str, float]] = {
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "stable_reinforce": {"weight_cap": 1.2, "token_ratio_low": 0.7, "token_ratio_high": 1.5},
+}
 """where the default's clip range is as narrow as bfloat16's rounding, a wider one"""
 
 SAMPLED_OFFSETS = (-0.6, -0.05, 0.05, 0.6)
@@ -80,7 +83,10 @@ def _datum(tokens: Sequence[int], loss_fn: str, logprobs: torch.Tensor) -> tinke
         arrays["logprobs"] = (logprobs.detach().numpy() + offsets).astype(np.float32)
         if loss_fn == "gspo":
             arrays["sequence_ratio_mask"] = np.ones(length, dtype=np.float32)
+    elsewhere: tinker.types.ProvenanceSpans = [tinker.SampledProvenanceSpan(sequence_id="elsewhere", length=length)]
     return tinker.Datum(
+        model_input_spans=elsewhere,
+        loss_fn_input_spans=elsewhere,
         model_input=tinker.ModelInput.from_ints(list(tokens[:-1])),
         loss_fn_inputs={name: tinker.TensorData.from_numpy(array) for name, array in arrays.items()},
     )

@@ -21,7 +21,7 @@ TRANSITION = (
 )  # fmt: skip
 DEBATE = ("timestamp", "step", "group_id", "question", "ground_truth", "instance_id", "verdict", "judge_reasoning",
           "agent_a", "agent_b", "metrics", "judge")  # fmt: skip
-DATUM = ("input_tokens", "target_tokens", "advantages", "sampling_logprobs", "source", "prompt_tokens",
+DATUM = ("input_tokens", "target_tokens", "advantages", "sampling_logprobs", "metadata", "prompt_tokens",
          "completion_tokens", "completion_logprobs", "completion_advantages")  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def load(folder: Path, pattern: str) -> list[dict[str, Any]]:
 
 
 def test_one_record_per_debate(run_folder: Path) -> None:
-    names = sorted(path.stem for path in (run_folder / "iteration_000000").glob("debate_*.json"))
+    names = sorted(path.stem for path in run_folder.glob("debate_*.json"))
     assert names == [f"debate_000000_g00{group}_0{debate}" for group in (0, 1) for debate in (0, 1)]
 
 
@@ -79,9 +79,9 @@ def test_tokens_logprobs_and_counts_match(run_folder: Path) -> None:
 
 def test_a_training_step_s_fields_and_lengths(run_folder: Path) -> None:
     (record,) = load(run_folder, "training_step_0001.json")
-    assert record["num_datums"] == len(record["datums"]) > 0 and record["learning_rate"] == 1e-3
+    assert record["num_datums"] == len(record["training_data"]) > 0 and record["learning_rate"] == 1e-3
     assert {"loss", "num_tokens", "num_trained_tokens", "metrics"} <= record["results"].keys()
-    for datum in record["datums"]:
+    for datum in record["training_data"]:
         assert set(DATUM) <= datum.keys()
         length = len(datum["input_tokens"])
         for key in ("target_tokens", "advantages", "sampling_logprobs"):
@@ -92,11 +92,11 @@ def test_a_training_step_s_fields_and_lengths(run_folder: Path) -> None:
             datum["input_tokens"][0],
             *datum["target_tokens"],
         ]
-        assert {"reward", "centered_reward", "group_mean", "group_size", "rounds_merged"} <= datum["source"].keys()
-        assert datum["source"]["rounds_merged"] == 3
-    trained = sum(advantage != 0 for datum in record["datums"] for advantage in datum["advantages"])
+        assert {"reward", "centered_reward", "group_mean", "group_size", "rounds_merged"} <= datum["metadata"].keys()
+        assert datum["metadata"]["rounds_merged"] == 3
+    trained = sum(advantage != 0 for datum in record["training_data"] for advantage in datum["advantages"])
     assert record["results"]["num_trained_tokens"] == trained
-    assert record["results"]["num_tokens"] == sum(len(datum["input_tokens"]) for datum in record["datums"])
+    assert record["results"]["num_tokens"] == sum(len(datum["input_tokens"]) for datum in record["training_data"])
 
 
 def test_what_was_trained_is_what_the_winners_said(run_folder: Path) -> None:
@@ -113,7 +113,7 @@ def test_what_was_trained_is_what_the_winners_said(run_folder: Path) -> None:
     (step,) = load(run_folder, "training_step_0001.json")
     trained = [
         [token for token, m in zip(d["completion_tokens"], d["completion_mask"], strict=True) if m == 1]
-        for d in step["datums"]
+        for d in step["training_data"]
     ]
     assert trained == said
 

@@ -18,7 +18,7 @@ import tinker
 import torch
 
 from tests.engine.devices import here
-from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend import SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine import memory
 
 VOCABULARY = 1536
@@ -55,8 +55,13 @@ def prompt(tokens: Iterable[int]) -> tinker.ModelInput:
 
 
 def datum(tokens: Sequence[int], **inputs: object) -> tinker.Datum:
-    """A datum from arrays (float ones become float32)."""
+    """A datum from arrays (float ones become float32). Policy losses get provenance: all of it sampled somewhere else."""
+    elsewhere: tinker.types.ProvenanceSpans | None = None
+    if "advantages" in inputs:
+        elsewhere = [tinker.SampledProvenanceSpan(sequence_id="elsewhere", length=len(tokens))]
     return tinker.Datum(
+        model_input_spans=elsewhere,
+        loss_fn_input_spans=elsewhere,
         model_input=prompt(tokens),
         loss_fn_inputs={
             key: value if isinstance(value, tinker.TensorData) else tinker.TensorData.from_numpy(np.asarray(value))
@@ -71,6 +76,29 @@ def cross_entropy_datum(length: int, seed: int) -> tinker.Datum:
     weights = np.round(rng.normal(size=length), 1).astype(np.float32)
     return datum(
         rng.integers(0, 1500, length).tolist(), target_tokens=rng.integers(0, VOCABULARY, length), weights=weights
+    )
+
+
+def sampled_datum(of_prompt: Sequence[int], sequence: tinker.SampledSequence, advantage: float) -> tinker.Datum:
+    """A sample with its provenance, as 0.6.1's rl_loop makes it: targets inside the prompt are 0."""
+    tokens, logprobs, before, name = list(sequence.tokens), sequence.logprobs, len(of_prompt) - 1, sequence.sequence_id
+    assert logprobs is not None
+    plain = datum(
+        [*of_prompt, *tokens[:-1]],
+        target_tokens=np.array([0] * before + tokens),
+        logprobs=np.array([0.0] * before + list(logprobs), dtype=np.float32),
+        advantages=np.array([0.0] * before + [advantage] * len(tokens), dtype=np.float32),
+    )
+    from_prompt, from_sample = tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan
+    return plain.with_provenance(
+        model_input=[
+            from_prompt(sequence_id=name, length=before + 1),
+            from_sample(sequence_id=name, length=len(tokens) - 1),
+        ],
+        loss_fn_inputs=[
+            from_prompt(sequence_id=name, offset=1, length=before),
+            from_sample(sequence_id=name, length=len(tokens)),
+        ],
     )
 
 
@@ -294,7 +322,7 @@ def drop_gradients(client: TrainingClient) -> None:
 
 
 def params(max_tokens: int | None = 8, temperature: float = 1.0, **fields) -> tinker.SamplingParams:
-    return tinker.SamplingParams(max_tokens=max_tokens, temperature=temperature, **fields)
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, **fields)
 
 
 def tokens_of(client: SamplingClient, tokens: Sequence[int], samples: int = 1, **fields) -> list[list[int]]:

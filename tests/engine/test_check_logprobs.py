@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.conftest import TINY_CHAT
 from tests.engine.devices import here
-from tinker_local_backend import RequestError, check_logprobs
+from tinker_local_backend import check_logprobs
 from tinker_local_backend.check_logprobs import TOLERANCES, Differences, Tolerance
 from tinker_local_backend.engine import sampler
 from tinker_local_backend.engine.cuda import step
@@ -48,15 +48,10 @@ def test_a_prompt_of_ones_own_and_limits_on_sampling(
         return original(training, sampling, prompts, *rest)
 
     monkeypatch.setattr(check_logprobs, "compare", compare)
-    lines = lines_of(capsys, prompt="What is 7 * 8?", top_k=5, top_p=0.8, temperatures=[1.0])
+    lines = lines_of(capsys, prompt="What is 7 * 8?", top_k=5, top_p=0.8, min_p=0.1, temperatures=[1.0])
     assert lines[0].startswith("temperature=1  tokens=24 ") and lines[-1] == "ok"
     ((prompts, params),) = seen
-    assert len(prompts) == 1 and (params.top_k, params.top_p) == (5, 0.8)
-
-
-def test_min_p_is_refused_by_name() -> None:
-    with pytest.raises(RequestError, match=r"min_p=0\.1 is not offered"):
-        check_logprobs.main(chz.replace(CONFIG, min_p=0.1))
+    assert len(prompts) == 1 and (params.top_k, params.top_p, params.min_p) == (5, 0.8, 0.1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,7 +38,7 @@ POLICY_LOSSES = [name for name, loss in LOSSES.items() if loss.is_policy_loss]
 
 # Ratios per token, and per sequence for gspo, on both sides of every bound below and none so near to one that float32
 # could fall on its other side. The last two overflow and underflow there.
-TOKEN_RATIOS = np.log([0.02, 0.5, 0.78, 0.95, 1.0, 1.06, 1.3, 3.5, 4.6, 60.0])
+TOKEN_RATIOS = np.log([0.02, 0.45, 0.78, 0.95, 1.0, 1.06, 1.3, 3.5, 4.6, 60.0])
 SEQUENCE_RATIOS = np.log([0.5, 0.998, 0.99985, 1.0, 1.0002, 1.001, 2.0, 20.0])
 EXTREME = 200.0
 CONFIGS: dict[str, list[dict[str, float]]] = {
@@ -48,6 +48,11 @@ CONFIGS: dict[str, list[dict[str, float]]] = {
     "cispo": [{}, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.5}],
     "dro": [{}, {"beta": 1.5}, {"beta": 0.0}],
     "gspo": [{}, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.25}],
+    "stable_reinforce": [
+        {},
+        {"weight_cap": 1.2, "token_ratio_low": 0.7, "token_ratio_high": 1.6, "sequence_log_ratio_bound": 0.31},
+        {"weight_cap": 50.0, "token_ratio_low": 0.0, "token_ratio_high": 1e9, "sequence_log_ratio_bound": 1e9},
+    ],
 }
 
 
@@ -150,12 +155,13 @@ def policy(shape: Shape, loss_fn: str, lp: np.ndarray, targets: np.ndarray) -> t
         size = float(np.exp(min(log_ratio[mask].mean(), EXTREME / 2)))
     else:
         log_ratio = rng.choice(TOKEN_RATIOS, length)
-        if shape.extreme and loss_fn in ("ppo", "cispo"):
+        if shape.extreme and loss_fn in ("ppo", "cispo", "stable_reinforce"):
             log_ratio = np.where(advantages > 0, EXTREME, -EXTREME)
         size = np.exp(np.minimum(log_ratio, EXTREME / 2))
     if not shape.extreme and loss_fn != "dro":
         advantages = advantages / np.maximum(size, 1.0)  # no position drowns the others
-    q = np.where((advantages != 0) | mask, lp - log_ratio, rng.choice([0.0, -1e4]))
+    not_sampled = 0.0 if loss_fn == "stable_reinforce" else rng.choice([0.0, -1e4])  # its sequences would all be masked
+    q = np.where((advantages != 0) | mask, lp - log_ratio, not_sampled)
     inputs = {
         "target_tokens": targets,
         "logprobs": q.astype(np.float32),

@@ -12,7 +12,7 @@ from benchmarks.reference import DEFAULTS, datum_loss
 from tinker_local_backend.engine.losses import LOSSES
 
 POLICY_LOSSES = [name for name, loss in LOSSES.items() if loss.is_policy_loss]
-CLIPPED_LOSSES = [name for name in POLICY_LOSSES if LOSSES[name].clip_binds is not None]
+CLIPPED_LOSSES = [name for name in POLICY_LOSSES if "clip_high_threshold" in LOSSES[name].config]
 
 Inputs = dict[str, torch.Tensor]
 

@@ -14,6 +14,7 @@ N = 6
 
 BOUNDED = ["ppo", "cispo", "gspo"]
 NUMBERS = [(name, key) for name in BOUNDED for key in ("clip_low_threshold", "clip_high_threshold")]
+NUMBERS += [("stable_reinforce", key) for key in LOSSES["stable_reinforce"].config if key != "verify_provenance"]
 NUMBERS += [("dro", "beta"), ("importance_sampling", "temperature"), ("cross_entropy", "temperature")]
 
 
@@ -53,7 +54,15 @@ def test_an_unknown_key_is_named_with_those_there_are(loss_fn: str) -> None:
         ("cispo", {"beta": 0.1}, r"\['beta'\] is unknown to cispo"),
         ("ppo", {3: 0.1}, r"loss_fn_config\[3\] is unknown to ppo"),
         ("gspo", [("temperature", 1.0)], r"loss_fn_config must be a dict from names to numbers, got \[\("),
-        ("stable_reinforce", {}, "loss_fn 'stable_reinforce' is unknown .* cispo, dro, gspo"),
+        ("stable", {}, "loss_fn 'stable' is unknown .* cispo, dro, gspo, stable_reinforce"),
+        ("stable_reinforce", {"weight_cap": 0}, r"\['weight_cap'\] is 0, which trains nothing"),
+        ("stable_reinforce", {"weight_cap": -2}, r"\['weight_cap'\] must be at least 0, got -2"),
+        ("stable_reinforce", {"token_ratio_low": -0.1}, r"\['token_ratio_low'\] must be at least 0"),
+        ("stable_reinforce", {"token_ratio_high": 0.4}, r"token_ratio_low 0.5 is above token_ratio_high 0.4"),
+        ("stable_reinforce", {"sequence_log_ratio_bound": -1}, r"\['sequence_log_ratio_bound'\] must be at least 0"),
+        ("stable_reinforce", {"verify_provenance": 2}, r"\['verify_provenance'\] must be 1 .* or 0 .*, got 2"),
+        ("stable_reinforce", {"verify_provenance": "true"}, r"\['verify_provenance'\] must be a finite number"),
+        ("stable_reinforce", {"clip_high_threshold": 2}, r"\['clip_high_threshold'\] is unknown to stable_reinforce"),
     ],
 )
 def test_a_bad_config_is_refused(loss_fn: str, config: dict, message: str) -> None:

@@ -18,6 +18,7 @@ from tests.engine.helpers import (
     tolerance,
 )
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.noise import uniforms
 from tinker_local_backend.engine.sampler import RowParams, next_tokens
 
 PROMPTS = [random_tokens(n, n) for n in (1, 9, 30, 4)]
@@ -27,7 +28,9 @@ def sequences(client: SamplingClient, tokens: list[int], samples: int = 1, **fie
     return list(client.sample(prompt(tokens), samples, params(**fields)).result().sequences)
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 50, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 50, "top_p": 0.8}, {"min_p": 0.3}], ids=str
+)
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.3])
 def test_logprobs_are_those_of_the_tempered_distribution_before_truncation(
     training: TrainingClient, sampler: SamplingClient, reference: Reference, temperature: float, limits: dict
@@ -100,10 +103,57 @@ def test_every_token_of_the_nucleus_can_be_drawn(top_k: int, top_p: float, expec
     """Also the last one, which takes the mass over top_p."""
     tokens, _, _ = next_tokens(
         torch.log(torch.tensor([[0.4, 0.25, 0.2, 0.1, 0.05]], device=here().device)).expand(200, -1),
-        RowParams([1.0] * 200, [top_k] * 200, [top_p] * 200, range(200), here().device),
+        RowParams([1.0] * 200, [top_k] * 200, [top_p] * 200, [0.0] * 200, range(200), here().device),
         np.zeros(200, dtype=np.uint64),
     )
     assert set(tokens.tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(-1, 1.0, 0.2), (-1, 1.0, 0.05), (-1, 0.6, 0.1), (4, 1.0, 0.3), (9, 0.8, 0.15), (-1, 1.0, 0.0)],
+)
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_what_is_drawn_under_min_p_is_what_a_float64_reference_draws(
+    top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    """Tokens of at least min_p times the likeliest one's probability at this temperature; logprobs are of the whole."""
+    rows, vocabulary = 400, 60
+    logits_RV = np.random.default_rng(3).normal(scale=2.0, size=(rows, vocabulary)).astype(np.float32)
+    columns = ([temperature] * rows, [top_k] * rows, [top_p] * rows, [min_p] * rows)
+    positions = np.arange(rows, dtype=np.uint64)
+    found, logprobs, _ = next_tokens(
+        torch.tensor(logits_RV, device=here().device), RowParams(*columns, range(rows), here().device), positions
+    )
+    draws = uniforms(np.arange(rows, dtype=np.uint64), positions)
+    kept_counts = set()
+    for row, (logits, draw) in enumerate(zip(logits_RV.astype(np.float64) / temperature, draws, strict=True)):
+        probs = np.exp(logits - logits.max())
+        probs /= probs.sum()
+        left = [token for token in np.argsort(-probs) if probs[token] >= min_p * probs.max()][
+            : top_k if top_k > 0 else None
+        ]
+        mass_before = np.cumsum(probs[left]) - probs[left]
+        kept = np.array(left)[mass_before < top_p * probs[left].sum()] if top_p < 1 else left
+        kept_counts.add(len(kept))
+        limited = np.where(np.isin(np.arange(vocabulary), kept), probs, 0.0)
+        token = int(np.searchsorted(np.cumsum(limited), draw * limited.sum(), side="right"))
+        assert int(found[row]) == token
+        assert_near(logprobs[row : row + 1].cpu(), np.log(probs[token : token + 1]), atol=1e-5)
+    assert len(kept_counts) > 1 or min_p == 0
+
+
+def test_min_p_of_a_request_reaches_the_sampler(sampler: SamplingClient) -> None:
+    """One alone is greedy, and rows of a batch keep their own; the SDK's class knows no min_p."""
+    for tokens in PROMPTS:
+        greedy = sequences(sampler, tokens, temperature=0.0, stop=[])[0].tokens
+        assert_same_tokens(
+            [sequences(sampler, tokens, temperature=1.3, min_p=1.0, seed=5, stop=[])[0].tokens], [greedy]
+        )
+    alone = [sequences(sampler, PROMPTS[1], seed=3, min_p=m)[0].tokens for m in (0.0, 1.0, 0.3)]
+    futures = [sampler.sample(prompt(PROMPTS[1]), 1, params(seed=3, min_p=m)) for m in (0.0, 1.0, 0.3)]
+    assert_same_tokens((future.result().sequences[0].tokens for future in futures), alone)
+    assert len({*map(tuple, alone)}) > 1
 
 
 def test_top_p_is_a_share_of_what_top_k_left() -> None:
@@ -111,7 +161,7 @@ def test_top_p_is_a_share_of_what_top_k_left() -> None:
     # Of the top two, 2/3 and 1/3, the first alone reaches 0.6; of all five it would take two.
     tokens, logprobs, _ = next_tokens(
         logits.expand(200, -1),
-        RowParams([1.0] * 200, [2] * 200, [0.6] * 200, range(200), here().device),
+        RowParams([1.0] * 200, [2] * 200, [0.6] * 200, [0.0] * 200, range(200), here().device),
         np.zeros(200, dtype=np.uint64),
     )
     assert set(tokens.tolist()) == {0}
@@ -265,7 +315,7 @@ def test_every_token_of_a_large_vocabulary_can_be_drawn(vocabulary: int, monkeyp
     rows = len(wanted)
     tokens, logprobs, _ = next_tokens(
         probs.log().float().to(here().device).expand(rows, -1),
-        RowParams([1.0] * rows, [-1] * rows, [1.0] * rows, range(rows), here().device),
+        RowParams([1.0] * rows, [-1] * rows, [1.0] * rows, [0.0] * rows, range(rows), here().device),
         np.zeros(rows, dtype=np.uint64),
     )
     assert tokens.tolist() == wanted.tolist()

@@ -249,7 +249,7 @@ def test_self_play_against_past_checkpoints(tmp_path: Path, monkeypatch: pytest.
     rows = loop.rows(tmp_path / "run")
     assert rows[0]["env/all/total_episodes"] == 16 and rows[0]["test/env/all/total_episodes"] == 2
     met = set()
-    for path in (tmp_path / "run").glob("iteration_*/match_*.json"):
+    for path in (tmp_path / "run").glob("match_*.json"):
         (record,) = loop.rows(path.parent, path.name)
         assert record["opponent"] == "past" and len(record["played_by_policy"]) == 1
         assert record["opponent_step"] < record["step"] or record["opponent_step"] == record["step"] == 0

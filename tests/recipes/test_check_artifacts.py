@@ -50,7 +50,7 @@ def test_a_whole_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     run_recipe(CLIConfig, check_artifacts.main, argv=[f"log_path={folder}"])
     shown = capsys.readouterr().out
     assert shown.count("│ pass") == 8 and "│ fail" not in shown
-    names = sorted(path.name for path in (folder / "iteration_000001").glob("debate_*.json"))
+    names = sorted(path.name for path in folder.glob("debate_000001_*.json"))
     assert names == [f"debate_000001_g00{group}_0{i}.json" for group in (0, 1) for i in (0, 1)]
 
 
@@ -78,7 +78,7 @@ def of_row(folder: Path, line: int, **values: object) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-STEP = "iteration_000000/training_step_0001.json"
+STEP = "training_step_0001.json"
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ STEP = "iteration_000000/training_step_0001.json"
         (lambda run: (run / "iteration_000001" / FILE_NAME).write_bytes(b"PAR1"), "every rollout", "cannot be read"),
         (drop_a_turn, "every rollout", "step 1: rollouts.parquet gives env/all/total_turns="),
         (lambda run: (run / STEP).unlink(), "training steps", "training_step_0001.json"),
-        (lambda run: rewrite(run / STEP, lambda step: step["datums"][0]["completion_logprobs"].pop()),
+        (lambda run: rewrite(run / STEP, lambda step: step["training_data"][0]["completion_logprobs"].pop()),
          "training steps", "training_step_0001.json: datum 0 has lists of"),
         (lambda run: rewrite(run / STEP, lambda step: step["results"].update(num_trained_tokens=0)),
          "training steps", "0 trained tokens"),
         (lambda run: (run / "metrics.jsonl").unlink(), "metrics", "no step that sampled"),
         (lambda run: without_column(run, "verdict"), "every rollout", "rollouts.parquet: has no column verdict"),
-        (lambda run: (run / "iteration_000001" / "debate_000001_g001_01.json").unlink(),
+        (lambda run: (run / "debate_000001_g001_01.json").unlink(),
          "records of groups", "step 1: no debate_000001_g001_01.json"),
-        (lambda run: (run / "iteration_000001" / "debate_000001_g000_00.json").write_text("{"),
+        (lambda run: (run / "debate_000001_g000_00.json").write_text("{"),
          "records of groups", "debate_000001_g000_00.json: not valid JSON"),
         (lambda run: (run / "iteration_000000" / "train.html").unlink(), "transcripts", "step 0: no train.html"),
     ],

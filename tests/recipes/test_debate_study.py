@@ -108,7 +108,7 @@ class TestGoingOn:
 
         @contextmanager
         def here(count: int) -> Iterator[Callable[..., Coroutine[Any, Any, Run]]]:
-            async def start(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
+            async def start(_: Any, cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
                 found.append((protocol, seed))
                 (folder / f"{protocol}_seed{seed}").mkdir(exist_ok=True)
                 if found.count(("direct", 1)) == 1 and (protocol, seed) == ("direct", 1):
@@ -120,7 +120,7 @@ class TestGoingOn:
         async def measure(*_: Any) -> Measured:
             return measured(0.25)
 
-        monkeypatch.setattr(debate_study, "_processes", here)
+        monkeypatch.setattr(debate_study, "processes", here)
         monkeypatch.setattr(debate_study, "measure", measure)
         return found
 

@@ -79,13 +79,11 @@ def test_the_learning_rate_does_not_reach_the_warm_up(tmp_path: Path) -> None:
 
 def test_an_episode_of_several_turns_is_one_datum(tmp_path: Path) -> None:
     run(guess_number, tmp_path / "run", "warm_up_steps=0", "max_tokens=24")
-    records = [
-        json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("iteration_*/training_step_*.json"))
-    ]
-    datums = [datum["source"] for record in records for datum in record["datums"]]
+    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("training_step_*.json"))]
+    datums = [datum["metadata"] for record in records for datum in record["training_data"]]
     assert datums and max(source["rounds_merged"] for source in datums) > 1
     for record in records:
-        members = [(datum["source"]["group_idx"], datum["source"]["traj_idx"]) for datum in record["datums"]]
+        members = [(datum["metadata"]["group_idx"], datum["metadata"]["traj_idx"]) for datum in record["training_data"]]
         assert len(members) == len(set(members))
 
 
@@ -278,7 +276,7 @@ class TestToolUse:
         assert found >= 0.9 * len(questions)
 
     @staticmethod
-    async def play_and_grade(env: tool_use.ToolUseEnv, player: Player) -> tuple[float, int]:
+    async def play_and_grade(env: tool_use.AgentToolMessageEnv, player: Player) -> tuple[float, int]:
         messages = await demonstrate(env, player)
         return (await resolved(env.grade(messages)))[0], len(messages)
 
@@ -323,4 +321,4 @@ class TestToolUse:
     def test_environments_pickle(self) -> None:
         question = tool_use.Question("What is 1 + 1?", "2", {"expression": "1 + 1"})
         thunk = partial(tool_use.make_tool_env, "calculator", question, False, make_renderer("qwen3_instruct"))
-        assert isinstance(pickle.loads(pickle.dumps(thunk))(), tool_use.ToolUseEnv)
+        assert isinstance(pickle.loads(pickle.dumps(thunk))(), tool_use.AgentToolMessageEnv)

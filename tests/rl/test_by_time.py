@@ -213,7 +213,7 @@ class TestStream:
     ) -> None:
         waits(monkeypatch, 0, 0, lambda: len(service.trainers[0].passes) == 2)
         run(make_config(tmp_path, NumberDatasetBuilder(batches=1), write_records=True, **stream(3)))
-        record = json.loads((tmp_path / "iteration_000000" / "training_step_0001.json").read_text())
-        found = [(datum["input_tokens"][0], datum["source"]["group_idx"]) for datum in record["datums"]]
+        record = json.loads((tmp_path / "training_step_0001.json").read_text())
+        found = [(datum["input_tokens"][0], datum["metadata"]["group_idx"]) for datum in record["training_data"]]
         assert {group for group, _ in found} == {0, 1, 2} and all(group == index for group, index in found)
         assert found[-1] == (0, 0)

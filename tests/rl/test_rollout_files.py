@@ -135,9 +135,9 @@ class TestInARun:
             assert sum(len(turn["advantages"]) for turn in trained) == row["advantages/nonzero_count"]
             assert all((turn["trainer_logprobs"] == turn["sampled_logprobs"]).all() for turn in trained)
             assert {turn["sampling_client_step"] for turn in turns} <= set(range(row["step"] + 1))
-            record = json.loads((folder / f"training_step_{row['step'] + 1:04d}.json").read_text())
-            assert record["num_datums"] == row["train/num_datums"] > len(record["datums"]) > 0
-            assert {datum["source"]["group_idx"] for datum in record["datums"]} <= {0, 1}
+            record = json.loads((tmp_path / "run" / f"training_step_{row['step'] + 1:04d}.json").read_text())
+            assert record["num_datums"] == row["train/num_datums"] > len(record["training_data"]) > 0
+            assert {datum["metadata"]["group_idx"] for datum in record["training_data"]} <= {0, 1}
         quiet = make_config(tmp_path / "quiet", data, num_groups_to_log=2, save_every=2, **MODES[mode])
         asyncio.run(train.main(quiet))
         assert untimed(tmp_path / "quiet") == untimed(tmp_path / "run"), "records change no metric"

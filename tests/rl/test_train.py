@@ -261,13 +261,13 @@ class TestOffPolicyCorrection:
         )
         assert row["optim/kl_pre_post_v1"] == 0  # the fake's samplers all agree
         (passed,) = service.trainers[0].passes
-        record = json.loads((tmp_path / "iteration_000000" / "training_step_0001.json").read_text())
-        for datum, trained in zip(record["datums"], passed.data, strict=True):
+        record = json.loads((tmp_path / "training_step_0001.json").read_text())
+        for datum, trained in zip(record["training_data"], passed.data, strict=True):
             token = datum["target_tokens"][-1]
             assert datum["sampling_logprobs"][-1] == pytest.approx(fake_logprob(token), rel=1e-6)
             assert trained.loss_fn_inputs["logprobs"].tolist()[-1] == pytest.approx(fake_logprob(token) + 0.25)
             assert datum["advantages"] == pytest.approx(trained.loss_fn_inputs["advantages"].tolist(), rel=1e-6)
-            ratio = datum["advantages"][-1] / datum["source"]["centered_reward"]
+            ratio = datum["advantages"][-1] / datum["metadata"]["centered_reward"]
             assert ratio == pytest.approx(math.exp(0.25), rel=1e-5)
 
 
@@ -296,9 +296,10 @@ class TestEvaluation:
 
     def test_from_the_tokens_that_training_samples_from(self, service: FakeServiceClient, tmp_path: Path) -> None:
         dataset = NumberDatasetBuilder(batches=1, with_test=True)
-        run(make_config(tmp_path, dataset, eval_every=1, top_k=3, top_p=0.9))
+        run(make_config(tmp_path, dataset, eval_every=1, top_k=3, top_p=0.9, min_p=0.2))
         assert len(service.sampled) > 2
-        assert {(call.params.top_k, call.params.top_p) for call in service.sampled} == {(3, 0.9)}
+        asked = [call.params for call in service.sampled]
+        assert {(params.top_k, params.top_p, getattr(params, "min_p", None)) for params in asked} == {(3, 0.9, 0.2)}
 
     def test_with_the_termination_policy_of_training(
         self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -363,6 +364,8 @@ class TestRefusals:
         hosted: dict[str, Any] = {"backend": "tinker", "model_name": "Qwen/Qwen3-8B"}
         message = self.refused(service, make_config(tmp_path / "run", temperature=0.7, **hosted))
         assert "set temperature=1.0" in message
+        message = self.refused(service, make_config(tmp_path / "run", min_p=0.1, **hosted))
+        assert "min_p=0.1: the hosted service does not offer it" in message and "backend=local" in message
         matched = make_config(tmp_path / "run", temperature=0.7, loss_fn_config={"temperature": 0.7}, **hosted)
         assert "only the local engine knows" in self.refused(service, matched)
 

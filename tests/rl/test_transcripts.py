@@ -339,7 +339,18 @@ class TestRun:
 
     def test_a_negative_number_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="num_groups_to_log"):
-            make_config(tmp_path, num_groups_to_log=-1)
+            make_config(tmp_path, num_groups_to_log=-2)
+
+    @pytest.mark.parametrize(("count", "shown"), [(-1, 5), (3, 3)])
+    def test_minus_one_is_all_groups(self, service: FakeServiceClient, tmp_path: Path, count: int, shown: int) -> None:
+        data = NumberDatasetBuilder(batches=1, groups=5, with_test=True)
+        run(make_config(tmp_path, data, write_records=True, num_groups_to_log=count))
+        trees = {
+            name: json.loads(text) for name, text in pages(tmp_path).items() if name.endswith("train_logtree.json")
+        }
+        assert [len(tree["children"]) for tree in trees.values()] == [shown]
+        record = json.loads((tmp_path / "training_step_0001.json").read_text())
+        assert {datum["metadata"]["group_idx"] for datum in record["training_data"]} == set(range(shown))
 
 
 class TestEvaluator:

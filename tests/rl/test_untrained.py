@@ -63,8 +63,8 @@ def test_three_in_a_row_end_the_run_with_what_was_sampled(
     assert "The last 3 steps trained nothing, so the run ends after step 3" in note
     assert str(tmp_path) in note and "behavior_if_log_dir_exists=resume" in note
     assert skipped(tmp_path) == [0, 1, 1, 1], "the failing step has its row"
-    record = json.loads((tmp_path / "iteration_000003" / "training_step_0004.json").read_text())
-    assert record["num_datums"] == 0 and record["datums"] == [], "and its record"
+    record = json.loads((tmp_path / "training_step_0004.json").read_text())
+    assert record["num_datums"] == 0 and record["training_data"] == [], "and its record"
     (stopped,) = rows(tmp_path, "checkpoints.jsonl")
     assert stopped["batch"] == 4 and stopped["state_path"]
     run(config)
@@ -84,8 +84,17 @@ def test_skip_goes_on_however_many_there_are(service: FakeServiceClient, tmp_pat
     assert skipped(tmp_path) == [1] * 5 + [0]
 
 
-def test_a_run_that_trained_nothing_ends_in_an_error_each_time(service: FakeServiceClient, tmp_path: Path) -> None:
-    config = make_config(tmp_path, ALL_ALIKE, on_zero_advantages="skip")
+def test_a_run_that_skips_them_all_ends_with_a_warning(service: FakeServiceClient, tmp_path: Path) -> None:
+    base = make_config(tmp_path, ALL_ALIKE)
+    fields = ("learning_rate", "dataset_builder", "model_name", "recipe_name", "max_tokens", "log_path")
+    run(train.Config(**{field: getattr(base, field) for field in fields}))
+    assert skipped(tmp_path)[:5] == [1] * 5 and rows(tmp_path, "checkpoints.jsonl")[-1]["final"]
+    assert "come to its end and trained nothing" in (tmp_path / "logs.log").read_text()
+    assert service.trainers[0].adam == []
+
+
+def test_another_that_trained_nothing_ends_in_an_error_each_time(service: FakeServiceClient, tmp_path: Path) -> None:
+    config = make_config(tmp_path, ALL_ALIKE, max_zero_advantage_steps=9)
     for _ in range(2):
         with trains_nothing():
             run(config)

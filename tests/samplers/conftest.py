@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from tests.engine.conftest import SHAPE, write_model
 from tests.engine.helpers import prompt
-from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend import SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.samplers.vllm_rules import probe_prompt
 
@@ -127,7 +127,7 @@ def ask(sampler: SamplingClient) -> Callable[..., Any]:
     """The future of a request for three tokens by default."""
 
     def ask(tokens: list[int], client: SamplingClient = sampler, samples: int = 1, **fields: Any) -> Any:
-        params = tinker.SamplingParams(**{"max_tokens": 3, "stop": [], "seed": 5, **fields})
+        params = SamplingParams(**{"max_tokens": 3, "stop": [], "seed": 5, **fields})
         return client.sample(prompt(tokens), samples, params)
 
     return ask

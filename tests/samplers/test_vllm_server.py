@@ -160,6 +160,7 @@ def test_an_adapter_is_loaded_used_and_unloaded(
         "temperature": 0.7,
         "top_k": -1,
         "top_p": 1.0,
+        "min_p": 0.0,
         "stop_token_ids": [99],
         "ignore_eos": True,
         "logprobs": 0,

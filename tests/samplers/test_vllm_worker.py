@@ -37,7 +37,7 @@ def until(condition: Callable[[], object]) -> None:
 
 class TestCompletions:
     def test_it_is_told_everything_and_its_tokens_come_back(self, ask: Ask, stand_in: StandIn) -> None:
-        response = ask([1, 2, 40], samples=2, temperature=0.7, top_k=5, top_p=0.9).result()
+        response = ask([1, 2, 40], samples=2, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1).result()
         assert [s.tokens for s in response.sequences] == [[41, 42, 43]] * 2
         assert [s.logprobs for s in response.sequences] == [[LOGPROB] * 3] * 2
         assert [s.stop_reason for s in response.sequences] == ["length"] * 2
@@ -50,7 +50,15 @@ class TestCompletions:
             told
             == [
                 dict(
-                    prompt=[1, 2, 40], max_tokens=3, temperature=0.7, top_k=5, top_p=0.9, stop=[], topk=0, adapter=None
+                    prompt=[1, 2, 40],
+                    max_tokens=3,
+                    temperature=0.7,
+                    top_k=5,
+                    top_p=0.9,
+                    min_p=0.1,
+                    stop=[],
+                    topk=0,
+                    adapter=None,
                 )
             ]
             * 2
@@ -342,7 +350,9 @@ class TestRules:
         token, plain, tempered, _ = likeliest
         client = self.client(service, stand_in, model, [token, plain, tempered, 0.0])
         allowed = [{"temperature": 0.7}, {"temperature": 0.0, "top_k": 3}]
-        self.check(client, r"top_k 3, top_p 1: this vLLM.*\(processed_logprobs\); use top_k=-1", allowed, top_k=3)
+        self.check(
+            client, r"top_k 3, top_p 1, min_p 0: this vLLM.*\(processed_logprobs\); use top_k=-1", allowed, top_k=3
+        )
 
     def test_ours(self, ask: Ask, sampler: SamplingClient) -> None:
         allowed = [{"temperature": 0.7, "top_k": 3, "top_p": 0.5}]

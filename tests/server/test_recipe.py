@@ -38,7 +38,7 @@ def run_command(words: Sequence[str], folder: Path, environment: Mapping[str, st
     env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("iteration_000000/debate_*.json"))]
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("debate_*.json"))]
 
 
 def assert_alike(found: Any, expected: Any, where: str = "") -> None:

@@ -19,6 +19,7 @@ from tinker_cookbook.rl.rollout_files import read_rollouts
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.runs.folder import one_writer
 from tinker_cookbook.stores import (
+    AsyncStorage,
     FsspecStorage,
     IncrementalReader,
     LocalStorage,
@@ -75,10 +76,8 @@ class TestAFinishedRun:
 
     def test_rollouts(self, store: TrainingRunStore, run_folder: Path) -> None:
         _, turns = read_rollouts(run_folder / "iteration_000001" / "rollouts.parquet")
-        assert len(turns) == 12 and str(store.read_rollouts(1)) == str(turns)
-        (turn,) = store.read_single_rollout(1, 2, 3)
-        assert (turn["group"], turn["member"]) == (2, 3) and turn["prompt"].tolist() == [2, 3, 1]
-        assert store.read_single_rollout(1, 3, 0) == [] == store.read_rollouts(9)
+        assert len(turns) == 12 and str(store.read_turns(1)) == str(turns)
+        assert store.read_turns(9) == store.read_rollouts(9) == []
 
     def test_steps_and_transcripts(self, store: TrainingRunStore, run_folder: Path) -> None:
         steps = store.list_iterations()
@@ -210,8 +209,8 @@ class TestSaveCheckpoint:
         assert store.read_checkpoints() == [] == load_checkpoints_file(tmp_path)
 
     def test_a_store_takes_only_checkpoints(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match="'batch'"):
-            TrainingRunStore(LocalStorage(tmp_path)).write_checkpoint({"name": "a"})
+        with pytest.raises(CheckpointError, match="'name'"):
+            TrainingRunStore(LocalStorage(tmp_path)).write_checkpoint({"batch": 1})
         assert list(tmp_path.iterdir()) == []
 
 
@@ -278,3 +277,57 @@ class TestRegistry:
         TrainingRunStore(LocalStorage(tmp_path)).write_metrics({"a": 1})
         (info,) = RunRegistry([LocalStorage(tmp_path)]).get_runs()
         assert (info.run_id, info.prefix) == (tmp_path.as_uri(), "")
+
+
+class TestWhatALoopWrites:
+    def test_rollouts_in_short_transcripts_and_code(self, tmp_path: Path) -> None:
+        store = TrainingRunStore(LocalStorage(tmp_path), "r")
+        rows = [{"group_idx": g, "traj_idx": t, "total_reward": g + t / 4} for g in range(2) for t in range(2)]
+        store.write_rollouts(3, rows)
+        store.write_rollouts(3, rows[:1], base_name="eval_b")
+        assert store.read_rollouts(3) == rows and store.read_rollouts(3, "eval_b") == rows[:1]
+        assert store.read_single_rollout(3, 1, 0) == rows[2] and store.read_single_rollout(3, 1, 2) is None
+        store.write_rollouts(3, rows[1:])
+        assert store.read_rollouts(3) == rows[1:], "in place of those before"
+        store.write_logtree(3, {"title": "t"}, "eval_b")
+        assert store.list_logtrees(3) == ["eval_b"] and store.read_logtree(3, "eval_b") == {"title": "t"}
+        store.write_code_diff("+é\n")
+        assert (tmp_path / "r" / "code.diff").read_text() == "+é\n"
+
+    def test_timing(self, tmp_path: Path) -> None:
+        store = TrainingRunStore(LocalStorage(tmp_path))
+        span = {"name": "sample", "duration": 1.0, "wall_start": 0.0, "wall_end": 1.0}
+        store.write_timing_spans(0, [])
+        assert store.read_timing() == []
+        store.write_timing_spans(1, [span])
+        store.write_timing_spans(2, [span, span])
+        assert store.read_timing() == [{"step": 1, "spans": [span]}, {"step": 2, "spans": [span, span]}]
+
+    def test_steps_that_are_done_again_leave_the_metrics(self, tmp_path: Path) -> None:
+        store = TrainingRunStore(LocalStorage(tmp_path))
+        for step in range(4):
+            store.write_metrics({"a": step / 2}, step=step)
+        store.write_metrics({"said": 1})
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        assert store.truncate_metrics(2) == 2 and store.truncate_metrics(2) == 0
+        assert store.read_metrics() == [{"step": 0, "a": 0.0}, {"step": 1, "a": 0.5}, {"said": 1}]
+        assert (tmp_path / "metrics.jsonl.pre_resume_000002").read_bytes() == before
+
+    def test_coroutines_do_the_same(self, tmp_path: Path) -> None:
+        async def write_and_read() -> list[dict[str, Any]]:
+            async with LocalStorage(tmp_path) as storage:
+                store = TrainingRunStore(storage)
+                await store.awrite_metrics({"a": 1.0}, step=0)
+                assert isinstance(storage, AsyncStorage) and await storage.alist_dir("") == ["metrics.jsonl"]
+                return await store.aread_metrics()
+
+        assert asyncio.run(write_and_read()) == [{"step": 0, "a": 1.0}]
+
+
+@pytest.mark.parametrize(("key", "kind"), [("dpo_beta", "dpo"), ("loss_fn", "rl"), ("num_epochs", "sl"), ("a", None)])
+def test_a_config_tells_the_kind_of_training(tmp_path: Path, key: str, kind: str | None) -> None:
+    store = TrainingRunStore(LocalStorage(tmp_path), "r")
+    store.write_config({key: 1})
+    store.write_metrics({"a": 1.0}, step=0)
+    (info,) = RunRegistry([LocalStorage(tmp_path)]).get_runs()
+    assert (info.training_type, info.has_timing) == (kind, False)

@@ -48,7 +48,7 @@ def load_debates(path: str | Path) -> list[SavedDebate]:
     place = Path(path).expanduser()
     if place.is_file():
         return read_file(place, _of_row, EXPECTED, "debates")
-    files = sorted(place.rglob("debate_*.json"), key=lambda file: (file.parent.name, file.name))
+    files = sorted(place.rglob("debate_*.json"), key=lambda file: (file.name, file))
     if not files:
         raise ConfigurationError(
             f"debates={str(path)!r}: neither a .jsonl file nor a folder with debate_*.json; give the folder of a run of "

@@ -39,8 +39,12 @@ class AudioPart(TypedDict):
     """A recording, for models that hear."""
 
     type: Literal["audio"]
-    audio: str
-    """A URL, a file path or a data URI."""
+    audio: str | bytes
+    """Encoded bytes, a URL, a file path or a data URI."""
+    format: NotRequired[Literal["wav", "mp3", "flac"]]
+    num_frames: NotRequired[int]
+    sample_rate: NotRequired[int]
+    """per second"""
 
 
 ContentPart: TypeAlias = TextPart | ThinkingPart | ImagePart | AudioPart

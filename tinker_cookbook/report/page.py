@@ -107,9 +107,9 @@ def _finite(value: Any) -> Any:
 
 
 def _logged_groups(run: RunData, step: int, words: rollouts.Words, count: int) -> dict[str, Any]:
-    """The first groups of a step that came through, and the errors of those that did not."""
+    """The first groups of a step that came through (count -1: all), and the errors of those that did not."""
     index = rollouts.index_step(run, step)
-    chosen = sorted(set(index["group"]))[:count]
+    chosen = sorted(set(index["group"]))[: None if count == -1 else count]
     return {"groups": rollouts.step_groups(run, step, words, chosen), "failed": rollouts.failed_groups(run, step)}
 
 

@@ -1,5 +1,6 @@
 """Datasets of groups: made of items, epoch after epoch; looked up by the number of a group; cut into other batches."""
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from math import inf
@@ -7,7 +8,10 @@ from typing import Any, Generic, TypeVar
 
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.rl.dataset_utils import EpochCycledRLDataset
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Group = TypeVar("Group", bound=EnvGroupBuilder)
@@ -113,10 +117,19 @@ class TrainingBatches:
     Args:
         groups_per_batch: cut the dataset's groups, in order, into batches of this size, the last of which holds what is
             left; None keeps the dataset's own batches.
-        max_steps: None for all batches.
+        max_steps: None for all batches. More than there are is said, and changes nothing.
+        num_epochs: passes over the dataset, each in its own order.
     """
 
-    def __init__(self, dataset: RLDataset, groups_per_batch: int | None = None, max_steps: int | None = None):
+    def __init__(
+        self,
+        dataset: RLDataset,
+        groups_per_batch: int | None = None,
+        max_steps: int | None = None,
+        num_epochs: int = 1,
+    ):
+        if num_epochs > 1 and len(dataset):
+            dataset = EpochCycledRLDataset(dataset, num_epochs)
         if groups_per_batch is not None and groups_per_batch < 1:
             raise ConfigurationError(f"groups_per_batch={groups_per_batch}: must be at least 1")
         self._dataset, self._groups_per_batch = dataset, groups_per_batch
@@ -127,6 +140,8 @@ class TrainingBatches:
                 self._groups.count() if max_steps is None else self._groups.count_up_to(max_steps * groups_per_batch)
             )
             total = -(-self._count // groups_per_batch)
+        if max_steps is not None and max_steps > total > 0:
+            logger.warning("max_steps=%d, but the data gives %d; raise num_epochs for more", max_steps, total)
         self._steps = total if max_steps is None else min(max_steps, total)
         if self._steps < 1:
             raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={max_steps}")

@@ -28,11 +28,11 @@ from tinker_cookbook.rl.metrics import (
 )
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch, why_untrained
 from tinker_cookbook.rl.off_policy import correct_off_policy
-from tinker_cookbook.rl.records import RecordWriter, write_step_records
+from tinker_cookbook.rl.records import RecordWriter, training_step_name, write_step_records
 from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
-from tinker_cookbook.rl.step_metrics import account_for_groups
+from tinker_cookbook.rl.step_metrics import account_for_groups, training_data_line
 from tinker_cookbook.rl.transcripts import ShownGroup, rollout_rows, write_evaluations, write_page
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
@@ -107,7 +107,7 @@ class Loop:
         self.rounds, self.penalties = rounds, penalties
         self.sampling_client, self.sampling_client_step = sampling_client, session.start_step()
         self.start, self.end = session.start_step(), len(batches)
-        self.rollout = config.effective_rollout()
+        self.rollout, self.num_shown = config.effective_rollout(), config.num_groups_shown
         self.errors = RolloutErrorCounter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.steps_done = self.start
@@ -136,7 +136,7 @@ class Loop:
         return metrics
 
     async def _run_evaluators(self, evaluators: Sequence[Evaluator], step: int) -> dict[str, float]:
-        folder = iteration_folder(self.session.run.log_path, step) if self.config.num_groups_to_log else None
+        folder = iteration_folder(self.session.run.log_path, step) if self.num_shown else None
         with write_evaluations(folder):
             return await run_evaluators(evaluators, self.session.training_client, self.sampling_client)
 
@@ -154,14 +154,15 @@ class Loop:
             seed=derive_seed(config.seed, "rollouts", batch),
             top_k=config.top_k,
             top_p=config.top_p,
+            min_p=config.min_p,
         )
         group = await try_group_rollout(
             builder,
             policy.fork("group", place),
             self.rollout,
             name=f"{place} of step {batch}, {describe_group(builder)}",
-            with_notes=place < config.num_groups_to_log,
-            with_records=config.write_records and place < config.num_groups_to_log,
+            with_notes=place < self.num_shown,
+            with_records=config.write_records and place < self.num_shown,
         )
         has_failed = isinstance(group, FailedGroup)
         tokens = 0 if has_failed else sum(trajectory.num_action_tokens for trajectory in group.trajectories_G)
@@ -176,6 +177,7 @@ class Loop:
             self.config.remove_constant_reward_groups,
             self.role_baselines,
             self.penalties,
+            self.config.records_stability_info(),
         )
 
     def learning_rate(self, step: int) -> float:
@@ -187,7 +189,7 @@ class Loop:
         return Update(
             client,
             self.learning_rate(step),
-            config.loss_fn,
+            config.training_loss_fn(),
             config.loss_fn_config,
             config.grad_clip_norm,
             config.on_nonfinite,
@@ -215,9 +217,8 @@ class Loop:
         display = self.session.display
         display.say_stages("replies")
         if batch.data_D:
-            tokens = metrics["advantages/nonzero_count"]
-            display.say(f"Training data: {len(batch.data_D)} datums, {tokens:,} tokens trained")
-        if self.config.num_groups_to_log:
+            display.say(training_data_line(metrics))
+        if self.num_shown:
             with timed("write_transcripts", metrics):
                 self._write_transcripts(step, sampled, batch)
         logprobs_D: list[torch.Tensor | None] = []
@@ -240,7 +241,7 @@ class Loop:
         shown = [
             ShownGroup(group, None if isinstance(group, FailedGroup) else next(advantages_P).tolist(), version)
             for group, version in (
-                (item.trajectory_group, item.sampling_client_step) for item in sampled[: self.config.num_groups_to_log]
+                (item.trajectory_group, item.sampling_client_step) for item in sampled[: self.num_shown]
             )
         ]
         page = iteration_folder(self.session.run.log_path, step) / "train.html"
@@ -265,7 +266,7 @@ class Loop:
             "max_tokens_per_turn": config.max_tokens,
             "temperature": config.temperature,
             "learning_rate": self.learning_rate(step),
-            "loss_fn": config.loss_fn,
+            "loss_fn": config.training_loss_fn(),
             "seed": config.seed,
         }
         rollouts = StepRollouts(
@@ -277,14 +278,17 @@ class Loop:
             [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D],
             about,
         )
-        folder = iteration_folder(self.session.run.log_path, step)
+        log_path, num_shown = self.session.run.log_path, self.num_shown
 
         def write() -> None:
-            write_vocabulary(self.session.run.log_path, tokenizer)
-            write_step_records(folder, rollouts, metrics, config.num_groups_to_log)
+            write_vocabulary(log_path, tokenizer)
+            write_step_records(log_path, rollouts, metrics, num_shown)
+
+        def say() -> None:
+            self.session.display.say(f"Logged: {log_path / training_step_name(step)}")
 
         tokenizer = self.session.training_client.get_tokenizer()
-        self.records.submit(write)
+        self.records.submit(write, say)
 
     async def _update(
         self, step: int, batch: Minibatch, update: Update | None
@@ -303,7 +307,7 @@ class Loop:
                     batch.data_D,
                     self.session.training_client,
                     config.off_policy_correction,
-                    str(config.loss_fn),
+                    str(config.training_loss_fn()),
                     config.loss_fn_config,
                 )
             metrics |= found
@@ -327,7 +331,9 @@ class Loop:
             logger.warning("step %d: %s", step, alarm)
         metrics["optim/kl_alarm"] = int(alarm is not None)
         with timed("snapshot", metrics):
-            snapshot = self.session.training_client.save_weights_and_get_sampling_client()
+            snapshot = self.session.training_client.save_weights_and_get_sampling_client(
+                record_stability_info=config.records_stability_info()
+            )
             self.sampling_client = await self.to_its_end(snapshot)
         self.sampling_client_step = step + 1
         if config.compute_post_kl:
@@ -417,10 +423,13 @@ class Loop:
             return
         self.records.wait()
         if self.progress.trained_tokens == 0:
-            raise TrainingError(
+            told = (
                 f"the run has come to its end and trained nothing: none of its {self.end} batches had a token with an "
                 f"advantage; logs.log in {self.session.run.log_path} has the rewards of the first"
             )
+            if self.config.on_zero_advantages != "skip":
+                raise TrainingError(told)
+            logger.warning("%s", told)
         if due := self.rounds.at_end():
             final = await self._run_evaluators(due, self.end)
             self.session.run.logger.log_metrics(

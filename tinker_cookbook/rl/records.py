@@ -1,7 +1,7 @@
 """Records of a run: what was sampled and what was trained on, down to token ids, logprobs and advantages.
 
-Every rollout of a step is in one compact file (`rollout_files`). The first groups are in JSON files of their own too, to be
-looked at; logprobs are rounded there. All are in the step's folder, written by a thread beside the loop.
+Every rollout of a step is in one compact file in the step's folder (`rollout_files`). The first groups are in JSON files too,
+in the run's own folder, to be looked at; logprobs are rounded there. A thread writes them beside the loop.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tinker_cookbook.rl.data_processing import DatumMetadata
 from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_rollouts
 from tinker_cookbook.rl.rollouts import finished_groups
 from tinker_cookbook.rl.types import TrajectoryGroup, Transition
+from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.utils.files import write_json
 from tinker_cookbook.utils.lazy import np, tinker
@@ -26,22 +27,29 @@ from tinker_cookbook.utils.lazy import np, tinker
 logger = logging.getLogger(__name__)
 
 
-def write_step_records(folder: Path, step: StepRollouts, metrics: Mapping[str, Any], num_groups: int) -> None:
-    """All records of a step.
+def training_step_name(step: int) -> str:
+    """The file, in the run's folder, of what the update of a step was made of; steps count from 0, updates from 1."""
+    return f"training_step_{step + 1:04d}.json"
+
+
+def write_step_records(log_path: Path, step: StepRollouts, metrics: Mapping[str, Any], num_groups: int) -> None:
+    """All records of a step: its rollouts in its own folder, the JSON files in the run's.
 
     Args:
+        log_path: the run's folder.
         step: what was sampled and trained on; its `run` names step, model and settings.
         metrics: of the step so far.
         num_groups: the first groups that came through, which have JSON files of their own.
     """
+    folder = iteration_folder(log_path, step.run["step"])
     folder.mkdir(parents=True, exist_ok=True)
     groups = finished_groups(step.groups_P)
     records = {f"{name}.json": content for name, content in group_records(groups[:num_groups], step.run)}
     write_rollouts(folder / FILE_NAME, step, [*records])
     for name, content in records.items():
-        write_json(folder / name, content, indent=None)
+        write_json(log_path / name, content, indent=None)
     content = training_step_record(step, groups, metrics, num_groups)
-    write_json(folder / f"training_step_{step.run['step'] + 1:04d}.json", content, indent=None)
+    write_json(log_path / training_step_name(step.run["step"]), content, indent=None)
 
 
 def group_records(groups: Sequence[TrajectoryGroup], run: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -90,7 +98,7 @@ def training_step_record(
         "step": step.run["step"],
         "timestamp": time.time(),
         "num_datums": len(step.data_D),
-        "datums": [
+        "training_data": [
             _datum_record(datum, meta, groups)
             for datum, meta in zip(step.data_D, step.metadata_D, strict=True)
             if meta["group_idx"] < num_groups
@@ -121,7 +129,7 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
         "target_tokens": targets,
         "advantages": advantages,
         "sampling_logprobs": logprobs,
-        "source": {
+        "metadata": {
             **meta,
             "tags": group.tags,
             **member_info,
@@ -156,18 +164,20 @@ class RecordWriter:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="records")
-        self._pending: Future[None] | None = None
+        self._pending: tuple[Future[None], Callable[[], None]] | None = None
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Begin a job, when the one before is done."""
+    def submit(self, job: Callable[[], None], when_done: Callable[[], None] = lambda: None) -> None:
+        """Begin a job, when the one before is done. `when_done` is called by whoever waits for it, in the loop's thread."""
         self.wait()
-        self._pending = self._pool.submit(job)
+        self._pending = self._pool.submit(job), when_done
 
     def wait(self) -> None:
         """Until nothing is under way. Raises the error of the last job."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            job, when_done = pending
+            job.result()
+            when_done()
 
     def close(self) -> None:
         """As `wait`, but an error is logged: another one is on its way, or all has been waited for."""

@@ -41,3 +41,13 @@ def account_for_groups(
         members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
         metrics["train/branches_per_rollout"] = len(batch.data_D) / len(members)
     return metrics
+
+
+def training_data_line(metrics: Mapping[str, float | int | str]) -> str:
+    """What a step trains on, of its `account_for_groups`, for the terminal."""
+    names = ("count", "min", "max", "mean")
+    stats = {name: metrics[key] for name in names if (key := f"advantages/nonzero_{name}") in metrics}
+    told = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in stats.items()
+    )
+    return f"Training data: {metrics['train/num_datums']} datums. Advantage stats (nonzero): {told}"

@@ -22,6 +22,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.ahead import check_order
 from tinker_cookbook.rl.algorithms import LOSS_FNS
+from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
@@ -45,6 +46,7 @@ __all__ = [
     "Penalty",
     "StreamMinibatchConfig",
     "WrappedTrajectoryGroup",
+    "_remove_mask",  # its name in loops of the cookbook
     "check_config",
     "do_async_training",
     "do_sync_training",
@@ -85,16 +87,18 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             RLTestSetEvaluator,
             test_dataset,
             config.max_tokens,
-            num_groups_to_log=config.num_groups_to_log,
+            num_groups_to_log=config.num_groups_shown,
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
+            min_p=config.min_p,
             seed=derive_seed(config.seed, "test"),
             config=config.effective_rollout(),
         )
         own.append(make_test)
     rounds = config.evaluation_rounds(*own)
-    batches = TrainingBatches(dataset, pacing.groups_per_batch if pacing is not None else None, config.max_steps)
+    per_batch = pacing.groups_per_batch if pacing is not None else None
+    batches = TrainingBatches(dataset, per_batch, config.max_steps, config.num_epochs)
     weights = {"kl_reference_config": config.kl_reference_config}
     async with open_session(config, weights, config.dataset_builder.shared_system_prompt) as session:
         check_order(session.record, config.async_config)
@@ -105,7 +109,9 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         if config.kl_penalty_coef != 0:
             reference = start or await open_reference(session, config.kl_reference_config)
             penalties = [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor), *penalties]
-        sampling_client = await session.training_client.save_weights_and_get_sampling_client()
+        sampling_client = await session.training_client.save_weights_and_get_sampling_client(
+            record_stability_info=config.records_stability_info()
+        )
         loop = Loop(config, session, batches, rounds, penalties, sampling_client)
         try:
             run = session.service, session.training_client, config.model_name, session.run.log_path

@@ -17,6 +17,7 @@ from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.ml_log import TrackerConfig
+from tinker_cookbook.utils.session_naming import resolve_session_display_name
 
 D = TypeVar("D")
 
@@ -51,6 +52,9 @@ class RunOptions(TrackerConfig):
         default=300.0,
         doc="with backend=tinker: end the run when the server has not answered for so long",
         validator=chz.validators.gt(0),
+    )
+    session_name: str | None = chz.field(
+        default=None, doc="what the service's console and lists call the run's session; default: wandb_name"
     )
     renderer_name: str | None = chz.field(
         default=None, doc="the renderer that made the data, recorded with each checkpoint so that sampling can find it"
@@ -129,7 +133,12 @@ class RunConfig(RunOptions):
     model_name: str = chz.field(
         doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
     )
-    recipe_name: str = chz.field(doc="name of the recipe, for metadata")
+    recipe_name: str = chz.field(default="script", doc="name of the recipe, for metadata")
+
+    @property
+    def session_display_name(self) -> str | None:
+        """What the run's session is called; None: it has no name."""
+        return resolve_session_display_name(session_name=self.session_name, wandb_name=self.wandb_name)
 
     def evaluation_rounds(self, *more: EvaluatorBuilder) -> EvaluationRounds:
         """The evaluators at their two frequencies; `more` are run with the frequent ones."""

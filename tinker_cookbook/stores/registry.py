@@ -2,17 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, Holder
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, METADATA_BASE_NAME
+from tinker_cookbook.stores.eval_store import EvalStore
 from tinker_cookbook.stores.storage import Storage, storage_join
-from tinker_cookbook.stores.training_store import TrainingRunStore
+from tinker_cookbook.stores.training_store import TIMING_BASE_NAME, TrainingRunStore
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 Status: TypeAlias = Literal["running", "completed", "idle"]
+TrainingType: TypeAlias = Literal["rl", "sl", "dpo"]
+
+_KINDS: dict[str, TrainingType] = {"dpo_beta": "dpo", "loss_fn": "rl", "num_epochs": "sl"}
+"""A key that the configs of one kind of training have, in the order in which they are looked for."""
 
 MAX_DEPTH = 3
 """Folders between a storage's root and a run: recipe, sweep, run."""
@@ -35,6 +40,9 @@ class RunInfo:
     """running: a process holds the folder, and is not known to have died; completed: its last checkpoint is final; else idle"""
     last_updated: float | None
     """seconds since 1970: when metrics, checkpoints or config were last written, where the storage keeps it"""
+    has_timing: bool = False
+    training_type: TrainingType | None = None
+    """as its config tells; None: it does not"""
 
 
 class RunRegistry:
@@ -47,6 +55,15 @@ class RunRegistry:
     def __init__(self, storages: Sequence[Storage]) -> None:
         self._storages = list(storages)
         self._found: dict[str, tuple[RunInfo, Storage]] | None = None
+
+    @property
+    def storage_count(self) -> int:
+        return len(self._storages)
+
+    @property
+    def primary_storage(self) -> Storage:
+        """The first one."""
+        return self._storages[0]
 
     def refresh(self) -> list[RunInfo]:
         """Look again.
@@ -84,6 +101,14 @@ class RunRegistry:
         storage = self.storage_for(run_id)
         return TrainingRunStore(storage, self._known()[run_id][0].prefix)
 
+    def get_eval_store(self) -> EvalStore | None:
+        """The first store of evaluations that a storage has at its root, in `eval` or in `eval_store`; None: there is none."""
+        for storage in self._storages:
+            for prefix in ("eval", "eval_store", ""):
+                if storage.exists(storage_join(prefix, "runs.jsonl")):
+                    return EvalStore(storage, prefix)
+        return None
+
     def _known(self) -> dict[str, tuple[RunInfo, Storage]]:
         if self._found is None:
             self.refresh()
@@ -115,4 +140,10 @@ def _info(storage: Storage, prefix: str, names: list[str], run_id: str) -> RunIn
         iteration_count=len(store.list_iterations()),
         status="running" if holder is not None and not holder.has_died else status,
         last_updated=max((stat.mtime for stat in stats if stat is not None and stat.mtime is not None), default=None),
+        has_timing=TIMING_BASE_NAME in names,
+        training_type=_training_type(store.read_config() or {}),
     )
+
+
+def _training_type(config: dict[str, Any]) -> TrainingType | None:
+    return next((kind for key, kind in _KINDS.items() if key in config), None)

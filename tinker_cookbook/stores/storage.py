@@ -4,14 +4,16 @@ A path is relative to the root of its storage, has `/` between its parts, and ca
 the stores to say.
 """
 
+import asyncio
 import errno
+import posixpath
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self, runtime_checkable
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, MissingPackageError
 from tinker_cookbook.utils.files import append_bytes, is_temporary, write_bytes
 
 
@@ -25,8 +27,12 @@ class StorageStat:
     """seconds since 1970; None where the storage does not keep it"""
 
 
+@runtime_checkable
 class Storage(Protocol):
-    """A place for files. Every method raises ConfigurationError for a path that leaves the root."""
+    """A place for files. Every method raises ConfigurationError for a path that leaves the root.
+
+    As a context manager it is flushed at the end.
+    """
 
     def url(self, path: str = "") -> str:
         """Where a file, or the root, is."""
@@ -65,14 +71,84 @@ class Storage(Protocol):
         ...
 
     def remove_dir(self, path: str) -> None:
-        """Remove an empty folder; nothing happens if it is missing. Raises OSError if there is something in it."""
+        """Remove an empty folder; nothing happens if it is missing, or if there is something in it."""
         ...
 
     def flush(self) -> None:
         """Write what is held back. The storages here hold nothing back."""
 
+    def __enter__(self) -> Self:
+        return self
 
-class LocalStorage(Storage):
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+
+
+@runtime_checkable
+class AsyncStorage(Protocol):
+    """The methods of a `Storage` as coroutines, for programs with an event loop. Each does what its namesake does."""
+
+    async def aread(self, path: str) -> bytes: ...
+
+    async def awrite(self, path: str, data: bytes) -> None: ...
+
+    async def aappend(self, path: str, data: bytes) -> None: ...
+
+    async def aexists(self, path: str) -> bool: ...
+
+    async def astat(self, path: str) -> StorageStat | None: ...
+
+    async def aread_range(self, path: str, offset: int, length: int | None = None) -> bytes: ...
+
+    async def alist_dir(self, prefix: str) -> list[str]: ...
+
+    async def aremove(self, path: str) -> None: ...
+
+    async def aremove_dir(self, path: str) -> None: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+class InThreads(Storage):
+    """Makes an `AsyncStorage` of a `Storage`: each method runs in a thread."""
+
+    async def aread(self, path: str) -> bytes:
+        return await asyncio.to_thread(self.read, path)
+
+    async def awrite(self, path: str, data: bytes) -> None:
+        await asyncio.to_thread(self.write, path, data)
+
+    async def aappend(self, path: str, data: bytes) -> None:
+        await asyncio.to_thread(self.append, path, data)
+
+    async def aexists(self, path: str) -> bool:
+        return await asyncio.to_thread(self.exists, path)
+
+    async def astat(self, path: str) -> StorageStat | None:
+        return await asyncio.to_thread(self.stat, path)
+
+    async def aread_range(self, path: str, offset: int, length: int | None = None) -> bytes:
+        return await asyncio.to_thread(self.read_range, path, offset, length)
+
+    async def alist_dir(self, prefix: str) -> list[str]:
+        return await asyncio.to_thread(self.list_dir, prefix)
+
+    async def aremove(self, path: str) -> None:
+        await asyncio.to_thread(self.remove, path)
+
+    async def aremove_dir(self, path: str) -> None:
+        await asyncio.to_thread(self.remove_dir, path)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.flush)
+
+
+class LocalStorage(InThreads):
     """A folder. Files are written whole or not at all, what is appended goes in one write; both are on disk on return.
 
     Args:
@@ -135,10 +211,14 @@ class LocalStorage(Storage):
     def remove_dir(self, path: str) -> None:
         place = self._place(path)
         if place.is_dir():
-            place.rmdir()
+            try:
+                place.rmdir()
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
 
 
-class FsspecStorage(Storage):
+class FsspecStorage(InThreads):
     """A folder of an fsspec filesystem, such as `fsspec.filesystem("s3")`.
 
     Object stores cannot append, so the whole file is read and written anew; one process at a time may append to it.
@@ -205,9 +285,7 @@ class FsspecStorage(Storage):
             self._fs.rm_file(self._place(path))
 
     def remove_dir(self, path: str) -> None:
-        if self.list_dir(path):
-            raise OSError(errno.ENOTEMPTY, "the folder is not empty; remove its files first", self.url(path))
-        if self._fs.isdir(self._place(path)):
+        if self._fs.isdir(self._place(path)) and not self.list_dir(path):
             self._fs.rmdir(self._place(path))
 
 
@@ -219,7 +297,8 @@ def storage_from_uri(uri: str, **kwargs: Any) -> Storage:
         kwargs: those of LocalStorage, or of the fsspec filesystem.
 
     Raises:
-        ConfigurationError: fsspec does not know the protocol, or its package is not installed.
+        ConfigurationError: fsspec does not know the protocol.
+        MissingPackageError: its package is not installed.
     """
     protocol, separator, _ = uri.partition("://")
     if not separator:
@@ -231,20 +310,20 @@ def storage_from_uri(uri: str, **kwargs: Any) -> Storage:
     try:
         fs, root = url_to_fs(uri, **{"use_listings_cache": False, **kwargs})
     except (ImportError, ValueError) as error:
-        raise ConfigurationError(
-            f"uri={uri!r}: {error}; install the package of {protocol}://, or give a path"
-        ) from error
+        kind = MissingPackageError if isinstance(error, ImportError) else ConfigurationError
+        raise kind(f"uri={uri!r}: {error}; install the package of {protocol}://, or give a path") from error
     return FsspecStorage(fs, root)
 
 
 def storage_join(*parts: str) -> str:
-    """A path of its parts; those that are empty are left out."""
-    return "/".join(stripped for part in parts if (stripped := part.strip("/")))
+    """A path of its parts, as short as it gets: empty parts and dots are left out, `..` takes back the part before it."""
+    joined = "/".join(stripped for part in parts if (stripped := part.strip("/")))
+    return posixpath.normpath(joined) if joined else ""
 
 
 def _inside(path: str, root: object) -> str:
-    """The path without empty parts and dots. Raises ConfigurationError if it leaves the root."""
-    parts = PurePosixPath(path).parts
-    if ".." in parts or path.startswith("/") or "\0" in path:
-        raise ConfigurationError(f"path {path!r}: must be a path below {root}, without '..' and not absolute")
-    return "/".join(parts)
+    """The path as short as it gets. Raises ConfigurationError if it leaves the root."""
+    short = posixpath.normpath(path) if path else "."
+    if short.split("/")[0] == ".." or short.startswith("/") or "\0" in short:
+        raise ConfigurationError(f"path {path!r}: escapes the storage; must be a path below {root}, and not absolute")
+    return "" if short == "." else short

@@ -1,27 +1,30 @@
 """The files of one training run in a storage: docs/runs.md and docs/records.md say what they hold.
 
-What a loop writes beside metrics, config and checkpoints (rollouts, transcripts) it writes into its own folder; they are read
-here, and there is nothing to write them with.
+A loop writes turns (`rollouts.parquet`) into its own folder; they are read here, and there is nothing to write them with.
 """
 
+import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME, CheckpointRecord, parse_checkpoints
-from tinker_cookbook.runs.folder import iteration_name
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, METADATA_BASE_NAME
 from tinker_cookbook.runs.vocabulary import VOCABULARY_BASE_NAME, parse_vocabulary
 from tinker_cookbook.stores.incremental import IncrementalReader
 from tinker_cookbook.stores.storage import Storage, storage_join
 from tinker_cookbook.utils.files import json_bytes, json_line, parse_json_object, parse_jsonl, without_torn_tail
 from tinker_cookbook.utils.loggers import metrics_row
+from tinker_cookbook.utils.misc_utils import iteration_name
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME, naming_fix_of_metrics
 
 _ITERATION = re.compile(r"iteration_(\d+)")
 _LOGTREE = "_logtree.json"
+_SUMMARIES = "_rollout_summaries.jsonl"
+TIMING_BASE_NAME = "timing_spans.jsonl"
+CODE_DIFF_BASE_NAME = "code.diff"
 TRAIN = "train"
 
 
@@ -38,7 +41,9 @@ class IterationInfo:
 
 
 class TrainingRunStore:
-    """Reads a run, also while it is being written, and takes config, metrics and checkpoints of a loop.
+    """Reads a run, also while it is being written, and takes what a loop has to say.
+
+    Methods that begin with `a` are coroutines that do in a thread what their namesakes do.
 
     Args:
         storage: where the run is.
@@ -48,6 +53,7 @@ class TrainingRunStore:
     def __init__(self, storage: Storage, prefix: str = "") -> None:
         self.storage, self.prefix = storage, prefix
         self._new_metrics = IncrementalReader(storage, self._path(METRICS_BASE_NAME))
+        self._timing = IncrementalReader(storage, self._path(TIMING_BASE_NAME))
         self._whole: set[str] = set()
 
     def url(self, path: str = "") -> str:
@@ -105,7 +111,31 @@ class TrainingRunStore:
         trees = [name.removesuffix(_LOGTREE) for name in names if name.endswith(_LOGTREE)]
         return IterationInfo(step, FILE_NAME in names, TRAIN in trees, tuple(name for name in trees if name != TRAIN))
 
-    def read_rollouts(self, iteration: int) -> list[dict[str, Any]]:
+    def read_timing(self) -> list[dict[str, Any]]:
+        """The lines of timing_spans.jsonl: `{"step": ..., "spans": [...]}`. Raises DataFormatError for a damaged line."""
+        self._timing.read()
+        return self._timing.records
+
+    def read_rollouts(self, iteration: int, base_name: str = TRAIN) -> list[dict[str, Any]]:
+        """A step's rollouts in short, a dict per trajectory (`rl.rollout_logging`); none if none were written.
+
+        Args:
+            base_name: train, or eval_<name>.
+
+        Raises:
+            DataFormatError: a line is damaged.
+        """
+        name = _summaries_path(iteration, base_name)
+        return [line.row for line in parse_jsonl(self._read(name) or b"", self.url(name))]
+
+    def read_single_rollout(
+        self, iteration: int, group_idx: int, traj_idx: int, base_name: str = TRAIN
+    ) -> dict[str, Any] | None:
+        """The trajectory of `read_rollouts` that has these numbers; None: there is none."""
+        rows = self.read_rollouts(iteration, base_name)
+        return next((row for row in rows if (row["group_idx"], row["traj_idx"]) == (group_idx, traj_idx)), None)
+
+    def read_turns(self, iteration: int) -> list[dict[str, Any]]:
         """The turns of a step's rollouts, as `rl.rollout_files.read_rollouts` gives them; none if none were written.
 
         Raises:
@@ -117,11 +147,6 @@ class TrainingRunStore:
     def read_rollouts_file(self, iteration: int) -> bytes | None:
         """The bytes of a step's `rollouts.parquet`; None if none was written."""
         return self._read(_rollouts_path(iteration))
-
-    def read_single_rollout(self, iteration: int, group_idx: int, traj_idx: int) -> list[dict[str, Any]]:
-        """The turns of one member of one group (`group` and `member` of docs/records.md), in order; none: there is none."""
-        turns = self.read_rollouts(iteration)
-        return [turn for turn in turns if (turn["group"], turn["member"]) == (group_idx, traj_idx)]
 
     def list_logtrees(self, iteration: int) -> list[str]:
         """The transcripts of a step: `train`, `eval_<name>`."""
@@ -146,6 +171,67 @@ class TrainingRunStore:
         """Append a line to checkpoints.jsonl. Raises CheckpointError if it is no checkpoint."""
         self._append(CHECKPOINTS_BASE_NAME, CheckpointRecord.from_dict(record).to_dict())
 
+    def write_timing_spans(self, step: int, spans: Sequence[Mapping[str, Any]]) -> None:
+        """Append a line to timing_spans.jsonl, unless there are no spans. A span is a dict of `trace.IterationWindow`."""
+        if spans:
+            self._append(TIMING_BASE_NAME, {"step": step, "spans": [dict(span) for span in spans]})
+
+    def write_rollouts(self, iteration: int, records: Sequence[dict[str, Any]], base_name: str = TRAIN) -> None:
+        """Write a step's rollouts in short, in place of those that were there. Arguments as `read_rollouts`."""
+        lines = b"".join([json_line(record) for record in records])
+        self.storage.write(self._path(_summaries_path(iteration, base_name)), lines)
+
+    def write_logtree(self, iteration: int, data: dict[str, Any], base_name: str = TRAIN) -> None:
+        """Write a transcript that is a tree of dicts, in place of the one that was there."""
+        path = storage_join(iteration_name(iteration), base_name + _LOGTREE)
+        self.storage.write(self._path(path), json_bytes(data))
+
+    def write_code_diff(self, diff: str) -> None:
+        """Write code.diff, in which state the code was (`utils.code_state`)."""
+        self.storage.write(self._path(CODE_DIFF_BASE_NAME), diff.encode())
+
+    def truncate_metrics(self, from_step: int) -> int:
+        """Drop the rows of metrics.jsonl from this step on, for a run that does them again; how many were dropped.
+
+        The file as it was is kept as `metrics.jsonl.pre_resume_<step>`. Rows without a step stay.
+        """
+        path = self._path(METRICS_BASE_NAME)
+        content = self._read(METRICS_BASE_NAME) or b""
+        lines = parse_jsonl(content, self.url(METRICS_BASE_NAME), tolerate_torn_tail=True)
+        rows = [line.row for line in lines]
+        kept = [row for row in rows if not (isinstance(row.get("step"), int) and row["step"] >= from_step)]
+        if len(kept) < len(rows):
+            self.storage.write(f"{path}.pre_resume_{from_step:06d}", content)
+            self.storage.write(path, b"".join([json_line(row) for row in kept]))
+        return len(rows) - len(kept)
+
+    async def aread_config(self) -> dict[str, Any] | None:
+        return await asyncio.to_thread(self.read_config)
+
+    async def aread_metrics(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self.read_metrics)
+
+    async def aread_new_metrics(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self.read_new_metrics)
+
+    async def aread_rollouts(self, iteration: int, base_name: str = TRAIN) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self.read_rollouts, iteration, base_name)
+
+    async def aread_checkpoints(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self.read_checkpoints)
+
+    async def aread_timing(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self.read_timing)
+
+    async def aread_logtree(self, iteration: int, base_name: str = TRAIN) -> dict[str, Any] | None:
+        return await asyncio.to_thread(self.read_logtree, iteration, base_name)
+
+    async def awrite_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
+        await asyncio.to_thread(self.write_metrics, metrics, step)
+
+    async def awrite_checkpoint(self, record: dict[str, Any]) -> None:
+        await asyncio.to_thread(self.write_checkpoint, record)
+
     def _append(self, name: str, row: dict[str, Any]) -> None:
         line, path = json_line(row), self._path(name)
         if path not in self._whole:
@@ -166,3 +252,7 @@ class TrainingRunStore:
 
 def _rollouts_path(iteration: int) -> str:
     return storage_join(iteration_name(iteration), FILE_NAME)
+
+
+def _summaries_path(iteration: int, base_name: str) -> str:
+    return storage_join(iteration_name(iteration), base_name + _SUMMARIES)

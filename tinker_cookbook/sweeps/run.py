@@ -6,7 +6,6 @@ finished. A run that fails is noted and does not stop the others.
 """
 
 import asyncio
-import ctypes
 import inspect
 import os
 import signal
@@ -27,6 +26,7 @@ from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
+from tinker_cookbook.utils.processes import end_with, how_it_ended
 from tinker_cookbook.utils.secrets import redact
 
 STATUS_BASE_NAME = "sweep_run.json"
@@ -34,8 +34,6 @@ CONSOLE_BASE_NAME = "console.log"
 STOP_SECONDS = 30.0
 """How long an interrupted run may take to put its files in order before it is killed."""
 ERROR_LINES = 5
-_PR_SET_PDEATHSIG = 1
-"""Linux: prctl(2)."""
 
 Status = Literal["finished", "failed", "running"]
 
@@ -171,7 +169,7 @@ async def _run_process(recipe: Recipe, arguments: list[str], log_path: Path, at_
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
             env=environment,
-            preexec_fn=partial(_end_with, os.getpid()) if sys.platform == "linux" else None,
+            preexec_fn=partial(end_with, os.getpid()) if sys.platform == "linux" else None,
         )
         try:
             code = await process.wait()
@@ -179,13 +177,6 @@ async def _run_process(recipe: Recipe, arguments: list[str], log_path: Path, at_
             await _stop(process)
             raise
     return None if code == 0 else _told_error(code, console, begin)
-
-
-def _end_with(parent: int) -> None:
-    """(In the new process.) Get SIGTERM when the sweep dies, however it does: nobody else would end this run."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before it could be asked for
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
@@ -206,8 +197,7 @@ def _told_error(code: int, console: Path, begin: int) -> str:
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     lines = list(takewhile(lambda line: not line.startswith(RESUME_HINT), lines))
     told = next((i for i, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - ERROR_LINES))
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"{how}: " + " / ".join(lines[told : told + ERROR_LINES]).removeprefix("error: ")
+    return f"{how_it_ended(code)}: " + " / ".join(lines[told : told + ERROR_LINES]).removeprefix("error: ")
 
 
 def _check_ways(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, concurrent: int) -> None:

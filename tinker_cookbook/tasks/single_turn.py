@@ -178,6 +178,7 @@ class TaskEvaluatorBuilder(TaskItemsConfig):
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
     top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens of this probability; 1: from all")
+    min_p: float = chz.field(default=0.0, doc="sample from tokens with this share of the likeliest one's probability")
     max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
     rollout: RolloutConfig | None = chz.field(default=None, doc="how rollouts are run; None: without limits")
 
@@ -200,6 +201,7 @@ class TaskEvaluatorBuilder(TaskItemsConfig):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            min_p=self.min_p,
             seed=derive_seed(self.seed, self.name, "sampling"),
             config=self.rollout,
         )

@@ -23,6 +23,11 @@ def code_revision() -> str:
     state = git_state()
     if state is not None:
         return state["commit"] + ("-dirty" if state["dirty"] else "")
+    return installed_version()
+
+
+def installed_version() -> str:
+    """The version of this project that is installed; "unknown" where it is not installed at all."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:

@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
 from tinker_cookbook.utils.files import write_json, write_text
-from tinker_cookbook.utils.logtree_page import Cell, render_page
+from tinker_cookbook.utils.logtree_page import Cell, Theme, render_body, render_document, render_head, render_page
 from tinker_cookbook.utils.secrets import redact
 
-P = ParamSpec("P")
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 TableData: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -128,7 +129,31 @@ class Node:
         return list(dict.fromkeys([*own, *(rule for child in self.children for rule in child.styles())]))
 
 
+@dataclass
+class Trace(Node):
+    """The root of a tree that was opened with `init_trace`, and its page."""
+
+    kind: Literal["section", "details", "text", "table", "html"] = "section"
+    path: Path | None = None
+    """where it is written"""
+    started_at: datetime = field(default_factory=datetime.now)
+
+    def head_html(self, theme: Theme | None = None, title: str | None = None, extra_head: str | None = None) -> str:
+        """What stands in the page's head. `extra_head`: markup as it is."""
+        return render_head(title or self.title, self.styles(), theme, extra_head or "")
+
+    def body_html(self, wrap_body: bool = True) -> str:
+        """The page's `<body>`, or what is in it."""
+        body = render_body(self)
+        return body if wrap_body else body.strip().removeprefix("<body>").removesuffix("</body>")
+
+    def get_html(self) -> str:
+        """The page's `<body>`."""
+        return self.body_html()
+
+
 _current: ContextVar[Node | None] = ContextVar("logtree", default=None)
+_trace: ContextVar[Trace | None] = ContextVar("logtree_trace", default=None)
 
 
 def is_enabled() -> bool:
@@ -137,24 +162,37 @@ def is_enabled() -> bool:
 
 
 @contextmanager
-def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bool = True) -> Iterator[Node]:
+def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bool = True) -> Iterator[Trace]:
     """Open a trace, a tree of its own also within another one.
 
     Args:
         path: where to write the HTML on leaving; the JSON goes beside it as `<stem>_logtree.json`. None: the caller does with
             the tree what it likes.
-        write_on_error: write also when the body raised.
+        write_on_error: write also when the body raised. What it raised stands at the end.
     """
-    root = Node("section", _text(title))
+    root = Trace(title=_text(title), path=None if path is None else Path(path))
+    token = _trace.set(root)
     try:
         with _inside(root):
             yield root
-    except BaseException:
-        if path is not None and write_on_error:
-            write_trace(root, path)
+    except BaseException as error:
+        root.details(f"Exception: {type(error).__name__}: {error}").text("".join(traceback.format_exception(error)))
+        if root.path is not None and write_on_error:
+            write_trace(root, root.path)
         raise
-    if path is not None:
-        write_trace(root, path)
+    finally:
+        _trace.reset(token)
+    if root.path is not None:
+        write_trace(root, root.path)
+
+
+def flush_trace() -> bool:
+    """Write the open trace as it is now, for a look before its end; whether there is one that has a path."""
+    root = _trace.get()
+    if root is None or root.path is None:
+        return False
+    write_trace(root, root.path)
+    return True
 
 
 def write_into(node: Node) -> AbstractContextManager[None]:
@@ -168,7 +206,15 @@ def scope_header(title: str, **attrs: Any) -> AbstractContextManager[None]:
     return nullcontext() if parent is None else _inside(parent.section(title, named))
 
 
-def scope_header_decorator(title: str | Callable[P, T]) -> Any:
+@overload
+def scope_header_decorator(title: str) -> Callable[[F], F]: ...
+
+
+@overload
+def scope_header_decorator(title: F) -> F: ...
+
+
+def scope_header_decorator(title: str | Callable[..., Any]) -> Any:
     """Each call of the decorated function, or coroutine function, writes into a section of its own.
 
     `@scope_header_decorator("Title")`, or `@scope_header_decorator` for the function's name.
@@ -234,7 +280,8 @@ def log_html(html: str, *, div_class: str | None = None) -> None:
 def log_formatter(formatter: Formatter) -> None:
     """Add an object that shows itself to the innermost open section."""
     if (node := _current.get()) is not None:
-        node.html(formatter.to_html(), formatter.get_css(), formatter.to_data())
+        data = formatter.to_data() if hasattr(formatter, "to_data") else None  # older ones have none
+        node.html(formatter.to_html(), formatter.get_css(), data)
 
 
 def header(text: str, *, level: int | None = None) -> None:
@@ -304,6 +351,44 @@ def write_trace(root: Node, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_trace_json(root, path.with_name(f"{path.stem}_logtree.json"))
     write_text(path, render_page(root))
+
+
+def write_html_with_default_style(
+    body_html: str,
+    path: str | Path,
+    *,
+    title: str = "Trace",
+    theme: Theme | None = None,
+    lang: str = "en",
+    extra_head: str | None = None,
+) -> None:
+    """Write a page of markup as it is, with or without its `<body>`, in the style of a trace. Escape what is not trusted."""
+    body = body_html if "<body" in body_html else f"<body>\n{body_html}\n</body>\n"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, render_document(render_head(title, [], theme, extra_head or ""), body, lang))
+
+
+def jinja_context(trace: Trace, **extra: Any) -> dict[str, Any]:
+    """What a template of one's own needs to show a trace: title, started_at, generated_at, head_html, body_html; and `extra`."""
+    return {
+        "title": trace.title,
+        "started_at": trace.started_at.isoformat(),
+        "generated_at": datetime.now().isoformat(),
+        "head_html": trace.head_html(),
+        "body_html": trace.body_html(),
+        **extra,
+    }
+
+
+def render_with_jinja(
+    env: Any, template_name: str, *, context: Mapping[str, Any], write_to: str | Path | None = None
+) -> str:
+    """The text of a template of one's own. `env`: a jinja2.Environment. `write_to`: a file to write it to, too."""
+    text = env.get_template(template_name).render(**context)
+    if write_to is not None:
+        Path(write_to).parent.mkdir(parents=True, exist_ok=True)
+        write_text(write_to, text)
+    return text
 
 
 @contextmanager

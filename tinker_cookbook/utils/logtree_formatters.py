@@ -32,7 +32,7 @@ class ConversationFormatter:
 
     def get_css(self) -> str:
         """How messages look."""
-        return _CSS
+        return CONVERSATION_CSS
 
 
 def _blocks(message: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -86,7 +86,7 @@ _HTML = """<div class="conversation">
 </div>
 """
 
-_CSS = """.conversation .message { margin: .4rem 0; padding-left: .6rem; border-left: 3px solid #ccc; }
+CONVERSATION_CSS = """.conversation .message { margin: .4rem 0; padding-left: .6rem; border-left: 3px solid #ccc; }
 .conversation .assistant { border-left-color: #7a7; }
 .conversation pre.call { background: #eef; }
 .conversation pre.other { color: #666; }

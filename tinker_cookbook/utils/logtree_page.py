@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from html import escape
 from typing import TYPE_CHECKING, TypeAlias
 
 import jinja2
@@ -26,27 +29,65 @@ def _show_cell(value: Cell) -> str:
     return f"{value:.6g}" if isinstance(value, float) else _visible(str(value))
 
 
-def render_page(root: Node) -> str:
+@dataclass
+class Theme:
+    """How a page looks."""
+
+    css_text: str | None = None
+    """rules in place of the usual ones"""
+    css_urls: list[str] = field(default_factory=list)
+    """style sheets that the page loads; without them it loads nothing"""
+    css_vars: dict[str, str] = field(default_factory=dict)
+    """variables of CSS, such as `--lt-mono`, for the rules of `css_text` and of formatters"""
+
+
+def render_page(root: Node, theme: Theme | None = None) -> str:
     """The tree as one HTML file. Control characters, which a browser would swallow, are shown as symbols."""
-    return _page().render(root=root)
+    return render_document(render_head(root.title, root.styles(), theme), render_body(root))
+
+
+def render_document(head: str, body: str, lang: str = "en") -> str:
+    """A page of what stands in its head, and its `<body>`."""
+    return f'<!DOCTYPE html>\n<html lang="{escape(lang)}">\n<head>\n{head}</head>\n{body}</html>\n'
+
+
+def render_head(title: str, styles: Sequence[str], theme: Theme | None = None, extra: str = "") -> str:
+    """What stands in the head. `styles`: rules that the body needs. `extra`: markup as it is."""
+    return _template(_HEAD).render(title=title, styles=styles, theme=theme or Theme(), css=_CSS, extra=extra)
+
+
+def render_body(root: Node) -> str:
+    """The `<body>` of a tree."""
+    return _template(_BODY).render(root=root)
 
 
 @cache
-def _page() -> jinja2.Template:
+def _template(text: str) -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"visible": _visible, "cell": _show_cell}
-    return environment.from_string(_PAGE)
+    return environment.from_string(text)
 
 
-# A line break right after <pre> is not part of the text, so each text is given one: its own first one stays.
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{{ root.title | visible }}</title>
+_HEAD = """<meta charset="utf-8">
+{% set sources = theme.css_urls | join(" ") %}
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline' {{ sources }}">
+<title>{{ title | visible }}</title>
+{% for url in theme.css_urls %}
+<link rel="stylesheet" href="{{ url }}">
+{% endfor %}
 <style>
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 1.5rem auto; padding: 0 1rem; }
+{% if theme.css_vars %}
+:root { {% for name, value in theme.css_vars.items() %}{{ name | safe }}: {{ value | safe }}; {% endfor %} }
+{% endif %}
+{{ (css if theme.css_text is none else theme.css_text) | safe }}
+{% for rules in styles %}
+{{ rules | safe }}
+{% endfor %}
+</style>
+{{ extra | safe }}
+"""
+
+_CSS = """body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 1.5rem auto; padding: 0 1rem; }
 section, details { margin: .8rem 0 .8rem .2rem; padding-left: .9rem; border-left: 2px solid #ddd; }
 summary { cursor: pointer; font-weight: 600; }
 h1, h2, h3 { margin: .4rem 0; line-height: 1.2; }
@@ -57,12 +98,10 @@ pre { margin: 0; padding: .5rem .7rem; background: #f5f5f2; white-space: pre-wra
 figure[data-label^="reply"] pre { background: #e9f5e9; }
 table { border-collapse: collapse; font-size: .9rem; }
 td, th { padding: .15rem .6rem; border: 1px solid #ddd; text-align: left; vertical-align: top; white-space: pre-wrap; }
-{% for rules in root.styles() %}
-{{ rules | safe }}
-{% endfor %}
-</style>
-</head>
-<body>
+"""
+
+# A line break right after <pre> is not part of the text, so each text is given one: its own first one stays.
+_BODY = """<body>
 <h1>{{ root.title | visible }}</h1>
 {% macro show(nodes, depth) %}
 {% for node in nodes %}
@@ -104,5 +143,4 @@ td, th { padding: .15rem .6rem; border: 1px solid #ddd; text-align: left; vertic
 {% endmacro %}
 {{ show(root.children, 2) }}
 </body>
-</html>
 """

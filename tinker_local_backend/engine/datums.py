@@ -26,6 +26,9 @@ _DTYPES = {
 }
 
 
+_SWITCHES = frozenset({"verify_provenance"})
+"""Settings of losses that are on or off; over the wire all settings are numbers."""
+
 LossConfig = Mapping[str, float | str] | None
 """As clients give it: numbers by name (the type is the SDK's)."""
 
@@ -63,6 +66,8 @@ def freeze_data(data: Sequence[tinker.Datum]) -> list[tinker.Datum]:
             datum,
             model_input=_frozen_model_input(datum.model_input),
             loss_fn_inputs={key: frozen_tensor(value) for key, value in datum.loss_fn_inputs.items()},
+            model_input_spans=copy(datum.model_input_spans),
+            loss_fn_input_spans=copy(datum.loss_fn_input_spans),
         )
         for datum in data
     ]
@@ -102,21 +107,31 @@ def loss_function(name: str, config: LossConfig) -> tuple[LossFn, dict[str, floa
     for key, value in (config or {}).items():
         if key not in known:
             raise RequestError(f"loss_fn_config[{key!r}] is unknown to {name}; it takes {', '.join(sorted(known))}")
-        complete[key] = _finite_number(key, value)
+        complete[key] = float(value) if key in _SWITCHES and value in (False, True) else _finite_number(key, value)
     temperature = complete.pop("temperature", 1.0)
     if temperature <= 0:
         raise RequestError(
             f"loss_fn_config['temperature'] must be positive, got {temperature}; "
             "greedy samples (temperature 0) report logprobs of temperature 1"
         )
-    if complete.get("beta", 0.0) < 0:
-        raise RequestError(f"loss_fn_config['beta'] must be at least 0, got {complete['beta']}")
-    if complete.get("clip_low_threshold", 0.0) > complete.get("clip_high_threshold", np.inf):
-        raise RequestError(
-            f"loss_fn_config: clip_low_threshold {complete['clip_low_threshold']} is above "
-            f"clip_high_threshold {complete['clip_high_threshold']}"
-        )
+    _check_bounds(complete)
     return loss, complete, temperature
+
+
+def _check_bounds(complete: Mapping[str, float]) -> None:
+    for key in ("beta", "weight_cap", "token_ratio_low", "sequence_log_ratio_bound"):
+        if complete.get(key, 0.0) < 0:
+            raise RequestError(f"loss_fn_config[{key!r}] must be at least 0, got {complete[key]}")
+    if complete.get("weight_cap", 1.0) == 0:
+        raise RequestError(
+            "loss_fn_config['weight_cap'] is 0, which trains nothing; give the largest weight, 2 for example"
+        )
+    for low, high in (("clip_low_threshold", "clip_high_threshold"), ("token_ratio_low", "token_ratio_high")):
+        if complete.get(low, 0.0) > complete.get(high, np.inf):
+            raise RequestError(f"loss_fn_config: {low} {complete[low]} is above {high} {complete[high]}")
+    for key in _SWITCHES & complete.keys():
+        if complete[key] not in (0.0, 1.0):
+            raise RequestError(f"loss_fn_config[{key!r}] must be 1 (yes) or 0 (no), got {complete[key]}")
 
 
 def _finite_number(key: str, value: object) -> float:

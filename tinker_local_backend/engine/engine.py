@@ -27,6 +27,7 @@ from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.memory import keep_freed_memory
 from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
+from tinker_local_backend.engine.provenance import SampleMemory
 from tinker_local_backend.engine.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling import MakeSampler, Post, Sampler
 from tinker_local_backend.engine.spans import span
@@ -98,6 +99,8 @@ class Engine:
         self._seeds = np.random.Generator(np.random.PCG64(environment.read("TINKER_LOCAL_SEED")))
         self.context_lengths: dict[str, int] = {}
         """of the models that were loaded, also after `close`"""
+        self.samples = SampleMemory()
+        """what was sampled to be trained on, and has not been"""
         self._models: dict[str, BaseModel] = {}
         self._generators: dict[str, Sampler] = {}
         self._gates: dict[int, LoopGate[_Work]] = {}

@@ -9,6 +9,7 @@ value that carries no gradient:
 - cispo:                -sum(sg(clip(r, low, high)) * lp * A)
 - dro:                  -sum(lp * A - beta / 2 * (lp - q)^2)
 - gspo:                 -sum(min(s * A, clip(s, low, high) * A)), s one ratio per sequence
+- stable_reinforce:     -sum(sg(m * min(r, cap)) * exp(lp - sg(lp)) * A), m 0 for tokens and sequences that have drifted off
 
 low and high are bounds on the ratio itself, not distances from 1. What was not sampled (prompts, injected text) has A = 0 and
 q = 0 by convention, and its ratio means nothing: such positions are left out of every policy loss and of its diagnostics. A
@@ -82,6 +83,48 @@ def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor
     return -value * carrier * inputs["advantages"]
 
 
+def stable_reinforce(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """REINFORCE on data that an older policy sampled, each token at a truncated importance weight, without outliers. Summed.
+
+    Not the formula of the hosted service's loss of this name, which is not published. Three parts that are:
+
+    - the weight min(r, weight_cap) (truncated importance sampling: Ionides 2008; Yao et al. 2025)
+    - weight 0 where r leaves [token_ratio_low, token_ratio_high] (IcePop, Ant 2025)
+    - weight 0 in sequences whose mean log r over the sampled tokens leaves +-sequence_log_ratio_bound (masked importance
+      sampling; all of its sampled tokens count, those that the second rule masks too)
+
+    The weight carries no gradient, so every kept token has the gradient weight * A of its logprob: below the cap that of
+    importance_sampling, above it a bounded one. The surrogate min(r, cap) * A would have none there, and a token that has
+    become more than cap times as likely would neither be reinforced nor, with A < 0, be taken back. The value is that of
+    importance_sampling with the weight in the ratio's place.
+    """
+    with torch.no_grad():
+        weight = stable_weight(logprobs, inputs, config)
+    # exp(lp - sg(lp)) is 1 and has the gradient of lp; what is masked, where lp may be infinite, stays out of the graph.
+    carrier = torch.where(_active(inputs) & (weight > 0), logprobs - logprobs.detach(), 0.0).exp()
+    return -weight * carrier * inputs["advantages"]
+
+
+def stable_weight(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """min(r, weight_cap) of the sampled tokens that stable_reinforce keeps, 0 elsewhere."""
+    token, sequence = stable_masks(logprobs, inputs, config)
+    weight = probability_ratio(logprobs, inputs).clamp(max=config["weight_cap"])
+    return torch.where(was_sampled(inputs) & ~token & ~sequence, weight, 0.0)
+
+
+def stable_masks(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which positions stable_reinforce masks for their own ratio, and which for that of their sequence: bool."""
+    ratio, sampled = probability_ratio(logprobs, inputs), was_sampled(inputs)
+    token = (ratio < config["token_ratio_low"]) | (ratio > config["token_ratio_high"])
+    mean = _sequence_mean(logprobs.detach().double() - inputs["logprobs"], sampled, inputs)
+    return token & sampled, ~(mean.abs() <= config["sequence_log_ratio_bound"]) & sampled
+
+
+def weight_is_truncated(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """Where min(r, weight_cap) is the second."""
+    return ratio > config["weight_cap"]
+
+
 def probability_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """exp(lp - q) of what was sampled, 1 elsewhere."""
     return torch.where(was_sampled(inputs), logprobs - inputs["logprobs"], 0.0).exp()
@@ -93,15 +136,23 @@ def sequence_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     Args:
         inputs: besides the loss's own, sequence_index: int64 of logprobs' shape, which datum a row belongs to.
     """
-    index = inputs["sequence_index"].reshape(-1)
-    in_mask = inputs["sequence_ratio_mask"] != 0
     # Double precision: the clip range is a few parts in ten thousand wide.
-    difference = torch.where(in_mask, logprobs.detach().double() - inputs["logprobs"], 0.0)
-    zeros = torch.zeros(index.numel(), dtype=torch.float64, device=logprobs.device)  # sequences never outnumber rows
-    total = zeros.index_add(0, index, difference.reshape(-1))
-    count = zeros.index_add(0, index, in_mask.double().reshape(-1))
-    mean = (total / count.clamp(min=1))[index].reshape(logprobs.shape)
+    log_ratio = logprobs.detach().double() - inputs["logprobs"]
+    mean = _sequence_mean(log_ratio, inputs["sequence_ratio_mask"] != 0, inputs)
     return torch.where(was_sampled(inputs), mean, 0.0).exp().to(logprobs.dtype)
+
+
+def _sequence_mean(values: torch.Tensor, chosen: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """At every position the mean of its sequence's chosen values (0 where none is), float64."""
+    total = _sequence_sum(torch.where(chosen, values, 0.0), inputs)
+    return total / _sequence_sum(chosen, inputs).clamp(min=1)
+
+
+def _sequence_sum(values: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """At every position the sum over its sequence, float64."""
+    index = inputs["sequence_index"].reshape(-1)
+    zeros = torch.zeros(index.numel(), dtype=torch.float64, device=values.device)  # sequences never outnumber rows
+    return zeros.index_add(0, index, values.double().reshape(-1))[index].reshape(values.shape)
 
 
 def minimum_is_clipped(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
@@ -133,7 +184,8 @@ class LossFn:
     """A loss: what it needs per datum, what may configure it (with defaults), and how it is computed.
 
     `compute(logprobs, inputs, config)` returns the elementwise loss, same shape as logprobs. For the diagnostics of a
-    policy loss, `ratio` is the one that it clips and `clip_binds` says where the clip changes the objective (None: no clip).
+    policy loss, `ratio` is the one that it clips, `clip_binds` says where the clip changes the objective (None: no clip), and
+    `masks` which positions are left out for their own ratio, and which for their sequence's (None: none).
     """
 
     inputs: tuple[str, ...]
@@ -148,6 +200,9 @@ class LossFn:
     """whether a position's loss is a multiple of its logprob, the slope then being the loss at 1"""
     ratio: Callable[[torch.Tensor, Inputs], torch.Tensor] = probability_ratio
     clip_binds: Callable[[torch.Tensor, Inputs, Config], torch.Tensor] | None = None
+    masks: Callable[[torch.Tensor, Inputs, Config], tuple[torch.Tensor, torch.Tensor]] | None = None
+    needs_provenance: bool = False
+    """whether each datum must say which samples it is made of (provenance.py)"""
 
     def trained(self, inputs: Mapping[str, Any]) -> Any:
         """Which positions can have a gradient: bool, of arrays or tensors as the inputs are."""
@@ -185,6 +240,22 @@ LOSSES: dict[str, LossFn] = {
         ratio=sequence_ratio,
         clip_binds=minimum_is_clipped,
     ),
+    # The cap of Yao et al. and the bounds of IcePop.
+    "stable_reinforce": LossFn(
+        _POLICY_INPUTS,
+        {
+            "weight_cap": 2.0,
+            "token_ratio_low": 0.5,
+            "token_ratio_high": 5.0,
+            "sequence_log_ratio_bound": 1.0,
+            "verify_provenance": 0.0,
+        },
+        stable_reinforce,
+        is_elementwise=False,
+        clip_binds=weight_is_truncated,
+        masks=stable_masks,
+        needs_provenance=True,
+    ),
 }
 
 
@@ -193,7 +264,9 @@ class RatioStats:
 
     - ratio:mean, :min, :max: what the loss multiplies the advantage by, before any clip (gspo: the sequence's ratio)
     - clipped_fraction:mean: share of positions where the clip binds (ppo, gspo: the clipped side is the minimum; cispo: the
-      weight is a bound); absent for a loss without clip
+      weight is a bound; stable_reinforce: the weight is the cap); absent for a loss without clip
+    - masked_fraction:mean, masked_sequences:sum: share of positions that are left out, and number of datums that are left out
+      whole, where a loss leaves any out
     - kl:mean, kl_k3:mean: mean(q - lp) and mean(r - 1 - log r), estimates of KL(sampler || model) of which the second is
       never negative (Schulman 2020, "Approximating KL Divergence": k1 and k3)
     - entropy:mean: mean(-lp) over the sampled tokens, a Monte-Carlo estimate that is the model's entropy while the model
@@ -217,7 +290,14 @@ class RatioStats:
         binds = torch.zeros_like(sampled)
         if loss.clip_binds is not None:
             binds = loss.clip_binds(loss.ratio(logprobs.detach(), inputs), inputs, config)
-        summed = (torch.ones_like(lp), ratio, binds.double(), -log_ratio, log_ratio.expm1() - log_ratio, -lp)
+        masked, sequences = torch.zeros_like(sampled), torch.zeros_like(lp)
+        if loss.masks is not None:
+            token, sequence = loss.masks(logprobs.detach(), inputs, config)
+            masked = token | sequence
+            binds = binds & ~masked
+            sequences = sequence / _sequence_sum(sampled, inputs).clamp(min=1)  # which adds up to 1 for each
+        ratios = (ratio, binds.double(), -log_ratio, log_ratio.expm1() - log_ratio, -lp)
+        summed = (torch.ones_like(lp), *ratios, masked.double(), sequences)
         self._sums.append(torch.stack([torch.where(sampled, values, 0.0).sum() for values in summed]))
         lowest = torch.where(sampled, ratio, torch.inf).amin()
         highest = torch.where(sampled, ratio, -torch.inf).amax()
@@ -230,7 +310,7 @@ class RatioStats:
         count, *sums = torch.stack(self._sums).sum(dim=0).tolist()
         if count == 0:
             return {}
-        ratio, clipped, kl, kl_k3, entropy = (total / count for total in sums)
+        ratio, clipped, kl, kl_k3, entropy, masked = (total / count for total in sums[:-1])
         lowest, minus_highest = torch.stack(self._extremes).amin(dim=0).tolist()
         metrics = {
             "ratio:mean": ratio,
@@ -242,4 +322,6 @@ class RatioStats:
         }
         if self._loss.clip_binds is not None:
             metrics["clipped_fraction:mean"] = clipped
+        if self._loss.masks is not None:
+            metrics |= {"masked_fraction:mean": masked, "masked_sequences:sum": float(round(sums[-1]))}
         return metrics

@@ -70,7 +70,9 @@ class PromptScorer:
             positions, rows = np.arange(start, end, dtype=np.uint64), end - start
             for column in range(scoring.alternatives):
                 streams = [mix_seed(self._seed, ALTERNATIVES_STREAM, column)] * rows
-                params = RowParams([request.temperature] * rows, [-1] * rows, [1.0] * rows, streams, logits.device)
+                params = RowParams(
+                    [request.temperature] * rows, [-1] * rows, [1.0] * rows, [0.0] * rows, streams, logits.device
+                )
                 ids, values, _ = next_tokens(logits, params, positions)
                 scores.alternatives[0][start:end, column] = ids.cpu().numpy()
                 scores.alternatives[1][start:end, column] = values.cpu().numpy()

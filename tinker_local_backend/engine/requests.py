@@ -16,6 +16,7 @@ import tinker
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.errors import RequestError
+from tinker_local_backend.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class SamplingRequest:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
     stop: StopRule = field(default_factory=StopRule)
     seed: int | None = None
     topk_logprobs: int = 0
@@ -159,6 +161,9 @@ def sampling_request(
         raise RequestError(f"temperature must be a finite number >= 0, got {params.temperature}")
     if not 0 < params.top_p <= 1:
         raise RequestError(f"top_p must be in (0, 1], got {params.top_p}")
+    min_p = params.min_p if isinstance(params, SamplingParams) else 0.0
+    if not 0 <= min_p <= 1:
+        raise RequestError(f"min_p must be in [0, 1], got {min_p}")
     if params.top_k < -1 or params.top_k == 0:
         raise RequestError(f"top_k must be -1 (no limit) or at least 1, got {params.top_k}")
     request = SamplingRequest(
@@ -169,6 +174,7 @@ def sampling_request(
         temperature=params.temperature,
         top_k=min(params.top_k, model.vocab_size),
         top_p=params.top_p,
+        min_p=min_p,
         stop=stop_rule(params.stop, model),
         seed=params.seed,
         topk_logprobs=_count(topk_logprobs, "topk_sample_logprobs", model),

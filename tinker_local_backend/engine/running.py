@@ -59,6 +59,7 @@ _ROW = np.dtype(
         ("temperature", np.float64),
         ("top_k", np.int64),
         ("top_p", np.float64),
+        ("min_p", np.float64),
         ("topk_logprobs", np.int64),
     ]
 )
@@ -107,8 +108,8 @@ class DecodeBatch:
     @property
     def params(self) -> RowParams:
         if self._params is None:
-            temperature, top_k, top_p, seed = map(self._column, ("temperature", "top_k", "top_p", "seed"))
-            self._params = RowParams(temperature, top_k, top_p, seed, self._device)
+            names = ("temperature", "top_k", "top_p", "min_p", "seed")
+            self._params = RowParams(*map(self._column, names), self._device)
         return self._params
 
     def tables(self, store: PageStore) -> Tables:
@@ -194,5 +195,6 @@ def _values(row: Running) -> tuple[float, ...]:
         request.temperature,
         request.top_k,
         request.top_p,
+        request.min_p,
         request.topk_logprobs,
     )

@@ -1,6 +1,6 @@
-"""From logits to the next token: temperature, top-k, top-p, greedy, and the logprob that is reported for it.
+"""From logits to the next token: temperature, top-k, top-p, min-p, greedy, and the logprob that is reported for it.
 
-The reported logprob is that of softmax(logits / temperature) before top-k and top-p cut it; at temperature 0 the choice is
+The reported logprob is that of softmax(logits / temperature) before top-k, top-p and min-p cut it; at temperature 0 the choice is
 greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect.
 """
 
@@ -25,7 +25,7 @@ ONE_STAGE = 2048
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """How tokens are chosen, one value per row: divisors and top_p float32, greedy bool, top_k int64 (see RowParams).
+    """How tokens are chosen, one value per row: divisors, top_p and min_p float32, greedy bool, top_k int64 (see RowParams).
 
     What no row asks for is left out of the work: `any_greedy`, `any_limit` and, if not `all_plain`, the division.
     """
@@ -34,6 +34,7 @@ class Rules:
     greedy_R: torch.Tensor
     top_k_R: torch.Tensor
     top_p_R: torch.Tensor
+    min_p_R: torch.Tensor
     any_greedy: bool = True
     any_limit: bool = True
     all_plain: bool = False
@@ -42,7 +43,8 @@ class Rules:
 class RowParams:
     """Sampling parameters of the rows of a batch, made once and used until the batch changes.
 
-    temperatures, top_k, top_p: one number per row; top_k <= 0 and top_p >= 1 mean no limit, temperature 0 means greedy.
+    temperatures, top_k, top_p, min_p: one number per row; top_k <= 0, top_p >= 1 and min_p 0 mean no limit, temperature 0
+    means greedy.
     """
 
     def __init__(
@@ -50,16 +52,18 @@ class RowParams:
         temperatures: npt.ArrayLike,
         top_k: npt.ArrayLike,
         top_p: npt.ArrayLike,
+        min_p: npt.ArrayLike,
         seeds: npt.ArrayLike,
         device: torch.device,
     ):
         self.seeds_R = np.asarray(seeds, dtype=np.uint64)
-        divisors_R, top_p_R = divisors_of(temperatures), np.asarray(top_p, dtype=np.float32)
+        divisors_R = divisors_of(temperatures)
+        top_p_R, min_p_R = np.asarray(top_p, dtype=np.float32), np.asarray(min_p, dtype=np.float32)
         greedy_R, top_k_R = np.asarray(temperatures) == 0, np.asarray(top_k, dtype=np.int64)
         self.rules = Rules(
-            *(torch.from_numpy(array).to(device) for array in (divisors_R, greedy_R, top_k_R, top_p_R)),
+            *(torch.from_numpy(array).to(device) for array in (divisors_R, greedy_R, top_k_R, top_p_R, min_p_R)),
             any_greedy=bool(greedy_R.any()),
-            any_limit=bool((top_k_R > 0).any() or (top_p_R < 1).any()),
+            any_limit=bool((top_k_R > 0).any() or (top_p_R < 1).any() or (min_p_R > 0).any()),
             all_plain=bool((divisors_R == 1).all()),
         )
 
@@ -95,7 +99,7 @@ def choose(
     tempered_RV = logits_RV if rules.all_plain else logits_RV / rules.divisors_R[:, None]
     probs_RV = torch.softmax(tempered_RV, dim=-1)
     if rules.any_limit:
-        limited_RV = _truncate(probs_RV, rules.top_k_R, rules.top_p_R)
+        limited_RV = _truncate(probs_RV, rules.top_k_R, rules.top_p_R, rules.min_p_R)
         tokens_R, _ = _invert(limited_RV, draws_R)
         mass_R = probs_RV.sum(dim=-1, dtype=torch.float64)
     else:
@@ -137,15 +141,19 @@ def _invert(probs_RV: torch.Tensor, draws_R: torch.Tensor) -> tuple[torch.Tensor
     return (block_R1 * BLOCK + offset_R1)[:, 0].clamp(max=vocabulary - 1), upto_RN[:, -1]
 
 
-def _truncate(probs_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
-    """Zero the mass outside the top k tokens and outside the smallest set whose mass reaches top_p (k first, then p)."""
+def _truncate(
+    probs_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, min_p_R: torch.Tensor
+) -> torch.Tensor:
+    """Zero the mass of tokens below a share min_p of the likeliest one's, of those outside the top k, and then of those outside
+    the smallest set whose mass reaches top_p of what is left: the order of vLLM."""
     vocabulary = probs_RV.shape[-1]
     sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(vocabulary, device=probs_RV.device)
     k_R = torch.where(top_k_R > 0, top_k_R, vocabulary)
-    sorted_RV = torch.where(ranks_V[None] < k_R[:, None], sorted_RV, 0.0)
+    least_R = min_p_R * sorted_RV[:, 0]
+    sorted_RV = torch.where((ranks_V[None] < k_R[:, None]) & (sorted_RV >= least_R[:, None]), sorted_RV, 0.0)
     mass_before_RV = sorted_RV.cumsum(dim=-1) - sorted_RV
-    # The mass is measured within what top-k left; the most likely token always stays.
+    # The mass is measured within what top-k and min-p left; the most likely token always stays.
     limit_R = top_p_R * sorted_RV.sum(dim=-1)
     keep_RV = (mass_before_RV < limit_R[:, None]) | (ranks_V == 0)[None] | (top_p_R >= 1)[:, None]
     kept_RV = torch.where(keep_RV, sorted_RV, 0.0)

@@ -21,6 +21,7 @@ class Order:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
     stop: tuple[int, ...] = ()
     topk: int = 0
     """likeliest tokens to report with each sampled one"""

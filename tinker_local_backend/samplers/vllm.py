@@ -244,6 +244,7 @@ class VllmSampler:
             temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
+            min_p=request.min_p,
             stop=tuple(sorted(request.stop.token_ids)),
             topk=request.topk_logprobs,
         )

@@ -1,7 +1,7 @@
 """What a vLLM reports as logprobs, found out by asking it, and what is therefore refused.
 
-Ours are those of softmax(logits / temperature) before top-k and top-p. vLLM's own modes either ignore the temperature
-(raw_logprobs, its default) or are renormalised after top-k and top-p (processed_logprobs). Our worker draws with the engine's
+Ours are those of softmax(logits / temperature) before top-k, top-p and min-p. vLLM's own modes either ignore the temperature
+(raw_logprobs, its default) or are renormalised after these limits (processed_logprobs). Our worker draws with the engine's
 code and does neither.
 """
 
@@ -49,11 +49,11 @@ class Rules:
                 f"temperature {request.temperature}: this vLLM reports logprobs of temperature 1 (raw_logprobs); use "
                 f"temperature 1 or 0, start the server with --logprobs-mode processed_logprobs, {fix}"
             )
-        limited = request.top_k > 0 or request.top_p < 1
+        limited = request.top_k > 0 or request.top_p < 1 or request.min_p > 0
         if self.renormalises and limited and request.temperature > 0:
             return (
-                f"top_k {request.top_k}, top_p {request.top_p}: this vLLM reports logprobs that are renormalised after them "
-                f"(processed_logprobs); use top_k=-1 and top_p=1, {fix}"
+                f"top_k {request.top_k}, top_p {request.top_p:g}, min_p {request.min_p:g}: this vLLM reports logprobs that are "
+                f"renormalised after them (processed_logprobs); use top_k=-1, top_p=1 and min_p=0, {fix}"
             )
         return None
 

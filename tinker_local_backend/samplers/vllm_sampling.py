@@ -38,8 +38,8 @@ class TokenSampler(_VllmSampler):
         rows = len(logits)
         if self._batch is None or self._batch[0] is not sampling_metadata:
             # vLLM makes another object when the batch changes.
-            seeds = [_seed(request) for request in self._requests(rows)]
-            self._batch = sampling_metadata, _row_params(sampling_metadata, seeds, logits.device)
+            ours = [_extra(request) for request in self._requests(rows)]
+            self._batch = sampling_metadata, _row_params(sampling_metadata, ours, logits.device)
         lengths = [0 if request is None else len(request.output_token_ids) for request in self._requests(rows)]
         tokens_R, logprobs_R, tempered_RV = next_tokens(logits, self._batch[1], np.array(lengths, dtype=np.uint64))
         logprobs_RV = torch.log_softmax(tempered_RV, dim=-1)
@@ -51,13 +51,17 @@ class TokenSampler(_VllmSampler):
         return [self._runner.requests[names[i]] if i < len(names) else None for i in range(rows)]
 
 
-def _seed(request: Any) -> int:
-    # Not vLLM's own field: with it, a prompt that is prefilled in pieces ends a vLLM on a CPU ("Generator does not use offset").
-    return 0 if request is None else request.sampling_params.extra_args["seed"]
+def _extra(request: Any) -> tuple[int, float]:
+    """(seed, min_p), which do not go through vLLM's own fields.
+
+    With its seed, a prompt that is prefilled in pieces ends a vLLM on a CPU ("Generator does not use offset"); its min_p is a
+    processor of logits that are no longer the whole distribution.
+    """
+    return (0, 0.0) if request is None else tuple(request.sampling_params.extra_args[key] for key in ("seed", "min_p"))
 
 
-def _row_params(metadata: Any, seeds: list[int], device: torch.device) -> RowParams:
-    rows = len(seeds)
+def _row_params(metadata: Any, ours: list[tuple[int, float]], device: torch.device) -> RowParams:
+    rows = len(ours)
 
     def numbers(values: torch.Tensor | None, otherwise: float) -> list[Any]:
         return [otherwise] * rows if values is None else values[:rows].tolist()
@@ -66,7 +70,8 @@ def _row_params(metadata: Any, seeds: list[int], device: torch.device) -> RowPar
         numbers(metadata.temperature, 0.0),
         numbers(metadata.top_k, -1),
         numbers(metadata.top_p, 1.0),
-        seeds,
+        [min_p for _, min_p in ours],
+        [seed for seed, _ in ours],
         device,
     )
 

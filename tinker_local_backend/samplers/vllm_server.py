@@ -163,6 +163,7 @@ class VllmServer:
             "temperature": order.temperature,
             "top_k": order.top_k,
             "top_p": order.top_p,
+            "min_p": order.min_p,
             "stop_token_ids": order.stop,
             "ignore_eos": True,
             "logprobs": order.topk,

@@ -5,7 +5,7 @@
 Reads and writes lines of JSON. The first line it reads are the arguments of vLLM's engine; it answers {"ready": ...} or
 {"fatal": text}. Then:
 
-    {"op": "add", "id", "prompt", "seed", "temperature", "top_k", "top_p", "max_tokens", "stop", "topk", "adapter"}
+    {"op": "add", "id", "prompt", "seed", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "topk", "adapter"}
     {"op": "abort", "ids"}
     {"op": "unload", "adapter"}
 
@@ -118,7 +118,7 @@ class Worker:
             temperature=command["temperature"],
             top_k=command["top_k"],
             top_p=command["top_p"],
-            extra_args={"seed": command["seed"]},  # for vllm_sampling.py
+            extra_args={"seed": command["seed"], "min_p": command["min_p"]},  # for vllm_sampling.py
             max_tokens=command["max_tokens"],
             stop_token_ids=command["stop"],
             ignore_eos=True,

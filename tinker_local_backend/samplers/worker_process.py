@@ -114,6 +114,7 @@ class WorkerProcess:
                     "temperature": order.temperature,
                     "top_k": order.top_k,
                     "top_p": order.top_p,
+                    "min_p": order.min_p,
                     "max_tokens": order.max_tokens,
                     "stop": order.stop,
                     "topk": order.topk,

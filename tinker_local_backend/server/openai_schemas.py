@@ -20,7 +20,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
     "presence_penalty": (None, 0, 0.0),
     "repetition_penalty": (None, 1, 1.0),
-    "min_p": (None, 0, 0.0),
     "min_tokens": (None, 0),
     "logit_bias": (None, {}),
     "suffix": (None, ""),
@@ -70,6 +69,7 @@ class OpenAIBody(BaseModel):
     n: Annotated[int, Field(ge=1, le=128)] = 1
     temperature: float | None = None
     top_p: float | None = None
+    min_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Seed | None = None
     stop: Stop | list[Stop] | None = None
@@ -93,6 +93,7 @@ class OpenAIBody(BaseModel):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": self.top_k or -1,
             "top_p": 1.0 if self.top_p is None else self.top_p,
+            "min_p": self.min_p or 0.0,
         }
 
 
@@ -155,6 +156,7 @@ class GenerateParams(BaseModel):
     max_tokens: Count | None = 16
     temperature: float = 1.0
     top_p: float = 1.0
+    min_p: float = 0.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     seed: Seed | None = None
     stop: Stop | list[Stop] | None = None

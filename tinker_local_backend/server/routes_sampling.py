@@ -54,10 +54,10 @@ def router() -> APIRouter:
 async def _asample(service: Service, tenant: Tenant, body: Sample) -> Response:
     if body.sampling_session_id is None:
         raise Refused(422, "sampling_session_id is missing; create_sampling_session makes one")
-    if body.record_stability_info:
-        raise Refused(400, "record_stability_info is only understood by the hosted service; leave it out")
     fields = body.model_dump(exclude={"sampling_session_id", "seq_id", "record_stability_info"})
-    request = service.sample(tenant, body.sampling_session_id, body.seq_id, fields, digest(body))
+    request = service.sample(
+        tenant, body.sampling_session_id, body.seq_id, fields, digest(body), record=bool(body.record_stability_info)
+    )
     return JSONResponse({"request_id": request.request_id, "sample_sequence_ids": request.sequence_ids})
 
 

@@ -129,11 +129,12 @@ class SamplingParams(Lenient):
     temperature: float = 1.0
     top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] = -1
     top_p: float = 1.0
+    min_p: float = 0.0
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_would_change_the_samples(cls, fields: Any) -> Any:
-        """A field of another server's, such as min_p: without it the tokens would not be those that were asked for."""
+        """A field of another server's, such as typical_p: without it the tokens would not be those that were asked for."""
         for name in fields.keys() - cls.model_fields.keys() if isinstance(fields, dict) else ():
             if fields[name] not in (None, 0):
                 raise ValueError(
@@ -162,7 +163,7 @@ class Sample(Lenient):
     target_prompt_logprobs: TargetTokens | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=1024)] = 0
     prompt_logprobs_last_n: Count | None = None
-    record_stability_info: bool = False
+    record_stability_info: bool | None = None
 
 
 class RetrieveFuture(Lenient):

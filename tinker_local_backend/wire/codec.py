@@ -18,6 +18,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.topk_logprobs import TopkLogprobs
 
 from tinker_local_backend.errors import RequestError
+from tinker_local_backend.sampling_params import SamplingParams
 
 MAX_ELEMENTS = 1 << 26
 """Of one dense tensor, also after a sparse one is filled up."""
@@ -64,9 +65,34 @@ def datums(message: pb.ForwardBackwardRequest) -> list[tinker.Datum]:
                 name: _tensor(tensor, f"data[{i}].loss_fn_inputs[{name!r}]")
                 for name, tensor in datum.loss_fn_inputs.items()
             },
+            **_provenance(datum, f"data[{i}]"),
         )
         for i, datum in enumerate(message.data)
     ]
+
+
+_SPANS = {"prompt_tokens": tinker.PromptProvenanceSpan, "sampled_tokens": tinker.SampledProvenanceSpan}
+
+
+def _provenance(datum: pb.Datum, where: str) -> dict[str, Any]:
+    """Both lists of spans as fields of a Datum; none where the message has none."""
+    if not datum.model_input_spans and not datum.loss_fn_input_spans:
+        return {}
+    return {
+        name: [_span(span, f"{where}.{name}[{i}]") for i, span in enumerate(getattr(datum, name))]
+        for name in ("model_input_spans", "loss_fn_input_spans")
+    }
+
+
+def _span(message: pb.ProvenanceSpan, where: str) -> tinker.PromptProvenanceSpan | tinker.SampledProvenanceSpan:
+    kind = message.WhichOneof("span")
+    if kind is None:
+        raise RequestError(f"{where} is empty; it must say prompt_tokens or sampled_tokens")
+    run = getattr(message, kind)
+    try:
+        return _SPANS[kind](sequence_id=run.sequence_id, offset=run.offset, length=run.length)
+    except ValueError as error:
+        raise RequestError(f"{where}: {error}") from None
 
 
 def _chunk(chunk: pb.Chunk, where: str) -> tinker.EncodedTextChunk:
@@ -160,7 +186,7 @@ def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:
         "prompt": tinker.ModelInput(chunks=chunks),
         "num_samples": request["num_samples"],
         # The types have been checked; the SDK's own check would take no list of strings and ids, which OpenAI's routes need.
-        "sampling_params": tinker.SamplingParams.model_construct(**request["sampling_params"]),
+        "sampling_params": SamplingParams.model_construct(**request["sampling_params"]),
         "include_prompt_logprobs": request["prompt_logprobs"],
         "topk_prompt_logprobs": request["topk_prompt_logprobs"],
         "topk_sample_logprobs": request["topk_sample_logprobs"],

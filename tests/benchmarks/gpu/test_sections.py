@@ -235,7 +235,7 @@ def test_a_tensor_on_the_wrong_device_is_caught_and_its_place_named(
     visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = sampler._truncate
-    monkeypatch.setattr(sampler, "_truncate", lambda p, k, top_p: original(p, k, torch.ones(top_p.shape)))
+    monkeypatch.setattr(sampler, "_truncate", lambda p, k, top_p, min_p: original(p, k, torch.ones(top_p.shape), min_p))
     monkeypatch.setattr(placement, "LOSSES", ("ppo",))
     placement.run(visit)
     decode, training = visit.findings.checks

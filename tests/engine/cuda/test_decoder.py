@@ -48,6 +48,7 @@ def mixed_requests(model: BaseModel) -> list[SamplingRequest]:
             temperature=(1.0, 0.7, 0.0)[i % 3],
             top_k=(-1, 5)[i % 2],
             top_p=(1.0, 0.9, 1.0)[i % 3],
+            min_p=(0.0, 0.2)[i // 2 % 2],
             stop=StopRule(frozenset(range(300))) if i == 3 else StopRule(),
         )
         for i in range(5)
@@ -117,7 +118,8 @@ def decoder_of(model: BaseModel) -> Decoder:
 
 def some_rows(count: int = 3) -> list[DecodeRow]:
     return [
-        DecodeRow(100 + i, 3 * i, 99, [4 * i, 4 * i + 1, 4 * i + 2], 0, None, i, 0, 1.0, -1, 1.0) for i in range(count)
+        DecodeRow(100 + i, 3 * i, 99, [4 * i, 4 * i + 1, 4 * i + 2], 0, None, i, 0, 1.0, -1, 1.0, 0.0)
+        for i in range(count)
     ]
 
 

@@ -125,6 +125,7 @@ def _rows(adapters: Sequence[Adapter | None]) -> list[DecodeRow]:
             temperature=1.0,
             top_k=-1,
             top_p=1.0,
+            min_p=0.0,
         )
         for i, adapter in enumerate(adapters)
     ]

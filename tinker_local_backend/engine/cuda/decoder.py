@@ -70,7 +70,8 @@ class Decoder:
         if self.slots.fit(used):
             self._captured.clear()
         slots = self.slots.place(adapters)
-        key = (bucket, bool(used), any(row.top_k > 0 or row.top_p < 1 for row in rows))
+        limited = any(row.top_k > 0 or row.top_p < 1 or row.min_p > 0 for row in rows)
+        key = (bucket, bool(used), limited)
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
         captured = self._captured[key]

@@ -108,4 +108,5 @@ def _decode_row(row: Running) -> DecodeRow:
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
+        min_p=request.min_p,
     )

@@ -43,6 +43,7 @@ class DecodeRow:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,7 @@ class StepState:
         self.greedy = zeros(rows, dtype=torch.bool)
         self.top_k = zeros(rows, dtype=torch.int64)
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        self.min_p = zeros(rows, dtype=torch.float32)
         order, blocks = lay_out_rows([], rows)
         self.order, self.blocks = (torch.from_numpy(array).to(device) for array in (order, blocks))
         self.turn = zeros(1, dtype=torch.int64)
@@ -123,6 +125,7 @@ class StepState:
         put(self.greedy, [row.temperature == 0 for row in rows])
         put(self.top_k, [row.top_k for row in rows])
         put(self.top_p, [row.top_p for row in rows])
+        put(self.min_p, [row.min_p for row in rows])
         order, blocks = lay_out_rows(slots, capacity)
         self.order[:capacity].copy_(torch.from_numpy(order))
         self.blocks[: len(blocks)].copy_(torch.from_numpy(blocks))
@@ -135,7 +138,7 @@ def decode_step(
 
     Args:
         slots: of the adapters; None: every row goes through the base model.
-        limited: some row has a top_k or top_p.
+        limited: some row has a top_k, top_p or min_p.
 
     Returns:
         the tempered logits (rows, vocabulary) float32.
@@ -158,7 +161,8 @@ def decode_step(
 
         with model.lora_through(add):
             logits = compute()
-    rules = Rules(state.divisors[:rows], state.greedy[:rows], state.top_k[:rows], state.top_p[:rows], any_limit=limited)
+    columns = (state.divisors, state.greedy, state.top_k, state.top_p, state.min_p)
+    rules = Rules(*(column[:rows] for column in columns), any_limit=limited)
     drawn = state.drawn[:rows]
     tokens, logprobs, tempered = choose(logits, rules, uniforms(state.seeds[:rows], drawn))
     both = torch.stack((tokens.double(), logprobs.double()), dim=-1)

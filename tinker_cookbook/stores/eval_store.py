@@ -1,0 +1,295 @@
+"""Evaluations of checkpoints in a storage: what was asked, each try, and the scores.
+
+    runs.jsonl                                   a line for each run that was begun
+    runs/<run_id>/metadata.json                  `RunMetadata`
+    runs/<run_id>/<benchmark>/result.json        `BenchmarkResult`
+    runs/<run_id>/<benchmark>/trajectories.jsonl a `StoredTrajectory` per line
+    runs/<run_id>/summary.json                   the scores of all benchmarks
+
+The files are those of tinker-cookbook. `tinker_cookbook.benchmarks` writes its own, finer ones beside them.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.stores.storage import LocalStorage, Storage, storage_join
+from tinker_cookbook.utils.files import json_bytes, json_line, parse_json_object, parse_jsonl
+
+_RUNS, _INDEX = "runs", "runs.jsonl"
+_METADATA, _SUMMARY, _RESULT, _TRAJECTORIES = "metadata.json", "summary.json", "result.json", "trajectories.jsonl"
+_FIX = "remove it, or evaluate again"
+
+
+class _Row:
+    """A dataclass that is a JSON object."""
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        """The object; keys that are none of its fields are left out. Raises DataFormatError if a field is missing."""
+        known = {entry.name for entry in fields(cls)}  # pyright: ignore[reportArgumentType]
+        try:
+            return cls(**{key: value for key, value in d.items() if key in known})
+        except TypeError as error:
+            raise DataFormatError(f"{cls.__name__}: {error}; it has {', '.join(d) or 'no keys'}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass
+class RunMetadata(_Row):
+    """What a run of an evaluation is about."""
+
+    run_id: str
+    model_name: str
+    checkpoint_path: str | None
+    """tinker://...; None: the base model"""
+    checkpoint_name: str | None
+    benchmarks: list[str]
+    timestamp: str
+    """when it was begun, in ISO 8601"""
+    config: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
+    """by benchmark; filled in by `EvalStore.finalize_run`"""
+
+
+@dataclass
+class StoredTurn(_Row):
+    """A message of a try."""
+
+    role: Literal["system", "user", "assistant", "tool", "environment", "grader"]
+    content: str
+    token_count: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class StoredTrajectory(_Row):
+    """One try of one example."""
+
+    idx: int
+    """of the example, in the benchmark's order"""
+    benchmark: str
+    example_id: str = ""
+    turns: list[StoredTurn] = field(default_factory=list)
+    reward: float = 0.0
+    metrics: dict[str, float | int] = field(default_factory=dict)
+    logs: dict[str, str | int | float] = field(default_factory=dict)
+    error: str | None = None
+    """what kept it from being graded"""
+    time_seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        row = super().from_dict(d)
+        row.turns = [turn if isinstance(turn, StoredTurn) else StoredTurn.from_dict(turn) for turn in row.turns]
+        return row
+
+
+@dataclass
+class BenchmarkResult(_Row):
+    """What a benchmark came to."""
+
+    name: str
+    score: float
+    num_examples: int
+    num_correct: int
+    num_errors: int = 0
+    num_truncated: int = 0
+    metrics: dict[str, float | int] = field(default_factory=dict)
+    time_seconds: float = 0.0
+    pass_at_k: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        row = super().from_dict(d)
+        row.pass_at_k = {int(k): score for k, score in row.pass_at_k.items()}
+        return row
+
+    @property
+    def num_completed(self) -> int:
+        """Examples that were graded."""
+        return self.num_examples - self.num_errors
+
+    @property
+    def score_completed(self) -> float:
+        """Right ones among those that were graded; 0 where none was."""
+        return self.num_correct / self.num_completed if self.num_completed else 0.0
+
+
+class EvalStore:
+    """Writes and reads runs of evaluations.
+
+    Args:
+        storage_or_path: where they are; a path is a folder, which is made.
+        prefix: the folder in the storage.
+    """
+
+    def __init__(self, storage_or_path: Storage | str | Path, prefix: str = "") -> None:
+        is_path = isinstance(storage_or_path, str | Path)
+        self.storage: Storage = LocalStorage(storage_or_path) if is_path else storage_or_path
+        self.prefix = prefix
+
+    def url(self, path: str = "") -> str:
+        """Where a file, or the store, is."""
+        return self.storage.url(self._path(path))
+
+    def create_run(
+        self,
+        model_name: str,
+        benchmarks: Sequence[str],
+        checkpoint_path: str | None = None,
+        checkpoint_name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+    ) -> str:
+        """Begin a run; its id, which is made of the checkpoint's name and the time where none is given."""
+        now = datetime.now()
+        run_id = run_id or f"{checkpoint_name or 'base'}_{now:%Y%m%d_%H%M%S}_{uuid.uuid4().hex[:6]}"
+        metadata = RunMetadata(
+            run_id, model_name, checkpoint_path, checkpoint_name, [*benchmarks], now.isoformat(), dict(config or {})
+        )
+        self._write(metadata.to_dict(), run_id, _METADATA)
+        line = {"run_id": run_id, "timestamp": metadata.timestamp, "model": model_name, "checkpoint": checkpoint_name}
+        self.storage.append(self._path(_INDEX), json_line(line))
+        return run_id
+
+    def run_dir(self, run_id: str) -> str:
+        """The folder of a run, as a path. Raises ConfigurationError where the store is no local folder; it has a `url` there."""
+        root = getattr(self.storage, "root", None)
+        if root is None:
+            raise ConfigurationError(f"run_dir({run_id!r}): the store is at {self.url()}, no local folder; use url()")
+        return str(Path(root, self._run(run_id)))
+
+    def finalize_run(self, run_id: str) -> RunMetadata:
+        """Take the scores of the run's benchmarks into its metadata. Raises FileNotFoundError if there is no such run."""
+        metadata = self.read_run(run_id)
+        for benchmark in metadata.benchmarks:
+            if (result := self.read_result(run_id, benchmark)) is not None:
+                metadata.scores[benchmark] = result.score
+        self._write(metadata.to_dict(), run_id, _METADATA)
+        return metadata
+
+    def list_runs(self) -> list[RunMetadata]:
+        """The runs, by their ids, the last first. Raises DataFormatError for damaged metadata."""
+        names = sorted(self.storage.list_dir(self._path(_RUNS)), reverse=True)
+        return [self.read_run(name) for name in names if self.storage.exists(self._run(name, _METADATA))]
+
+    def read_run(self, run_id: str) -> RunMetadata:
+        """A run's metadata. Raises FileNotFoundError, and as `list_runs`."""
+        found = self._read(run_id, _METADATA)
+        if found is None:
+            raise FileNotFoundError(f"run {run_id!r}: there is none in {self.url()}")
+        return RunMetadata.from_dict(found)
+
+    def list_benchmarks(self, run_id: str) -> list[str]:
+        """The benchmarks of a run that have a result."""
+        names = self.storage.list_dir(self._run(run_id))
+        return [name for name in names if self.storage.exists(self._run(run_id, name, _RESULT))]
+
+    def read_result(self, run_id: str, benchmark: str) -> BenchmarkResult | None:
+        """What a benchmark came to; None: it has no result yet. Raises DataFormatError if it is damaged."""
+        found = self._read(run_id, benchmark, _RESULT)
+        return None if found is None else BenchmarkResult.from_dict(found)
+
+    def read_trajectories(
+        self,
+        run_id: str,
+        benchmark: str,
+        *,
+        correct_only: bool = False,
+        incorrect_only: bool = False,
+        errors_only: bool = False,
+    ) -> list[StoredTrajectory]:
+        """The tries of a benchmark, those of the kinds that are asked for.
+
+        Args:
+            correct_only: with a positive reward.
+            incorrect_only: without one, though graded.
+            errors_only: that could not be graded.
+
+        Raises:
+            DataFormatError: a line is damaged.
+        """
+        path = self._run(run_id, benchmark, _TRAJECTORIES)
+        if self.storage.stat(path) is None:
+            return []
+        lines = parse_jsonl(self.storage.read(path), self.storage.url(path), tolerate_torn_tail=True)
+        found = [StoredTrajectory.from_dict(line.row) for line in lines]
+        return [
+            row
+            for row in found
+            if not (correct_only and row.reward <= 0)
+            and not (incorrect_only and (row.reward > 0 or row.error is not None))
+            and not (errors_only and row.error is None)
+        ]
+
+    def read_single_trajectory(self, run_id: str, benchmark: str, idx: int) -> StoredTrajectory | None:
+        """The first try of an example; None: there is none."""
+        return next((row for row in self.read_trajectories(run_id, benchmark) if row.idx == idx), None)
+
+    def read_summary(self, run_id: str) -> dict[str, Any] | None:
+        """The scores of all benchmarks; None: there are none."""
+        return self._read(run_id, _SUMMARY)
+
+    def write_result(self, run_id: str, result: BenchmarkResult) -> None:
+        """Write what a benchmark came to."""
+        self._write(result.to_dict(), run_id, result.name, _RESULT)
+
+    def write_trajectory(self, run_id: str, benchmark: str, traj: StoredTrajectory) -> None:
+        """Append a try."""
+        self.storage.append(self._run(run_id, benchmark, _TRAJECTORIES), json_line(traj.to_dict()))
+
+    def write_summary(self, run_id: str, results: Mapping[str, BenchmarkResult]) -> None:
+        """Write the scores of all benchmarks."""
+        names = ("score", "num_examples", "num_correct", "num_errors")
+        summary = {key: {name: getattr(result, name) for name in names} for key, result in results.items()}
+        self._write(summary, run_id, _SUMMARY)
+
+    def delete_run(self, run_id: str) -> None:
+        """Remove the files of a run, and its folders where nothing else is in them. The index keeps its line."""
+        for name in self.storage.list_dir(self._run(run_id)):
+            paths = [self._run(run_id, name, file) for file in (_RESULT, _TRAJECTORIES)]
+            if found := [path for path in paths if self.storage.exists(path)]:
+                for path in found:
+                    self.storage.remove(path)
+                self.storage.remove_dir(self._run(run_id, name))
+        for file in (_METADATA, _SUMMARY):
+            self.storage.remove(self._run(run_id, file))
+        self.storage.remove_dir(self._run(run_id))
+
+    async def alist_runs(self) -> list[RunMetadata]:
+        """`list_runs` in a thread."""
+        return await asyncio.to_thread(self.list_runs)
+
+    async def aread_trajectories(self, run_id: str, benchmark: str, **kinds: bool) -> list[StoredTrajectory]:
+        """`read_trajectories` in a thread."""
+        return await asyncio.to_thread(self.read_trajectories, run_id, benchmark, **kinds)
+
+    async def aread_result(self, run_id: str, benchmark: str) -> BenchmarkResult | None:
+        """`read_result` in a thread."""
+        return await asyncio.to_thread(self.read_result, run_id, benchmark)
+
+    def _read(self, run_id: str, *parts: str) -> dict[str, Any] | None:
+        path = self._run(run_id, *parts)
+        if self.storage.stat(path) is None:
+            return None
+        return parse_json_object(self.storage.read(path), self.storage.url(path), _FIX)
+
+    def _write(self, content: dict[str, Any], run_id: str, *parts: str) -> None:
+        self.storage.write(self._run(run_id, *parts), json_bytes(content))
+
+    def _run(self, run_id: str, *parts: str) -> str:
+        if not run_id or "/" in run_id or run_id in (".", ".."):
+            raise ConfigurationError(f"run_id={run_id!r}: must be the name of a folder")
+        return self._path(_RUNS, run_id, *parts)
+
+    def _path(self, *parts: str) -> str:
+        return storage_join(self.prefix, *parts)

@@ -1,0 +1,200 @@
+"""How many tokens a run has used, by what they are billed as, and an estimate of what that costs on the hosted service.
+
+A sampled token that is trained on is billed twice, when it is drawn and when it is trained; a prompt is billed on every turn,
+at a lower rate where the service had it in its cache. So four counts are kept apart (`TokenUsage`). They are what a loop sends
+and receives: evaluations, requests that failed and rollouts still under way at the end are not among them.
+
+Rates come from the service's published price list, read once per process and never written to disk. Without a complete entry
+for the model there are counts and no costs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from tinker_cookbook.utils.git_rev import installed_version
+
+logger = logging.getLogger(__name__)
+
+TOKENS_PER_MILLION = 1_000_000
+
+PRICING_URL = "https://tinker-docs.thinkingmachines.ai/tinker/models.json"
+"""The hosted service's price list: a JSON list with an object per model."""
+
+
+@dataclass(frozen=True)
+class TokenUsage:
+    """Tokens by what they are billed as."""
+
+    sampled: int = 0
+    """returned by sampling requests"""
+    prefill_cached: int = 0
+    """of prompts, found in the service's cache"""
+    prefill_uncached: int = 0
+    """of prompts, the others"""
+    trained: int = 0
+    """of datums, targets or not"""
+
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
+            self.sampled + other.sampled,
+            self.prefill_cached + other.prefill_cached,
+            self.prefill_uncached + other.prefill_uncached,
+            self.trained + other.trained,
+        )
+
+    def metrics(self, prefix: str) -> dict[str, int]:
+        """The counts as metrics `<prefix>/<kind>`."""
+        return {f"{prefix}/{kind}": count for kind, count in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class TokenCostRates:
+    """What a million tokens of each kind costs, in US dollars."""
+
+    prefill_usd_per_million: float
+    cached_prefill_usd_per_million: float
+    sample_usd_per_million: float
+    train_usd_per_million: float
+
+    def estimate_usd(self, usage: TokenUsage) -> float:
+        """US dollars: the sum over the kinds of count x rate, over a million."""
+        return (
+            usage.prefill_uncached * self.prefill_usd_per_million
+            + usage.prefill_cached * self.cached_prefill_usd_per_million
+            + usage.sampled * self.sample_usd_per_million
+            + usage.trained * self.train_usd_per_million
+        ) / TOKENS_PER_MILLION
+
+
+def rates_from_pricing_entry(entry: Mapping[str, object]) -> TokenCostRates | None:
+    """The rates of an object of the price list, whose prices are texts such as "$1.87". None: one of the four is missing."""
+    prices = [_price(entry.get(name)) for name in ("prefill", "cached_prefill", "sample", "train")]
+    known = [price for price in prices if price is not None]
+    return TokenCostRates(*known) if len(known) == len(prices) else None
+
+
+def _price(value: object) -> float | None:
+    try:
+        return float(str(value).strip().removeprefix("$").replace(",", ""))
+    except ValueError:
+        return None
+
+
+_pricing_fetched = False
+_pricing_entries: list[dict[str, object]] | None = None
+"""The price list of this process; None also where it could not be had."""
+
+
+def load_model_pricing(*, url: str = PRICING_URL, timeout: float = 5.0) -> list[dict[str, object]] | None:
+    """The price list. The first call downloads it, for the whole process.
+
+    Args:
+        timeout: seconds.
+
+    Returns:
+        One dict per model; None if it could not be had, which is logged once and not tried again.
+    """
+    global _pricing_fetched, _pricing_entries
+    if not _pricing_fetched:
+        _pricing_fetched = True
+        try:
+            _pricing_entries = _download_pricing(url, timeout)
+        except Exception as error:  # whatever it is: no run may end for want of a price
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("Could not fetch the prices from %s (%s): tokens are counted, without costs", url, reason)
+    return _pricing_entries
+
+
+def _download_pricing(url: str, timeout: float) -> list[dict[str, object]]:
+    # The site answers urllib's own User-Agent with 403.
+    request = urllib.request.Request(url, headers={"User-Agent": f"tinker-cookbook/{installed_version()}"})
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        entries = json.load(response)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError("it is no JSON list of objects")
+    return entries
+
+
+def fetch_model_pricing(model_name: str, *, url: str = PRICING_URL, timeout: float = 5.0) -> TokenCostRates | None:
+    """The rates of a model. None, with a warning, where the list cannot be had, or does not have all of the model's prices.
+
+    Args:
+        model_name: as the service names it, with its `:peft:` suffix: longer contexts have prices of their own.
+    """
+    entries = load_model_pricing(url=url, timeout=timeout)
+    if entries is None:
+        return None
+    entry = next((entry for entry in entries if entry.get("tinker_id") == model_name), None)
+    if entry is None:
+        logger.warning("%s is not listed in %s: its tokens are counted, without costs", model_name, url)
+        return None
+    rates = rates_from_pricing_entry(entry)
+    if rates is None:
+        logger.warning("The entry of %s in %s is incomplete (%s): tokens without costs", model_name, url, entry)
+        return None
+    logger.info("Prices of %s: %s%s", model_name, rates, f" ({entry['note']})" if entry.get("note") else "")
+    return rates
+
+
+class CostTracker:
+    """Adds up a run's tokens step by step, and gives them as metrics.
+
+    Args:
+        rates: for costs; None counts tokens alone.
+        cumulative: what an earlier process of the run had used, from its checkpoint.
+        discarded: the part of it that was never trained on.
+    """
+
+    def __init__(
+        self,
+        rates: TokenCostRates | None = None,
+        *,
+        cumulative: TokenUsage = TokenUsage(),
+        discarded: TokenUsage = TokenUsage(),
+    ) -> None:
+        self.rates = rates
+        self.cumulative = cumulative
+        """all so far; goes into the checkpoint"""
+        self.discarded = discarded
+        """of `cumulative`: sampled for groups that were dropped before training; goes into the checkpoint"""
+        self.step = TokenUsage()
+        """of the last step"""
+
+    def record_step(self, usage: TokenUsage) -> dict[str, float]:
+        """Begin a step with what it used. Returns its metrics.
+
+        Those are `tokens/<kind>`, `tokens/cumulative/<kind>` and, with rates, `cost/step_usd` and `cost/cumulative_usd`.
+        """
+        self.step = TokenUsage()
+        return self.extend_step(usage)
+
+    def extend_step(self, usage: TokenUsage) -> dict[str, float]:
+        """Add to the step what came to be known after it was recorded. Returns the metrics of the whole step."""
+        self.step += usage
+        self.cumulative += usage
+        metrics: dict[str, float] = {**self.step.metrics("tokens"), **self.cumulative.metrics("tokens/cumulative")}
+        if self.rates is not None:
+            metrics["cost/step_usd"] = self.rates.estimate_usd(self.step)
+            metrics["cost/cumulative_usd"] = self.rates.estimate_usd(self.cumulative)
+        return metrics
+
+    def record_discarded_sampling(self, usage: TokenUsage) -> None:
+        """Count what was sampled for a group that is not trained on. It belongs to no step."""
+        self.cumulative += usage
+        self.discarded += usage
+
+    def cumulative_metrics(self) -> dict[str, float]:
+        """The totals: `tokens/cumulative/<kind>`, `tokens/discarded/<kind>` and their costs."""
+        metrics: dict[str, float] = {
+            **self.cumulative.metrics("tokens/cumulative"),
+            **self.discarded.metrics("tokens/discarded"),
+        }
+        if self.rates is not None:
+            metrics["cost/cumulative_usd"] = self.rates.estimate_usd(self.cumulative)
+            metrics["cost/discarded_usd"] = self.rates.estimate_usd(self.discarded)
+        return metrics

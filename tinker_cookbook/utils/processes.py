@@ -1,0 +1,131 @@
+"""Functions that run in processes of their own, so many at a time, and end as by Ctrl-C when the program does.
+
+Not `ProcessPoolExecutor`: its workers share one lock for their results and wait for more work when a signal has ended what
+they did. A program that ends a run early by a signal would wait for them, or for a lock that died with its holder, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_PR_SET_PDEATHSIG = 1
+"""Linux: prctl(2)."""
+
+
+class ProcessDiedError(RuntimeError):
+    """A process ended without a result: it was killed, or the interpreter broke down."""
+
+
+class RemoteTracebackError(Exception):
+    """The cause of an error that another process raised: where it was raised there."""
+
+
+class Start(Protocol):
+    """`await start(function, *arguments)`: what `function(*arguments)` returns or raises, in a process of its own."""
+
+    def __call__(
+        self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs
+    ) -> Coroutine[Any, Any, T]: ...
+
+
+@contextmanager
+def processes(at_once: int) -> Iterator[Start]:
+    """What starts a function in a new interpreter, `at_once` of them at a time; the rest wait for their turn.
+
+    Functions, arguments, results and errors are pickled. When the body is left early, functions under way get SIGTERM (see
+    `interruptible`) and are waited for. They get it too when this process dies, however it does (on Linux).
+
+    Raises:
+        ProcessDiedError: (from what `start` returns) the process ended without a result.
+    """
+    # New interpreters, not forks: a fork copies locks that other threads hold.
+    context = multiprocessing.get_context("spawn")
+    slots = asyncio.Semaphore(at_once)
+    alive: set[BaseProcess] = set()
+
+    async def start(function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
+        async with slots:
+            receiving, sending = context.Pipe(duplex=False)
+            process = context.Process(target=_call, args=(sending, os.getpid(), function, arguments, keywords))
+            alive.add(process)
+            process.start()
+            sending.close()  # its other end is the child's alone, so the child's death ends what is received
+            # Cancelled here, this leaves the process to the end of the body.
+            outcome = await asyncio.to_thread(_received, receiving)
+            process.join()
+            alive.discard(process)
+        return _result_of(outcome, process)
+
+    try:
+        yield start
+    except BaseException:
+        for process in alive:
+            process.terminate()
+        raise
+    finally:
+        for process in alive:
+            process.join()
+
+
+def end_with(parent: int) -> None:
+    """(In a new process, on Linux.) Get SIGTERM when the process `parent` dies, however it does: nobody else would end it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before it could be asked for
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def how_it_ended(code: int) -> str:
+    """What an exit code says: "killed by SIGKILL", "exit code 3"."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _call(
+    sending: Connection, parent: int, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
+    """In the child."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends Ctrl-C to both; the parent passes it on, once, as SIGTERM
+    if os.uname().sysname == "Linux":
+        end_with(parent)
+    try:
+        outcome = (function(*arguments, **keywords), None, "")
+    except Exception as error:
+        outcome = (None, error, traceback.format_exc())
+    try:
+        packed = pickle.dumps(outcome)
+    except Exception as unpicklable:
+        told = f"{type(outcome[1] or outcome[0]).__name__} cannot be sent to the process that asked ({unpicklable})"
+        packed = pickle.dumps((None, TypeError(told), outcome[2]))
+    sending.send_bytes(packed)
+
+
+def _received(receiving: Connection) -> bytes | None:
+    with receiving:
+        try:
+            return receiving.recv_bytes()
+        except EOFError:
+            return None
+
+
+def _result_of(outcome: bytes | None, process: BaseProcess) -> Any:
+    if outcome is None:
+        raise ProcessDiedError(f"a process ended without a result: {how_it_ended(process.exitcode or 0)}")
+    result, error, trace = pickle.loads(outcome)
+    if error is not None:
+        raise error from RemoteTracebackError(trace)
+    return result
