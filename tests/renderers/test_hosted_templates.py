@@ -1,4 +1,4 @@
-"""Families with reasoning and calls in tags or tokens write what their chat templates write, which stand here in our own words."""
+"""Families that reason write what their chat templates write, which stand here in our own words."""
 
 import json
 from typing import Any
