@@ -26,6 +26,7 @@ from tinker_cookbook.distillation.teachers import check_teachers, open_teachers,
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder, SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.algorithms import check_discount
 from tinker_cookbook.rl.config import UpdateOptions
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
@@ -94,6 +95,7 @@ def check_config(config: Config) -> None:
         raise ConfigurationError("dataset_configs is empty: give at least one dataset with its teacher")
     if not 0 <= config.kl_discount_factor <= 1:
         raise ConfigurationError(f"kl_discount_factor={config.kl_discount_factor}: must be between 0 and 1")
+    check_discount(config.loss_fn, config.kl_discount_factor)
     if config.temperature != 1.0:
         raise ConfigurationError(
             f"temperature={config.temperature}: the KL compares sampled logprobs with the teacher's at temperature 1; "

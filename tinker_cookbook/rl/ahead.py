@@ -249,7 +249,9 @@ class SamplingAhead:
         while self._running:
             await self._until_changed()
         loop = self._loop  # a resumed run has a new sampler, which remembers no prefix
-        loop.sampling_client = await loop.session.training_client.save_weights_and_get_sampling_client()
+        loop.sampling_client = await loop.session.training_client.save_weights_and_get_sampling_client(
+            record_stability_info=loop.config.records_stability_info()
+        )
 
     async def keep(self, name: str) -> None:
         """Put into the loop's state what the checkpoint of this name keeps of the open groups.

@@ -163,6 +163,7 @@ class Loop:
             self.config.remove_constant_reward_groups,
             self.role_baselines,
             self.penalties,
+            self.config.records_stability_info(),
         )
 
     def learning_rate(self, step: int) -> float:
@@ -174,7 +175,7 @@ class Loop:
         return Update(
             client,
             self.learning_rate(step),
-            config.loss_fn,
+            config.training_loss_fn(),
             config.loss_fn_config,
             config.grad_clip_norm,
             config.on_nonfinite,
@@ -238,7 +239,7 @@ class Loop:
                     batch.data_D,
                     self.session.training_client,
                     config.off_policy_correction,
-                    str(config.loss_fn),
+                    str(config.training_loss_fn()),
                     config.loss_fn_config,
                 )
             metrics |= found
@@ -264,7 +265,9 @@ class Loop:
                 logger.warning("step %d: %s", step, alarm)
             metrics["optim/kl_alarm"] = int(alarm is not None)
             with timed("snapshot", metrics):
-                snapshot = self.session.training_client.save_weights_and_get_sampling_client()
+                snapshot = self.session.training_client.save_weights_and_get_sampling_client(
+                    record_stability_info=config.records_stability_info()
+                )
                 self.sampling_client = await self.to_its_end(snapshot)
             self.sampling_client_step = step + 1
             if config.compute_post_kl:

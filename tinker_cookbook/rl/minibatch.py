@@ -80,8 +80,12 @@ async def prepare_minibatch(
     remove_constant: bool = False,
     role_baselines: RoleBaselines | None = None,
     penalties: Sequence[Penalty] = (),
+    include_provenance: bool = True,
 ) -> Minibatch:
-    """Groups of one pass as datums. A group that does not train keeps its place, so that tags and indices stay true."""
+    """Groups of one pass as datums. A group that does not train keeps its place, so that tags and indices stay true.
+
+    `include_provenance` is that of `trajectory_to_data`.
+    """
     groups = list(groups)
     computed_P = compute_advantages(groups, advantage, role_baselines)
     if advantage.credit == "turn":  # equal totals may be made of turns that differ
@@ -94,7 +98,7 @@ async def prepare_minibatch(
         for advantages_G, kept in zip(computed_P, kept_P, strict=True)
     ]
     with scope_span_sync("assemble_training_data"):
-        data_D, metadata_D = assemble_training_data(groups, advantages_P, keep_zero=bool(penalties))
+        data_D, metadata_D = assemble_training_data(groups, advantages_P, include_provenance, keep_zero=bool(penalties))
     metrics, usage = dict[str, float](), TokenUsage()
     if penalties:
         data_D, metadata_D = _select(data_D, metadata_D, [kept_P[meta["group_idx"]] for meta in metadata_D])

@@ -85,7 +85,7 @@ class StepFiles:
             "max_tokens_per_turn": config.max_tokens,
             "temperature": config.temperature,
             "learning_rate": learning_rate,
-            "loss_fn": config.loss_fn,
+            "loss_fn": config.training_loss_fn(),
             "seed": config.seed,
         }
         rollouts = StepRollouts(

@@ -22,6 +22,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.ahead import check_order
 from tinker_cookbook.rl.algorithms import LOSS_FNS
+from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.loop import Loop
@@ -73,6 +74,7 @@ __all__ = [
     "SamplingClientReuse",
     "StreamMinibatchConfig",
     "WrappedTrajectoryGroup",
+    "_remove_mask",  # its name in loops of the cookbook
     "check_config",
     "compute_full_batch_metrics_and_get_sampling_client",
     "count_discarded_rollout",
@@ -147,7 +149,9 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         if config.kl_penalty_coef != 0:
             reference = start or await open_reference(session, config.kl_reference_config)
             penalties = [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor), *penalties]
-        sampling_client = await session.training_client.save_weights_and_get_sampling_client()
+        sampling_client = await session.training_client.save_weights_and_get_sampling_client(
+            record_stability_info=config.records_stability_info()
+        )
         loop = Loop(config, session, batches, rounds, penalties, sampling_client)
         try:
             run = session.service, session.training_client, config.model_name, session.run.log_path
