@@ -1,4 +1,4 @@
-"""Command lines of the earlier debate scripts, such as `--mode debate -n 256 --mock-judge`: one table of words, and what they run.
+"""Command lines of the earlier debate scripts, such as `--mode debate -n 256 --mock-judge`: a table of words, and what they run.
 
 `scripts/` has programs of the earlier names over it. `recipes.debate_rs_grpo` and `recipes.single_turn` take these flags too.
 """
@@ -99,7 +99,7 @@ def recipe_and_keys(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _habits(module: str, keys: Sequence[str]) -> list[str]:
-    """What scripts/train.py did unasked: write down every group, and train alike on every reply to a question that it accepted."""
+    """What scripts/train.py did unasked: write down every group, and train alike on every reply to a question."""
     names = {key.partition("=")[0] for key in keys}
     found = [] if "num_groups_to_log" in names else ["num_groups_to_log=-1"]
     has_questions = "task=qa" in keys or "task" not in names

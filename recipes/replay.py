@@ -22,7 +22,7 @@ from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
-from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
+from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_loss
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.rl.types import Trajectory, Transition
@@ -140,6 +140,8 @@ def settings_of_run(cli: CLIConfig) -> CLIConfig:
         )
     place = folder / CONFIG_BASE_NAME
     config = read_json_object(place, "give model_name and the other keys") if place.is_file() else {}
+    if isinstance(ahead := config.get("async_config"), dict) and "loss_fn" in ahead:
+        config["loss_fn"] = ahead["loss_fn"]  # what such a run trains with
     keys = ("model_name", "lora_rank", "learning_rate", "loss_fn", "seed")
     filled = {key: getattr(cli, key) if getattr(cli, key) is not None else config.get(key) for key in keys}
     if cli.loss_fn_config is None and filled["loss_fn"] == config.get("loss_fn"):
@@ -161,6 +163,11 @@ async def main(cli: CLIConfig) -> None:
     cli = settings_of_run(cli)
     assert cli.model_name is not None and cli.loss_fn is not None and cli.learning_rate is not None
     backends.check_backend(cli.backend, cli.model_name)
+    if cli.loss_fn == STABLE_REINFORCE:
+        raise ConfigurationError(
+            f"loss_fn={STABLE_REINFORCE} asks which samples each datum is made of, which a run's files do not say; give "
+            "loss_fn=ppo, for example"
+        )
     check_loss(cli.loss_fn, cli.loss_fn_config, backends.resolve_backend(cli.backend))
     check_log_dir(cli.log_path, cli.behavior_if_log_dir_exists)
     files = steps_of_run(Path(cli.run).expanduser())[: cli.max_steps]

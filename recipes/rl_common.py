@@ -1,5 +1,6 @@
 """What the recipes for reinforcement learning share: their keys, and the training loop's config made of them."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, cast
 
@@ -25,7 +26,7 @@ from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, get_preset
+from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, STABLE_REINFORCE, get_preset
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.outcome import print_rl_changes
@@ -34,7 +35,11 @@ from tinker_cookbook.tasks.registry import get_task, known_tasks, shipped_datase
 from tinker_cookbook.tasks.rewards import REWARDS
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 
+logger = logging.getLogger(__name__)
+
 _RETRY = "rollout_error_tolerance"
+LOSS_AHEAD_LOCAL = "ppo"
+"""Of a run on the local engine that samples ahead."""
 
 
 def preset_keys(name: str) -> dict[str, Any]:
@@ -65,6 +70,18 @@ def _by_preset(key: str) -> Any:
 
     doc = f"{field._doc}; default: the preset's, else {default}"
     return chz.field(default=None, x_type=cast(Any, Optional[field.x_type]), munger=settled, doc=doc)  # noqa: UP045
+
+
+def _loss(config: "RLConfig", given: str | None) -> str:
+    """The loss of a run whose key is not given: what the preset says, else one that fits how far the run samples ahead."""
+    ahead = config.async_config
+    if given is not None or config.preset is not None:
+        return given or get_preset(config.preset).loss_fn
+    if ahead is not None and ahead.loss_fn != STABLE_REINFORCE:
+        return ahead.loss_fn
+    if ahead is None or ahead.max_steps_off_policy == 0:
+        return config_tree.default_of(chz.chz_fields(RLOptions)["loss_fn"])
+    return LOSS_AHEAD_LOCAL if backends.resolve_backend(config.backend) == "local" else STABLE_REINFORCE
 
 
 def _loss_settings(config: "RLConfig", given: dict[str, float] | None) -> dict[str, float] | None:
@@ -103,7 +120,13 @@ class RLConfig(CommonConfig, RLOptions):
         doc=f"{', '.join(PRESETS)}: loss, clip, advantages and filter of a published algorithm; keys that are given count more",
         validator=_known_preset,
     )
-    loss_fn: str = _by_preset("loss_fn")
+    loss_fn: str = chz.field(
+        default=None,
+        x_type=cast(Any, Optional[str]),  # noqa: UP045
+        munger=_loss,
+        doc=f"{', '.join(LOSS_FNS)}, or your own; default: the preset's, else importance_sampling; sampling ahead "
+        f"{LOSS_AHEAD_LOCAL} on the local engine and {STABLE_REINFORCE} on the hosted service",
+    )
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None, munger=_loss_settings, doc=chz.chz_fields(RLOptions)["loss_fn_config"]._doc
     )
@@ -120,8 +143,14 @@ class RLConfig(CommonConfig, RLOptions):
     def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
         """Values that follow from the keys given on the command line, and stand below them."""
         values: dict[str, Any] = {}
+        if (loss := given.get("async_config.loss_fn")) is not None:
+            if given.get("loss_fn", loss) != loss:
+                raise ConfigurationError(
+                    f"loss_fn={given['loss_fn']} and async_config.loss_fn={loss} differ; give loss_fn alone"
+                )
+            values["loss_fn"] = loss
         if (name := given.get("preset", "None")) != "None":
-            values = _preset_layer(name, given)
+            values |= _preset_layer(name, {**values, **given})
         reference = "kl_reference_config"
         if f"{reference}.load_checkpoint_path" in given and f"{reference}.base_model" not in given:
             model = given.get("model_name") or default_model()
@@ -182,6 +211,16 @@ def train_config(
     """The training loop's config from a recipe's settled keys, checked; the run's folder (named after `folder`) comes last."""
     evaluators = [*cli.evaluator_builders, *evaluator_builders]
     own: dict[str, Any] = {"dataset_builder": dataset_builder, "evaluator_builders": evaluators}
+    if cli.async_config is not None:
+        own["async_config"] = chz.replace(cli.async_config, loss_fn=cli.loss_fn)
+        if cli.async_config.max_steps_off_policy > 0 and cli.loss_fn == LOSS_AHEAD_LOCAL:
+            logger.warning(
+                "sampling %d batches ahead with loss_fn=%s, the default of the local engine; loss_fn=%s is its own loss for such "
+                "samples",
+                cli.async_config.max_steps_off_policy,
+                cli.loss_fn,
+                STABLE_REINFORCE,
+            )
     # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
     if cli.temperature != 1.0 and cli.loss_fn in LOSS_FNS and backends.resolve_backend(cli.backend) == "local":
         own["loss_fn_config"] = {"temperature": cli.temperature} | (cli.loss_fn_config or {})

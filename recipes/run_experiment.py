@@ -34,10 +34,9 @@ from recipes.common import prompt_room, settle
 from recipes.rl_common import train_and_show, train_config
 from recipes.warm_up import WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook import config_tree
-from tinker_cookbook.backends import closing_clients
+from tinker_cookbook.backends import check_variables, closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import keys_and_values, with_default
-from tinker_cookbook.environment import check_environment
 from tinker_cookbook.environments import DatasetSettings, get_env
 from tinker_cookbook.environments.base import arguments_called
 from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
@@ -343,7 +342,7 @@ class Trainer:
         changes: dict[str, Any] = {} if max_steps is None else {"max_steps": max_steps}
         config = chz.replace(self.config, **changes)
         folder = folder_of(config) if output_dir is None else os.fspath(output_dir)
-        check_environment()
+        check_variables()
         with closing_clients():
             await main(chz.replace(config, log_path=folder))
         return Path(folder)

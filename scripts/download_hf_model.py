@@ -12,6 +12,9 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+from tinker_cookbook.backends import check_variables
+from tinker_cookbook.exceptions import ConfigurationError
+
 
 def download(repo_id: str, revision: str | None, output: Path) -> Path:
     """Fetch a model's files into `output`. Raises OSError or ValueError, saying what is wrong."""
@@ -22,7 +25,7 @@ def download(repo_id: str, revision: str | None, output: Path) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         why = str(error).strip().splitlines()[0]
         raise OSError(
-            f"{repo_id} cannot be downloaded ({why}); check the name and the network, or copy the folder from a machine that has it"
+            f"{repo_id} cannot be downloaded ({why}); check the name and the network, or copy the folder from elsewhere"
         ) from error
 
 
@@ -34,8 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     output = given.output_dir or Path("models", given.repo_id.replace("/", "__"))
     try:
+        check_variables()
         folder = download(given.repo_id, given.revision, output)
-    except (OSError, ValueError) as error:
+    except (ConfigurationError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     print(f'{folder}\nexport TINKER_DEBATE_BASE_MODEL="{folder.resolve()}"')

@@ -214,7 +214,10 @@ class FakeTrainingClient:
         self.service.ttl[path] = ttl_seconds
         return path
 
-    def save_weights_and_get_sampling_client(self) -> Awaitable[FakeSamplingClient]:
+    def save_weights_and_get_sampling_client(
+        self, *, record_stability_info: bool = False
+    ) -> Awaitable[FakeSamplingClient]:
+        self.service.recorded.append(record_stability_info)
         client = self.service.new_sampler(self.weights)
         return Pending("snapshot", client, self.service.calls)
 
@@ -248,6 +251,8 @@ class FakeServiceClient:
     calls: list[str] = field(default_factory=list)
     sampled: list[SampleCall] = field(default_factory=list)
     trainers: list[FakeTrainingClient] = field(default_factory=list)
+    recorded: list[bool] = field(default_factory=list)
+    """of each snapshot, whether its samples are to be recorded"""
     saved: dict[str, int] = field(default_factory=dict)
     ttl: dict[str, int | None] = field(default_factory=dict)
     created: list[tuple[Any, ...]] = field(default_factory=list)

@@ -88,7 +88,7 @@ class TestTokenCompleter:
         sampler = Sampler([5, 6], [-0.5, -0.25], "length")
         policy = TinkerTokenCompleter(sampler, 4)  # pyright: ignore[reportArgumentType]
         completion = asyncio.run(policy(tinker.ModelInput.from_ints([1]), [7]))
-        assert completion == TokensWithLogprobs([5, 6], [-0.5, -0.25], "length") and sampler.asked == [1]
+        assert completion == TokensWithLogprobs([5, 6], [-0.5, -0.25], "length", "0") and sampler.asked == [1]
 
     @pytest.mark.parametrize("how", ["response", "future", "concurrent future", "sdk future", "sync"])
     def test_a_client_may_have_sample_async_alone(self, how: str) -> None:
@@ -134,7 +134,7 @@ class TestTokenCompleter:
 
         client: Any = {"concurrent future": Concurrent, "sdk future": Sdk, "sync": Sync}.get(how, AsyncOnly)()
         completion = asyncio.run(TinkerTokenCompleter(client, 4)(tinker.ModelInput.from_ints([1]), [7]))
-        assert completion == TokensWithLogprobs([5], [-0.5], "stop")
+        assert completion == TokensWithLogprobs([5], [-0.5], "stop", sequence_id="0")
 
     def test_a_client_is_asked_by_the_names_of_the_sdk(self) -> None:
         class OwnOrder:

@@ -84,9 +84,14 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
         )
 
 
+RUNS_DIR_ENV_VAR = "TINKER_COOKBOOK_RUNS_DIR"
+DEFAULT_RUNS_DIR = platformdirs.user_data_dir("tinker-cookbook")
+"""Where runs go that are given no path, unless that variable names another folder."""
+
+
 def runs_path(*parts: str) -> str:
-    """A path below the folder of runs without one: TINKER_COOKBOOK_RUNS_DIR, else `<user data folder>/tinker-cookbook`."""
-    root = environment.read("TINKER_COOKBOOK_RUNS_DIR") or platformdirs.user_data_dir("tinker-cookbook")
+    """A path below the folder of runs without one: that of RUNS_DIR_ENV_VAR, else DEFAULT_RUNS_DIR."""
+    root = environment.read(RUNS_DIR_ENV_VAR) or DEFAULT_RUNS_DIR
     return str(Path(root, *parts).expanduser())
 
 

@@ -30,6 +30,8 @@ class TokensWithLogprobs:
     tokens: list[int]
     maybe_logprobs: list[float] | None
     stop_reason: tinker.StopReason = "stop"
+    sequence_id: str | None = None
+    """what the engine calls the sample, for provenance; None: the completer has no such name"""
     prompt_cache_hit_tokens: int = 0
     """of the prompt, that the sampler had in its cache; 0 too where it does not say"""
 
@@ -124,9 +126,8 @@ class TinkerTokenCompleter(TokenCompleter):
                 f"{'no' if logprobs is None else len(logprobs)} logprobs; each token needs one"
             )
         cached = getattr(response, "prompt_cache_hit_tokens", None) or 0  # not every client says
-        return TokensWithLogprobs(
-            list(sequence.tokens), list(logprobs), sequence.stop_reason, prompt_cache_hit_tokens=cached
-        )
+        name = getattr(sequence, "sequence_id", None) or None
+        return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason, name, cached)
 
     def fork(self, *key: int | str) -> Self:
         if self.seed is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
-VERSION = "0.5.8"
-PACKAGE = f"tinker-cookbook=={VERSION}"
+VERSIONS = ("0.5.8", "0.6.1")
+"""Those that scripts are written for today; the later one's recipes have more keys."""
 FOLDER = "recipes"
 """What is unpacked. Everything else that the recipes import from tinker_cookbook has to be this library's."""
 NEEDED = ("termcolor", "pylatexenc")
@@ -19,19 +20,41 @@ class IndexUnreachableError(RuntimeError):
     """The package could not be downloaded."""
 
 
-def unpack_recipes(folder: Path) -> Path:
-    """Download the package and unpack its recipes into `folder`/tinker_cookbook; what they need goes beside it.
+def unpack_recipes(folder: Path, version: str) -> Path:
+    """Download a version of the package and unpack its recipes into `folder`/tinker_cookbook; what they need goes beside it.
 
     Raises IndexUnreachableError with what pip says.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _pip("download", "--dest", str(folder), PACKAGE)
+    _pip("download", "--dest", str(folder), f"tinker-cookbook=={version}")
     _pip("install", "--target", str(folder), *NEEDED)
     (wheel_file,) = folder.glob("tinker_cookbook-*.whl")
     with zipfile.ZipFile(wheel_file) as wheel:
         names = [name for name in wheel.namelist() if name.split("/")[:2] == ["tinker_cookbook", FOLDER]]
         wheel.extractall(folder, names)
     return folder / "tinker_cookbook"
+
+
+def unpack_wheel(folder: Path, version: str) -> Path:
+    """Download a version and unpack all of it, to be read and not imported; the folder. Raises IndexUnreachableError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _pip("download", "--only-binary=:all:", "--dest", str(folder), f"tinker-cookbook=={version}")
+    (wheel_file,) = folder.glob("tinker_cookbook-*.whl")
+    with zipfile.ZipFile(wheel_file) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
+def unpack_sources(folder: Path, version: str) -> list[Path]:
+    """Download the source distribution of a version; its archive. Raises IndexUnreachableError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _pip("download", "--no-binary=tinker-cookbook", "--dest", str(folder), f"tinker-cookbook=={version}")
+    return [*folder.glob("tinker_cookbook-*.tar.gz")]
+
+
+def install(folder: Path, packages: Sequence[str]) -> None:
+    """Install packages into a folder, without what they need. Raises IndexUnreachableError."""
+    _pip("install", "--target", str(folder), *packages)
 
 
 def _pip(command: str, *arguments: str) -> None:

@@ -177,3 +177,8 @@ RECIPES = (
     ),
 )
 """Those that the library promises to run."""
+
+
+def recipes_of(version: str) -> tuple[PublicRecipe, ...]:
+    """Those that a version has."""
+    return RECIPES

@@ -9,7 +9,7 @@ import pytest
 import tinker
 import torch
 
-from tests.engine.helpers import STEP, datum, gradients, make_training_client, policy_datum, prompt
+from tests.engine.helpers import STEP, gradients, make_training_client, policy_datum, prompt, sampled_datum
 from tests.engine.test_losses_functions import column, policy_inputs, value_and_gradient
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.losses import LOSSES, RatioStats
@@ -111,27 +111,7 @@ def recorder(client: TrainingClient) -> SamplingClient:
 
 
 def datum_of(sequence: tinker.SampledSequence, advantage: float = 1.0) -> tinker.Datum:
-    """As 0.6.1's rl_loop makes it: targets inside the prompt are 0."""
-    tokens, logprobs, before = list(sequence.tokens), sequence.logprobs, len(PROMPT) - 1
-    assert logprobs is not None
-    made = datum(
-        [*PROMPT, *tokens[:-1]],
-        target_tokens=np.array([0] * before + tokens),
-        logprobs=np.array([0.0] * before + list(logprobs), dtype=np.float32),
-        advantages=np.array([0.0] * before + [advantage] * len(tokens), dtype=np.float32),
-    )
-    name = sequence.sequence_id
-    of_prompt, of_sample = tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan
-    return made.with_provenance(
-        model_input=[
-            of_prompt(sequence_id=name, length=len(PROMPT)),
-            of_sample(sequence_id=name, length=len(tokens) - 1),
-        ],
-        loss_fn_inputs=[
-            of_prompt(sequence_id=name, offset=1, length=before),
-            of_sample(sequence_id=name, length=len(tokens)),
-        ],
-    )
+    return sampled_datum(PROMPT, sequence, advantage)
 
 
 def changed(one: tinker.Datum, key: str, position: int, by: float) -> tinker.Datum:

@@ -13,7 +13,7 @@ from tests.debate.arena import TINY, make_renderer, reply_ids
 from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.environments import Rubric, get_env
-from tinker_cookbook.exceptions import ConfigurationError, RewardError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, RewardError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
@@ -169,6 +169,41 @@ def test_the_command_ends_with_that_line_and_without_a_traceback(capsys: pytest.
     error = capsys.readouterr().err
     assert "Traceback" not in error and len(error.splitlines()) <= 4, error
     assert "rubric function strips" in error
+
+
+class Stepped:
+    dataset = ROWS
+    system_prompt = "Be brief."
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    async def step(self, action, info):
+        self.steps += 1
+        return {"reward": float(action == info["sample"]["answer"]) * self.steps, "metrics": {"steps": self.steps}}
+
+
+def test_rows_may_be_scored_by_step_and_an_observation_by_a_rubric() -> None:
+    def replies_of(env: Any) -> TrajectoryGroup:
+        training, _ = asyncio.run(get_env(lambda: env).dataset_builder(TINY, group_size=2)())
+        policy = ScriptedCompleter({i: [said(reply_ids(RENDERER, text))] for i, text in enumerate(("3", "four"))})
+        return asyncio.run(do_group_rollout(training.get_batch(0)[0], policy))
+
+    group = replies_of(Stepped())
+    assert group.get_total_rewards() == [1.0, 0.0]  # each reply meets the object as it was loaded
+    assert group.trajectories_G[0].transitions[0].metrics["reward/step/steps"] == 1.0
+    seen = str(RENDERER.tokenizer.decode(group.trajectories_G[0].transitions[0].ob.to_ints()))
+    assert "Be brief." in seen and "What is 2 + 1?" in seen
+
+    def length(prompt: str, completion: str) -> float:
+        return len(completion) + 10.0 * (prompt == "Go.")
+
+    asked = SimpleNamespace(initial_observation=lambda: "Go.", rubric=Rubric([length]))
+    assert replies_of(asked).get_total_rewards() == [11.0, 14.0]
+
+    goes_on = type("On", (), {"dataset": ROWS, "step": lambda self, text: {"reward": 1, "next_observation": "More."}})
+    with pytest.raises(DataValidationError, match="step goes on after a reply to a row of dataset, which is one turn"):
+        replies_of(goes_on())
 
 
 def test_few_shot_is_messages() -> None:

@@ -135,6 +135,37 @@ def test_a_file_as_the_harness_writes_it(seed_file: str) -> None:
     assert config_tree.parse(CLIConfig, [seed_file, "trainer.args.rollouts_per_example=6"]).group_size == 6
 
 
+TABLE_ROW = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
+SPAN = re.compile(r"`([^`]+)`")
+
+
+def test_the_table_of_commands_says_what_holds(seed_file: str, service: FakeServiceClient) -> None:
+    """What docs/runbooks.md has under "Commands of the experiment harness": its programs, scripts and file lines are tried."""
+    table = (ROOT / "docs" / "runbooks.md").read_text().partition("## Commands of the experiment harness")[2]
+    rows = TABLE_ROW.findall(table)
+    assert len(rows) >= 14
+    spans = [span for row in rows for cell in row for span in SPAN.findall(cell)]
+    files = [
+        span.split()[-1] for span in spans if re.match(r"python (-m recipes.run_experiment|run_experiment.py) ", span)
+    ]
+    assert len(files) == 2
+    for path in files:
+        name = config_tree.parse(CLIConfig, [str(ROOT / path)])
+        assert f"`{run_experiment.folder_of(name)}/metrics.json`" in table
+    (script,) = (span for span in spans if span.startswith("Trainer.from_config("))
+    script = script.replace("configs/train_ghost.toml", seed_file).replace("max_steps=4", "max_steps=1")
+    assert eval(script, {"Trainer": at_the_root.Trainer}) == Path("ghost")
+    written = [span for span in spans if span.startswith(("[trainer", "groups_per_batch", "temperature"))]
+    assert len(written) == 4
+    for line in written:
+        key, _, value = line.rpartition("] ")[2].partition(" = ")
+        assert not value or config_tree.parse(CLIConfig, [seed_file, f"trainer.{key}={value}"])
+    named = [span.partition("/")[2] for span in spans if span.startswith("environments/")]
+    named += [span.rpartition("/")[2] for span in spans if span.startswith("pip install -e environments/")]
+    assert sorted(named) == ["ghost_trace", "gradient_prophet", "self_prediction"]
+    assert set(named) <= set(environments.known_envs())
+
+
 def test_trainer_runs_a_file_from_python(seed_file: str, service: FakeServiceClient) -> None:
     trainer = Trainer.from_config(Path(seed_file))
     assert trainer.config.max_steps == 3 and trainer.config.model_name == "tiny_chat"

@@ -233,7 +233,10 @@ def test_a_supervised_stage_has_a_table_of_its_own(tmp_path: Path) -> None:
 def test_only_the_shipped_models_learn_the_form_of_a_shipped_file(path: Path, tmp_path: Path) -> None:
     own = 96 if path.stem == "gradient_intuition" else FORM_STEPS
     assert len(given_conversations(settle(parse(str(path))))) == own * BATCH_SIZE
-    other = f"model.base_model={copytree(ROOT / 'example_data' / 'tiny_chat', tmp_path / 'other')}"
+    folder = copytree(ROOT / "example_data" / "tiny_chat", tmp_path / "other")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"tiny_model": true', '"tiny_model": false'))
+    other = f"model.base_model={folder}"
     assert given_conversations(settle(parse(str(path), other))) == []
     assert len(given_conversations(settle(parse(str(path), other, "warm_up.steps=3")))) == 3 * BATCH_SIZE
 

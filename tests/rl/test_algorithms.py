@@ -1,12 +1,18 @@
 """Names and settings of losses: presets, what is refused before a run, and what a loss is given of a datum."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import tinker
 
-from tests.rl.handmade import DATA
-from tinker_cookbook.exceptions import ConfigurationError
+from tests.fakes import said
+from tests.rl.handmade import DATA, trajectory, turn
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.rl import train
 from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, check_loss, get_preset, loss_datum
+from tinker_cookbook.rl.data_processing import trajectory_to_data
 
 
 class TestLosses:
@@ -22,11 +28,31 @@ class TestLosses:
             ("importance_sampling", {"clip_low_threshold": 0.8}, "clip_low_threshold"),
             ("ppo", {"epsilon": 0.2}, "epsilon"),
             ("ppo", {"temperature": 0.7}, "local engine"),
+            ("stable_reinforce", {"weight_cap": 3.0}, "'weight_cap', which only the local engine knows"),
+            ("stable_reinforce", {"clip_low_threshold": 0.8}, "takes .*'weight_cap'"),
         ],
     )
     def test_what_a_loss_does_not_have_is_refused(self, loss_fn: str, config: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             check_loss(loss_fn, config, "tinker")
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({"weight_cap": 0.0}, "weight_cap=0 trains nothing"),
+            ({"token_ratio_low": 3.0, "token_ratio_high": 2.0}, "token_ratio_low=3.0 is above token_ratio_high=2.0"),
+            ({"sequence_log_ratio_bound": -1.0}, "at least 0"),
+            ({"verify_provenance": 0.5}, "must be 1 or 0"),
+        ],
+    )
+    def test_settings_of_stable_reinforce_are_checked_before_a_run(self, config: Any, message: str) -> None:
+        check_loss("stable_reinforce", {"weight_cap": 3.0, "verify_provenance": 1}, "local")
+        with pytest.raises(ConfigurationError, match=message):
+            check_loss("stable_reinforce", config, "local")
+
+    def test_stable_reinforce_takes_no_datum_without_provenance(self) -> None:
+        with pytest.raises(DataValidationError, match="no sequence_id"):
+            loss_datum(DATA[0], "stable_reinforce")
 
     def test_an_unknown_preset_lists_the_known(self) -> None:
         with pytest.raises(ConfigurationError, match="dapo"):
@@ -34,9 +60,20 @@ class TestLosses:
 
     @pytest.mark.parametrize("loss_fn", LOSS_FNS)
     def test_gspo_alone_gets_the_mask(self, loss_fn: str) -> None:
-        (datum, *_) = DATA
-        inputs = loss_datum(datum, loss_fn).loss_fn_inputs
+        (datum, *_) = trajectory_to_data(trajectory(turn([1], replace(said([2, 3]), sequence_id="s"))), 1.0)
+        given = loss_datum(datum, loss_fn)
+        assert given.loss_fn_input_spans == datum.loss_fn_input_spans and given.loss_fn_input_spans
+        inputs = given.loss_fn_inputs
         expected = {"target_tokens", "logprobs", "advantages"} | (
             {"sequence_ratio_mask"} if loss_fn == "gspo" else set()
         )
         assert set(inputs) == expected
+
+
+def test_a_loop_of_ones_own_takes_the_mask_off_by_hand() -> None:
+    inputs = {key: tinker.TensorData.from_numpy(np.ones(2, dtype=np.float32)) for key in ("logprobs", "mask")}
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
+    assert list(train._remove_mask(datum).loss_fn_inputs) == ["logprobs"] and list(datum.loss_fn_inputs) == [
+        "logprobs",
+        "mask",
+    ]

@@ -1,5 +1,7 @@
 """From turns to datums: golden numbers, and what holds for any trajectory."""
 
+from dataclasses import replace
+
 import pytest
 import tinker
 import torch
@@ -137,6 +139,53 @@ class TestTrajectoryToData:
             "mask": [1.0, 0.0, 0.0, 0.0, 1.0],
         }
         assert trajectory_to_data(trajectory(bad), -2.0) == []
+
+    def test_provenance_says_of_every_token_which_sample_it_is_of(self) -> None:
+        """Two turns that merge, then one that begins anew; and by its definition: the spans point at the very tokens."""
+        first, second, third = (
+            replace(said(ids), sequence_id=name) for ids, name in (([3, 4], "a"), ([6], "b"), ([9], "c"))
+        )
+        turns = [turn([1, 2], first), turn([1, 2, 3, 4, 5], second), turn([8, 7], third)]
+        prompt, sampled = tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan
+        merged, alone = trajectory_to_data(trajectory(*turns), 1.0)
+        assert merged.model_input_spans == [
+            prompt(sequence_id="a", offset=0, length=2),
+            sampled(sequence_id="a", length=2),
+            prompt(sequence_id="b", offset=4, length=1),
+        ]
+        assert merged.loss_fn_input_spans == [
+            prompt(sequence_id="a", offset=1, length=1),
+            sampled(sequence_id="a", length=2),
+            prompt(sequence_id="b", offset=4, length=1),
+            sampled(sequence_id="b", length=1),
+        ]
+        assert alone.loss_fn_input_spans == [
+            prompt(sequence_id="c", offset=1, length=1),
+            sampled(sequence_id="c", length=1),
+        ]
+        assert all(datum.model_input_spans is None for datum in trajectory_to_data(trajectory(*turns), 1.0, False))
+        unnamed = [turns[0], turn([1, 2, 3, 4, 5], said([6])), turns[2]]
+        assert [datum.loss_fn_input_spans is None for datum in trajectory_to_data(trajectory(*unnamed), 1.0)] == [
+            True,
+            False,
+        ]
+
+    @given(conversations())
+    def test_spans_point_at_the_tokens_that_they_cover(self, turns: list[Turn]) -> None:
+        named = [(ob, replace(ac, sequence_id=str(i))) for i, (ob, ac) in enumerate(turns)]
+        for datum in trajectory_to_data(trajectory(*(turn(ob, ac) for ob, ac in named)), 1.0):
+            for own, spans in (
+                (datum.model_input.to_ints(), datum.model_input_spans),
+                (datum.loss_fn_inputs["target_tokens"].tolist(), datum.loss_fn_input_spans),
+            ):
+                assert spans is not None
+                found: list[int] = []
+                for span in spans:
+                    observation, action = named[int(span.sequence_id)]
+                    source = action.tokens if isinstance(span, tinker.SampledProvenanceSpan) else observation
+                    assert span.length > 0
+                    found += source[span.offset : span.offset + span.length]
+                assert found == own
 
     def test_tokens_and_logprobs_must_match(self) -> None:
         with pytest.raises(DataValidationError, match="2 sampled tokens but 1 logprobs"):

@@ -24,7 +24,7 @@ from tinker_cookbook.utils.logtree import Node
 
 
 def a_group() -> TrajectoryGroup:
-    said = TokensWithLogprobs([5, 6], [-0.1, -1 / 3], "length")
+    said = TokensWithLogprobs([5, 6], [-0.1, -1 / 3], "length", "sampler:7", 3)
     spoken = turn([1, 2], said, 0.1 + 0.2)
     spoken.metrics, spoken.logs = {"correct": 1, "share": 2 / 3}, {"text": "ä <b>", "n": 3}
     page = Node("section", "Turn", attrs={"class": "x"})

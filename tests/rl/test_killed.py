@@ -33,6 +33,7 @@ MODES = {
     ),
     "stream": ("stream_minibatch_config.num_minibatches=2", "num_substeps=2"),
     "async 2": ("async_config.max_steps_off_policy=2",),
+    "async 2, stable_reinforce": ("async_config.max_steps_off_policy=2", "async_config.loss_fn=stable_reinforce"),
 }
 
 

@@ -22,7 +22,6 @@ from tests.rl.loop import (
     make_config,
     rows,
     run,
-    trains_nothing,
     untimed,
 )
 from tinker_cookbook import backends
@@ -107,15 +106,8 @@ class TestAsync:
         assert service.trainers[0].weights == 6
 
     def test_groups_start_in_order_as_slots_become_free(self, service: FakeServiceClient, tmp_path: Path) -> None:
-        with trains_nothing():
-            run(
-                make_config(
-                    tmp_path,
-                    NumberDatasetBuilder(batches=3, groups=2, members=1),
-                    on_zero_advantages="skip",
-                    **ahead(2),
-                )
-            )
+        dataset = NumberDatasetBuilder(batches=3, groups=2, members=1)
+        run(make_config(tmp_path, dataset, on_zero_advantages="skip", **ahead(2)))
         order = [(call.prompt[2], call.prompt[0]) for call in service.sampled]
         assert order == sorted(order)
 
@@ -224,7 +216,8 @@ class TestTrouble:
         assert failed == [0, 1, 0, 0] or (is_by_time(mode) and sum(failed) == 1)
         for row in written:
             parts = [row[f"groups/{part}"] for part in ("trained", "filtered", "stale", "failed")]
-            assert sum(parts) == row["groups/sampled"] == 3
+            assert sum(parts) == row["groups/sampled"]
+            assert row["groups/sampled"] == 3 or is_by_time(mode)  # a group that failed takes no other's place
         assert written[-1]["rollout_errors/OSError"] == 2 and written[-1]["rollout_errors/groups_skipped"] == 1
         assert "rollout_errors/total" not in written[0]
         assert sum(row["groups/sampled"] for row in written) == 12
@@ -233,10 +226,11 @@ class TestTrouble:
         self, service: FakeServiceClient, tmp_path: Path, mode: dict[str, Any], use: Any
     ) -> None:
         use(HangingEnv)
-        strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=0.2)
+        drops = mode == ALL_MODES["async 2 by time, drops"]  # when it is too old, long before its time is up
+        strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=60.0 if drops else 0.2)
         run(make_config(tmp_path, rollout_error_tolerance=strategy, **mode))
         written = rows(tmp_path)
-        if mode == ALL_MODES["async 2 by time, drops"]:  # it is too old before its time is up
+        if drops:
             assert sum(row["groups/stale"] for row in written) == 1
         else:
             assert written[-1][f"rollout_errors/{RolloutTimeoutError.__name__}"] == 1
@@ -247,8 +241,7 @@ class TestTrouble:
         with pytest.raises(ZeroAdvantageError, match="group   1: 1 1 1 1"):
             run(make_config(tmp_path / "raise", constant, **mode))
         assert [row["train/skipped_steps"] for row in rows(tmp_path / "raise")] == [1, 1, 1]
-        with trains_nothing():
-            run(make_config(tmp_path / "skip", constant, on_zero_advantages="skip", **mode))
+        run(make_config(tmp_path / "skip", constant, on_zero_advantages="skip", **mode))
         assert [row["train/skipped_steps"] for row in rows(tmp_path / "skip")] == [1, 1, 1]
         assert all(trainer.weights == 0 for trainer in service.trainers)
 
@@ -257,8 +250,12 @@ class TestTrouble:
     ) -> None:
         some = NumberDatasetBuilder(batches=6, groups=3, constant_groups=2)
         run(make_config(tmp_path, some, remove_constant_reward_groups=True, **mode))
-        assert [row["groups/filtered"] for row in rows(tmp_path)] == [2] * 6
-        assert service.trainers[0].weights == 6
+        if mode == ALL_MODES["async 2 by time"]:  # their places go to others, so that the data end before the steps do
+            assert sum(row["groups/filtered"] for row in rows(tmp_path)) == 12
+            assert [row["groups/trained"] for row in rows(tmp_path)] == [3, 3]
+        else:
+            assert [row["groups/filtered"] for row in rows(tmp_path)] == [2] * 6
+            assert service.trainers[0].weights == 6
         (final,) = rows(tmp_path, "checkpoints.jsonl")
         assert final["final"] and final["batch"] == 6
 
@@ -275,8 +272,7 @@ class TestTrouble:
             return InitialObservationOverflow(float(self.prompt.to_ints()[1]))
 
         monkeypatch.setattr(NumberEnv, "initial_observation", too_long)
-        with trains_nothing():
-            run(make_config(tmp_path, on_zero_advantages="skip", num_substeps=2, **mode, **penalties))
+        run(make_config(tmp_path, on_zero_advantages="skip", num_substeps=2, **mode, **penalties))
         assert [row["train/skipped_steps"] for row in rows(tmp_path)] == [1] * 4
         assert service.trainers[0].passes == [] and service.trainers[0].adam == []
 

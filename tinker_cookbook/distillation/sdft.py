@@ -36,12 +36,13 @@ from tinker_cookbook.distillation.demonstrations import (
     build_sdft_teacher_prompt,
     build_topk_distillation_datums,
     check_template,
+    compute_sdft_advantages,
     reverse_kl_custom_loss,
 )
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.rl.algorithms import LOSS_FNS, loss_datum
+from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, loss_datum
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
 from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_rollouts
@@ -71,6 +72,7 @@ __all__ = [
     "build_sdft_teacher_prompt",
     "build_topk_distillation_datums",
     "check_config",
+    "compute_sdft_advantages",
     "main",
     "reverse_kl_custom_loss",
 ]
@@ -266,7 +268,9 @@ class _Loop(StepLoop):
 
     async def _sample(self, step: int, builders: Sequence[EnvGroupBuilder]) -> list[TrajectoryGroup]:
         config = self._config
-        student = await self.session.training_client.save_weights_and_get_sampling_client()
+        student = await self.session.training_client.save_weights_and_get_sampling_client(
+            record_stability_info=config.loss_fn == STABLE_REINFORCE
+        )
         policy = TinkerTokenCompleter(
             student, config.max_tokens, config.temperature, seed=derive_seed(config.seed, "rollouts", step)
         )

@@ -4,7 +4,8 @@
     questions   dataset (rows with prompt or question) and rubric (funcs and weights)
     builder     build(sampling_client, service_client=, base_model=, training_client=), which gives a list of episodes
 
-An object with `build` is a builder, whatever else it has; one with dataset and rubric asks questions. Any of the methods may be
+An object with `build` is a builder, whatever else it has; one with dataset and rubric asks questions. One with dataset and step
+or with initial_observation and rubric, and no complete form, asks questions too (`mixed_forms`). Any of the methods may be
 async. `needs = ("training_client",)` says which clients it cannot do without.
 """
 
@@ -28,6 +29,8 @@ _FORMS: dict[Form, tuple[str, ...]] = {
     "episodes": ("initial_observation", "step"),
 }
 """What makes each form, the first that is complete counts."""
+_MIXED = (("dataset", "step"), ("initial_observation", "rubric"))
+"""What stands for questions where no form is complete."""
 
 CLIENTS = ("sampling_client", "service_client", "training_client", "base_model")
 """What `build` may take, and `needs` may name."""
@@ -38,7 +41,7 @@ def form_of(found: Any) -> Form | None:
     for form, names in _FORMS.items():
         if all(hasattr(found, name) for name in names):
             return form
-    return None
+    return "questions" if any(all(hasattr(found, name) for name in names) for names in _MIXED) else None
 
 
 def is_started(found: Any) -> bool:

@@ -30,6 +30,7 @@ from tinker_cookbook.environments.contract_groups import (
     copy_for_member,
     steps_env,
 )
+from tinker_cookbook.environments.mixed_forms import as_questions
 from tinker_cookbook.environments.multi_turn import MAX_TURNS
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import parameter_problem
@@ -110,7 +111,7 @@ def loaded_environment(
     form = form_of(found)
     if form is None:
         raise ConfigurationError(f"env={name}: {what_lacks(found)}")
-    questions = read_questions(found, name) if form == "questions" else None
+    questions = read_questions(as_questions(found, name), name) if form == "questions" else None
     needs = check_build(found, name) if form == "builder" else read_needs(found, name)
     made = LoadedEnvironment(name, found, load, dict(args or {}), questions, needs)
     if form == "episodes":

@@ -31,6 +31,7 @@ from tinker_cookbook.preference.dpo import (
     compute_reference_logprobs,
     dpo_loss_fn,
 )
+from tinker_cookbook.preference.dpo_by_hand import create_dpo_clients, do_update, print_example
 from tinker_cookbook.runs.config import CheckedData
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
@@ -40,7 +41,17 @@ from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
-__all__ = ["Config", "LossType", "check_config", "compute_dpo_loss", "main", "main_async"]
+__all__ = [
+    "Config",
+    "LossType",
+    "check_config",
+    "compute_dpo_loss",
+    "create_dpo_clients",
+    "do_update",
+    "main",
+    "main_async",
+    "print_example",
+]
 
 _checked: CheckedData[EpochData] = CheckedData()
 

@@ -1,6 +1,9 @@
 """DeepSeek-V4.1: reasoning whose effort is a number, tool calls in tags, tool results within the user's turn.
 
-    <｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75 (...)\\n\\nBe brief.<｜User｜>1+1?<｜Assistant｜><think>Easy.</think>2<｜end▁of▁sentence｜>
+    <｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75 (...)\\n\\nBe brief.<｜User｜>1+1?
+    <｜Assistant｜><think>Easy.</think>2<｜end▁of▁sentence｜>
+
+(one line; there are no line breaks between messages).
 
 As in the chat template, the effort stands at the beginning, also of a conversation without a system message; with thinking
 disabled there is none, and the prompt closes the think block. Messages of the user and results of tools in a row are one
@@ -107,13 +110,12 @@ class DeepSeekV4_1Renderer(OpenedThinkRenderer):
     def _contexts(self, messages: list[Message]) -> list[RenderContext]:
         last_turn = -1
         if self.strip_thinking_from_history and not any(message["role"] == "tool_declare" for message in messages):
-            last_turn = self._last_user_index(messages)
+            last_turn = max((i for i, message in enumerate(messages) if _asks(message, i)), default=-1)
         return [_TurnContext(**vars(ctx), last_turn=last_turn) for ctx in super()._contexts(messages)]
 
     def _last_user_index(self, messages: list[Message]) -> int:
-        """A later system message asks too, and so do results of tools, which are of the user's turn."""
-        asking = (i for i, m in enumerate(messages) if m["role"] in _TURN_ROLES or (i and m["role"] == "system"))
-        return max(asking, default=-1)
+        asked = (i for i, message in enumerate(messages) if message["role"] != "tool" and _asks(message, i))
+        return max(asked, default=-1)
 
     # Writing --------------------------------------------------------------------------------------------------------
 
@@ -182,6 +184,11 @@ class DeepSeekV4_1DisableThinkingRenderer(DeepSeekV4_1Renderer):
     reasoning_effort = None
 
 
+def _asks(message: Message, at: int) -> bool:
+    """Whether it is of the user's turn, as results of tools are and a later system message counts."""
+    return message["role"] in _TURN_ROLES or (message["role"] == "system" and at > 0)
+
+
 def _with_declared_tools(messages: list[Message]) -> list[Message]:
     at = next((i for i, message in enumerate(messages) if message["role"] == "tool_declare"), None)
     if at is None:
@@ -208,7 +215,7 @@ def _declared(message: Message, at: int) -> list[object]:
 
 
 def _turns(messages: list[Message]) -> list[Message]:
-    """Messages of the user and results of tools in a row as one message of the user."""
+    """Messages of the user and results of tools in a row as one message, of a tool if nobody else spoke."""
     turns: list[Message] = []
     rows: list[list[Message]] = []
     order: dict[str, int] = {}
@@ -241,7 +248,8 @@ def _turn(row: list[Message], order: dict[str, int]) -> Message:
         raise RendererError(
             "messages of the user and results of tools in a row are one turn: give all the same 'trainable'"
         )
-    turn = Message(role="user", content="\n\n".join(texts))
+    role = "tool" if len(results) == len(row) else "user"
+    turn = Message(role=role, content="\n\n".join(texts))
     if "trainable" in row[0]:
         turn["trainable"] = row[0]["trainable"]
     return turn

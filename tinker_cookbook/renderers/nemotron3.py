@@ -8,7 +8,7 @@ Nemotron3Renderer is for Nano and Super, Nemotron3UltraRenderer for Ultra and th
 around </think>. As in the chat template, an answer before the last question, and one without reasoning, has an empty
 block, `<think></think>`; with `strip_thinking_from_history=False` earlier reasoning is kept, as with the template's
 truncate_history_thinking=False. So an answer without reasoning does not go on from the prompt of a thinking model, which
-opens the block with a line break: an example of it teaches the model to close the block at once.
+opens the block with a line break. The block of such an answer is not trained.
 
 `effort` is what the template adds to the last question, for models that know how to think less.
 """
@@ -79,8 +79,12 @@ class Nemotron3Renderer(TaggedCallsRenderer):
         return (_EMPTY_BLOCK + text).rstrip()
 
     def _prompt_think_block(self, message: Message, ctx: RenderContext) -> str:
-        reasons = bool(self._reasoning_and_text(message["content"])[0])
-        return super()._prompt_think_block(message, ctx) if reasons != self.disables_thinking else ""
+        """Of an answer without reasoning also the empty block, which is not trained."""
+        reasoning, text = self._reasoning_and_text(message["content"])
+        written = self._written(reasoning, text, bool(self._calls(message, ctx)), ctx)
+        if written.startswith(_EMPTY_BLOCK):
+            return _EMPTY_BLOCK
+        return self.prompt_block if ctx.is_last and written.startswith(self.prompt_block) else ""
 
     def _think_block(self, reasoning: str, ctx: RenderContext) -> str:
         return f"{THINK_OPEN}\n{reasoning}{self._before_close}{THINK_CLOSE}{self._after_block}"

@@ -6,24 +6,30 @@ which `forward_backward_custom` differentiates here and hands to either engine.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.own_parts import Registry
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.own_loss import LOSS_KIND, OwnLossFn
 from tinker_cookbook.utils.lazy import tinker
 
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
-_LOCAL_ONLY = frozenset({"temperature"})
+STABLE_REINFORCE = "stable_reinforce"
+_STABLE = frozenset(
+    {"weight_cap", "token_ratio_low", "token_ratio_high", "sequence_log_ratio_bound", "verify_provenance"}
+)
+_LOCAL_ONLY = frozenset({"temperature"}) | _STABLE
 _SETTINGS: dict[str, frozenset[str]] = {
     "importance_sampling": frozenset(),
     "ppo": _CLIP,
     "cispo": _CLIP,
     "gspo": _CLIP,
     "dro": frozenset({"beta"}),
+    STABLE_REINFORCE: _STABLE,
 }
 LOSS_FNS = tuple(_SETTINGS)
 
@@ -52,7 +58,7 @@ def check_loss(loss_fn: str | OwnLossFn, loss_fn_config: Mapping[str, float] | N
                 "(and is given logprobs at temperature 1)"
             )
         return
-    known = _SETTINGS[str(loss_fn)] | _LOCAL_ONLY
+    known = _SETTINGS[str(loss_fn)] | {"temperature"}
     for key, value in (loss_fn_config or {}).items():
         if key not in known:
             raise ConfigurationError(f"loss_fn_config has {key!r}; loss_fn={loss_fn} takes {sorted(known)}")
@@ -61,17 +67,46 @@ def check_loss(loss_fn: str | OwnLossFn, loss_fn_config: Mapping[str, float] | N
         if not 0 <= value < math.inf:
             raise ConfigurationError(f"loss_fn_config {key}={value}: must be a finite number of at least 0")
     config = loss_fn_config or {}
-    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
-    if low > high:
-        raise ConfigurationError(f"loss_fn_config clip_low_threshold={low} is above clip_high_threshold={high}")
+    for lower, upper in (("clip_low_threshold", "clip_high_threshold"), ("token_ratio_low", "token_ratio_high")):
+        low, high = config.get(lower, 0.0), config.get(upper, math.inf)
+        if low > high:
+            raise ConfigurationError(f"loss_fn_config {lower}={low} is above {upper}={high}")
+    if config.get("weight_cap") == 0:
+        raise ConfigurationError("loss_fn_config weight_cap=0 trains nothing; give the largest weight, 2 for example")
+    if config.get("verify_provenance", 0) not in (0, 1):
+        raise ConfigurationError(f"loss_fn_config verify_provenance={config['verify_provenance']}: must be 1 or 0")
+
+
+def check_discount(loss_fn: str | OwnLossFn, kl_discount_factor: float) -> None:
+    """Raise ConfigurationError for a discounted KL with stable_reinforce."""
+    if loss_fn == STABLE_REINFORCE and kl_discount_factor > 0:
+        raise ConfigurationError(
+            f"kl_discount_factor={kl_discount_factor} does not go with loss_fn={STABLE_REINFORCE}, whose advantages belong to "
+            "sampled tokens alone; set kl_discount_factor=0, or use another loss, ppo for example"
+        )
+
+
+def remove_mask(datum: tinker.Datum) -> tinker.Datum:
+    """A copy without `mask`, which no loss takes: it is for our own metrics, and advantages are 0 where it is."""
+    inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
+    return dataclasses.replace(datum, loss_fn_inputs=inputs)
 
 
 def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:
-    """The datum as the loss takes it. `mask` is for our own metrics (advantages are 0 where it is); gspo averages over it."""
-    inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
+    """The datum as the loss takes it: without its mask, over which gspo averages.
+
+    Raises DataValidationError for a datum without the provenance that the loss needs.
+    """
+    given = remove_mask(datum)
     if loss_fn == "gspo":
-        inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
-    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+        given.loss_fn_inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
+    if loss_fn == STABLE_REINFORCE and datum.loss_fn_input_spans is None:
+        raise DataValidationError(
+            f"loss_fn={loss_fn} needs to know which sample every token of a datum comes from, and one of this datum's actions "
+            "has no sequence_id (TokensWithLogprobs.sequence_id): a completer of your own must set it, or train with another "
+            "loss, ppo for example"
+        )
+    return given
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing import Any, Literal
 import chz
 
 from tinker_cookbook import backends
+from tinker_cookbook.config_tree import default_of, with_default
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.algorithms import LOSS_FNS, check_loss
+from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_discount, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
@@ -59,16 +60,19 @@ class AsyncConfig:
         validator=chz.validators.ge(0),
     )
     groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
+    loss_fn: str | Callable[..., Any] = chz.field(
+        default=STABLE_REINFORCE, doc="the loss of a run that samples ahead, in place of the run's own `loss_fn`"
+    )
     deterministic: bool = chz.field(
         default=True,
         doc=_DETERMINISTIC.format(
             by_place="step i trains on batch i", by_time="a step trains on the groups that finished first"
         ),
     )
-    too_old: Literal["wait", "drop"] = chz.field(
-        default="wait",
-        doc="deterministic=False: a group still being sampled in the last step that may train on it; wait for it, or drop it "
-        "(groups/stale) where the step has others",
+    too_old: Literal["train", "wait", "drop"] = chz.field(
+        default="train",
+        doc="deterministic=False: a group still being sampled when it is as old as max_steps_off_policy; train on it when it is "
+        "done, or let the step wait for it, or drop it (groups/stale) where the step has others",
     )
 
     @chz.validate
@@ -139,7 +143,7 @@ class RLOptions(UpdateOptions):
     on_zero_advantages: ZeroAdvantages = chz.field(
         default="stop",
         doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
-        "skip: never; raise: the first ends the run",
+        "skip: none does, nor that the whole run trained nothing; raise: the first ends the run",
     )
     max_zero_advantage_steps: int = chz.field(
         default=3, doc="on_zero_advantages=stop: so many in a row end the run", validator=chz.validators.gt(0)
@@ -206,11 +210,21 @@ class Config(RLOptions, RunConfig):
     learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    # The recipes here stop such a run; a script of one's own finds its end where it expects it, with a warning.
+    on_zero_advantages: ZeroAdvantages = with_default(RLOptions, "on_zero_advantages", "skip")
     num_epochs: int = chz.field(
         default=1,
         doc="passes over the dataset's batches; max_steps may end the run before",
         validator=chz.validators.gt(0),
     )
+
+    def training_loss_fn(self) -> str | Callable[..., Any]:
+        """The loss that the run trains with: that of `async_config`, where there is one."""
+        return self.loss_fn if self.async_config is None else self.async_config.loss_fn
+
+    def records_stability_info(self) -> bool:
+        """Whether samples are recorded for the loss, which wants their provenance."""
+        return self.training_loss_fn() == STABLE_REINFORCE
 
 
 @cache
@@ -228,7 +242,8 @@ def _warn_of_fewer_tokens(top_k: int, top_p: float, min_p: float) -> None:
 def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
     backend = backends.check_backend(config.backend, config.model_name, config.base_url)
-    check_loss(config.loss_fn, config.loss_fn_config, backend)
+    check_loss(config.training_loss_fn(), config.loss_fn_config, backend)
+    _check_async_loss(config)
     warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)
     backends.check_min_p(config.min_p, backend)
@@ -256,14 +271,44 @@ def check_config(config: Config) -> None:
                 "leave it out, or choose other opponents"
             )
         config.kl_reference_config.check("kl_reference_config", config.backend, config.base_url)
-    if config.off_policy_correction is not None and config.loss_fn not in LOSS_FNS:
+    if config.off_policy_correction is not None and config.training_loss_fn() not in LOSS_FNS:
         raise ConfigurationError(
             "off_policy_correction needs a built-in loss; a loss of your own sees both logprobs and can weight them itself"
         )
-    if config.off_policy_correction is not None and config.loss_fn == "dro":
+    if config.off_policy_correction is not None and config.records_stability_info():
+        raise ConfigurationError(
+            f"loss_fn={STABLE_REINFORCE} weights tokens by their ratio itself; leave off_policy_correction out, or use ppo"
+        )
+    if config.off_policy_correction is not None and config.training_loss_fn() == "dro":
         raise ConfigurationError(
             "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "
             "leave off_policy_correction out, or use another loss"
+        )
+
+
+def _check_async_loss(config: Config) -> None:
+    """Raise ConfigurationError for two losses, and for what stable_reinforce does not go with. Warn of one without a bound."""
+    loss, ahead = config.training_loss_fn(), config.async_config
+    own_default = default_of(chz.chz_fields(Config)["loss_fn"])
+    if ahead is not None and config.loss_fn not in (own_default, ahead.loss_fn):
+        raise ConfigurationError(
+            f"loss_fn={config.loss_fn} and async_config.loss_fn={ahead.loss_fn} differ; a run that samples ahead trains with "
+            "async_config.loss_fn, so say it there"
+        )
+    check_discount(loss, config.kl_discount_factor)
+    most_ahead = 0 if ahead is None else ahead.max_steps_off_policy
+    if most_ahead > 0 and (config.loss_fn_config or {}).get("verify_provenance"):
+        raise ConfigurationError(
+            "loss_fn_config verify_provenance=1 refuses what an earlier process sampled, on which a resumed run with "
+            "async_config.max_steps_off_policy > 0 trains; leave it out"
+        )
+    if most_ahead > 0 and loss in ("importance_sampling", "cispo") and config.off_policy_correction is None:
+        logger.warning(
+            "loss_fn=%s keeps on pushing tokens that have already become much less likely, and may become unstable on samples "
+            "that are up to %d batches old; %s or a clipped loss (ppo) is made for them",
+            loss,
+            most_ahead,
+            STABLE_REINFORCE,
         )
 
 
@@ -281,7 +326,7 @@ def _check_temperature(config: Config, backend: str) -> None:
     if trainer_temperature != config.temperature:
         fix = (
             f"set loss_fn_config={{'temperature': {config.temperature}}}"
-            if backend == "local" and config.loss_fn in LOSS_FNS
+            if backend == "local" and config.training_loss_fn() in LOSS_FNS
             else "the hosted trainer, and a loss of your own, score at temperature 1: set temperature=1.0"
         )
         raise ConfigurationError(

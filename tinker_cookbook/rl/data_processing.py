@@ -5,15 +5,23 @@ How rewards become advantages is in `advantages`, whose functions can be importe
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TypeAlias, TypedDict, Union
 
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.advantages import compute_advantages as compute_advantages
 from tinker_cookbook.rl.advantages import remove_constant_reward_groups as remove_constant_reward_groups
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, Trajectory, TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker, torch
+
+FlatObElem: TypeAlias = Union[int, "tinker.ModelInputChunk"]
+"""A token id, or a chunk that is not text."""
+FlatOb: TypeAlias = list[FlatObElem]
+"""An observation, token for token."""
+ProvenanceSpan: TypeAlias = Union["tinker.PromptProvenanceSpan", "tinker.SampledProvenanceSpan"]
+"""A run of tokens and the sampled sequence that they come from."""
 
 
 class DatumMetadata(TypedDict):
@@ -31,6 +39,8 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
+    spans: list[ProvenanceSpan] | None = None
+    """where the tokens come from; None once that is not known of an action"""
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float], advantage: float, mask: float) -> None:
         self.tokens.extend(tokens)
@@ -38,18 +48,40 @@ class _Sequence:
         self.advantages.extend([advantage] * len(tokens))
         self.mask.extend([mask] * len(tokens))
 
+    def add_provenance(self, sequence_id: str | None, context: int, sampled: int) -> None:
+        """Before their `add`: the next `context` tokens are of this sequence's prompt, the `sampled` ones after them its own."""
+        if self.spans is None or sequence_id is None:
+            self.spans = None
+            return
+        if context:
+            self.spans.append(
+                tinker.PromptProvenanceSpan(sequence_id=sequence_id, offset=len(self.tokens), length=context)
+            )
+        self.spans.append(tinker.SampledProvenanceSpan(sequence_id=sequence_id, length=sampled))
+
     def to_datum(self) -> tinker.Datum:
         # Position i predicts token i + 1: inputs lose their last token, everything else its first.
         inputs: dict[str, np.ndarray] = {"target_tokens": np.array(self.tokens[1:], dtype=np.int64)}
         for key in ("logprobs", "advantages", "mask"):
             inputs[key] = np.array(getattr(self, key)[1:], dtype=np.float32)
-        return tinker.Datum(
+        datum = tinker.Datum(
             model_input=tinker.ModelInput.from_ints(self.tokens[:-1]),
             loss_fn_inputs={key: tinker.TensorData.from_numpy(values) for key, values in inputs.items()},
         )
+        if self.spans is None:
+            return datum
+        first, last = self.spans[0], self.spans[-1]
+        inputs_end = [*self.spans[:-1], dataclasses.replace(last, length=last.length - 1)]
+        targets_start = [dataclasses.replace(first, offset=first.offset + 1, length=first.length - 1), *self.spans[1:]]
+        return datum.with_provenance(
+            model_input=[span for span in inputs_end if span.length],
+            loss_fn_inputs=[span for span in targets_start if span.length],
+        )
 
 
-def trajectory_to_data(traj: Trajectory, traj_advantage: float | Sequence[float]) -> list[tinker.Datum]:
+def trajectory_to_data(
+    traj: Trajectory, traj_advantage: float | Sequence[float], include_provenance: bool = True
+) -> list[tinker.Datum]:
     """The datums of one trajectory: one as long as each observation extends what came before, token for token.
 
     With turns (ob1, ac1), (ob2, ac2) and ob2 = ob1 + ac1 + delta the datum is ob1 ac1 delta ac2, where ob1 and delta have
@@ -59,12 +91,18 @@ def trajectory_to_data(traj: Trajectory, traj_advantage: float | Sequence[float]
 
     Args:
         traj_advantage: of every sampled token, or one for each turn's.
+        include_provenance: say of each token which sample it comes from (`Datum.with_provenance`): context is of the prompt of
+            the turn that saw it first. A datum has it where each of its actions has a `sequence_id`.
 
     Raises:
         DataValidationError: tokens and logprobs of an action differ in number, or an observation is not text.
     """
+
+    def begin() -> _Sequence:
+        return _Sequence(spans=[] if include_provenance else None)
+
     data: list[_Sequence] = []
-    current = _Sequence()
+    current = begin()
     for turn, transition in enumerate(traj.transitions):
         observation, action = _text_tokens(transition.ob), transition.ac
         if not action.tokens:
@@ -75,8 +113,9 @@ def trajectory_to_data(traj: Trajectory, traj_advantage: float | Sequence[float]
             )
         if observation[: len(current.tokens)] != current.tokens:
             data.append(current)
-            current = _Sequence()
+            current = begin()
         context = observation[len(current.tokens) :]
+        current.add_provenance(action.sequence_id, len(context), len(action.tokens))
         current.add(context, [0.0] * len(context), 0.0, 0.0)
         masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
         advantage = traj_advantage[turn] if isinstance(traj_advantage, Sequence) else traj_advantage
@@ -99,11 +138,14 @@ def _text_tokens(observation: tinker.ModelInput) -> list[int]:
 def assemble_training_data(
     trajectory_groups_P: Sequence[TrajectoryGroup],
     advantages_P: Sequence[torch.Tensor],
+    include_provenance: bool = True,
+    *,
     keep_zero: bool = False,
 ) -> tuple[list[tinker.Datum], list[DatumMetadata]]:
     """Datums of all members that train and whose advantage is not zero, with the group and member each came from.
 
     Args:
+        include_provenance: as of `trajectory_to_data`.
         keep_zero: keep members with advantage zero too, for penalties that give each token an advantage of its own.
     """
     data_D: list[tinker.Datum] = []
@@ -114,7 +156,7 @@ def assemble_training_data(
             is_zero = not any(advantage) if isinstance(advantage, list) else advantage == 0
             if not trained or (is_zero and not keep_zero):
                 continue
-            for datum in trajectory_to_data(trajectory, advantage):
+            for datum in trajectory_to_data(trajectory, advantage, include_provenance):
                 data_D.append(datum)
                 metadata_D.append({"group_idx": group_idx, "traj_idx": traj_idx})
     return data_D, metadata_D
@@ -147,4 +189,4 @@ def scale_turns(data_D: Sequence[tinker.Datum]) -> list[tinker.Datum]:
 def replace_inputs(datum: tinker.Datum, **inputs: np.ndarray) -> tinker.Datum:
     """A datum with some of its loss_fn_inputs replaced; the given one stays as it is."""
     replaced = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
-    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs={**datum.loss_fn_inputs, **replaced})
+    return dataclasses.replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, **replaced})

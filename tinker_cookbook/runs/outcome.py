@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.intervals import ANY, RATE, Z_95, Estimate, wilson, within_range
 from tinker_cookbook.utils.ml_log import read_metrics
@@ -36,7 +37,7 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
     """
     console = Console(soft_wrap=True)
     if not _is_quiet(log_path):
-        console.print(_changes(read_metrics(log_path), evaluated, training))
+        console.print(_changes(each_once(read_metrics(log_path)), evaluated, training))
     console.print(f"Files: {log_path}")
 
 

@@ -56,21 +56,19 @@ class Session:
         """The next step, counted over epochs."""
         if self.record is None:
             return 0
-        epoch = self.record.epoch or 0
-        return epoch * steps_per_epoch + self.record.batch if steps_per_epoch is not None else self.record.batch
+        epoch, batch = self.record.epoch or 0, self.record.batch
+        assert batch is not None  # checked before its weights were loaded
+        return epoch * steps_per_epoch + batch if steps_per_epoch is not None else batch
 
     @contextmanager
-    def traced_step(self, step: int) -> Generator[None]:
-        """For the body of a step: draws its spans, if this step is one of those that are drawn (span_chart_every)."""
-        every = self.config.span_chart_every
-        if every == 0 or step % every:
-            with trace.scope_span_sync("iteration"):
-                trace.update_scope_context({"step": step})
-                yield
-            return
+    def traced_step(self, step: int) -> Generator[trace.IterationWindow]:
+        """For the body of a step: its spans. timing_spans.jsonl keeps them; of every span_chart_every-th step they are drawn."""
         with trace.trace_iteration(step) as window:
-            yield
-        trace.save_gantt_chart_html(window, step, iteration_folder(self.run.log_path, step) / CHART_BASE_NAME)
+            yield window
+        window.write_spans_jsonl(self.run.log_path / trace.SPANS_BASE_NAME, step)
+        every = self.config.span_chart_every
+        if every > 0 and step % every == 0:
+            trace.save_gantt_chart_html(window, step, iteration_folder(self.run.log_path, step) / CHART_BASE_NAME)
 
     def is_complete(self, start: int, end: int) -> bool:
         """Whether there is nothing left to do: all steps are done, and the final checkpoint is there (or more than all)."""
@@ -211,6 +209,11 @@ async def _from_last_checkpoint(
     newest_error: Exception | None = None
     for record in reversed(records):
         path = record.state_path or ""
+        if record.batch is None:
+            raise CheckpointError(
+                f"{run.log_path}: checkpoint {record.name!r} does not say which batch is the next one, so that its run cannot go "
+                f"on; start another one from its weights, with another log_path and load_checkpoint_path={path}"
+            )
         try:
             client = await service.create_training_client_from_state_with_optimizer(path, user_metadata=metadata)
         except Exception as error:

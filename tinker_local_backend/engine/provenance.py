@@ -119,8 +119,8 @@ def check_provenance(
             if sampled is None:
                 if known_only:
                     raise RequestError(
-                        f"{run}: this engine knows no sequence {span.sequence_id!r} (verify_provenance): it was sampled elsewhere "
-                        "or without record_stability_info, or has been trained on; sample it anew"
+                        f"{run}: this engine knows no sequence {span.sequence_id!r} (verify_provenance): it was sampled "
+                        "elsewhere or without record_stability_info, or has been trained on; sample it anew"
                     )
                 continue
             if is_sampled:

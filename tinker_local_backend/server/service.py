@@ -336,7 +336,7 @@ class Service:
         """A sampling request. Raises Refused (429) while too many of the tenant's are waiting.
 
         `on_progress` is told what is new of the samples while they are drawn (progress.py). With `record` the engine remembers
-        them under the request's `sequence_ids`, until they are trained on.
+        them under the request's `sequence_ids` until they are trained on.
         """
         sampler = self.sampler(tenant, sampler_id)
         known = sampler.known.find(seq_id, digest) if seq_id is not None else None
@@ -365,13 +365,8 @@ class Service:
             self._sampling[tenant.name] -= 1
             return reply
 
-        operation = {
-            "op": "sample",
-            "sampler_id": sampler_id,
-            "request": fields,
-            "record_as": request.sequence_ids if record else None,
-            "stream": on_progress is not None,
-        }
+        how = {"record_as": request.sequence_ids if record else None, "stream": on_progress is not None}
+        operation = {"op": "sample", "sampler_id": sampler_id, "request": fields, **how}
         self.requests.dispatch(request, operation, b"", ended, on_progress)
         return request
 
