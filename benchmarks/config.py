@@ -12,6 +12,8 @@ import chz
 import torch
 
 from benchmarks.errors import BenchmarkError
+from tinker_local_backend.command import check_command, fail
+from tinker_local_backend.errors import LocalBackendError
 
 RESULTS = str(Path(__file__).resolve().parent / "results")
 EXAMPLE_MODEL = str(Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat")
@@ -72,6 +74,9 @@ def environment(config: CommonConfig) -> Iterator[None]:
         raise BenchmarkError("device=cuda: torch sees no CUDA device here; use device=cpu")
     values = {**_OFFLINE, "TINKER_LOCAL_DEVICE": config.device, "TINKER_LOCAL_DTYPE": config.dtype}
     before = {name: os.environ.get(name) for name in values}
+    for name, key in {"TINKER_LOCAL_DEVICE": "device", "TINKER_LOCAL_DTYPE": "dtype"}.items():
+        if before[name] and before[name] != values[name]:
+            raise BenchmarkError(f"{name}={before[name]} is set beside {key}={values[name]}; give {key}=, and unset it")
     threads_before = torch.get_num_threads()
     os.environ.update(values)
     torch.set_num_threads(config.threads)
@@ -94,12 +99,12 @@ def run_benchmark(main: Callable[[Any], None]) -> None:
             _restart_with_threads(config.threads)
         main(config)
 
+    check_command()
     with_threads.__annotations__["config"] = main.__annotations__["config"]
     try:
         chz.nested_entrypoint(with_threads, allow_hyphens=True)
-    except BenchmarkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    except (BenchmarkError, LocalBackendError) as error:
+        fail(str(error))
 
 
 def _restart_with_threads(threads: int) -> None:

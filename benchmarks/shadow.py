@@ -17,12 +17,13 @@ from statistics import median
 import chz
 import tinker
 
-from benchmarks.config import EXAMPLE_MODEL, run_benchmark
+from benchmarks.config import run_benchmark
 from benchmarks.workload import random_tokens
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.environments.shadow import Shadow, answer_datum
 from tinker_cookbook.rl.run_clients import RunClients
 from tinker_local_backend import ServiceClient
+from tinker_local_backend.shipped import default_model, shipped_model
 
 PROBE = 20
 """Tokens of a probe; its answer has another four."""
@@ -32,7 +33,11 @@ PROBE = 20
 class ShadowConfig:
     """Keys of `python -m benchmarks.shadow`."""
 
-    model: str = chz.field(default=str(EXAMPLE_MODEL), doc="directory or hub id")
+    model: str = chz.field(
+        default_factory=default_model,
+        munger=lambda self, name: shipped_model(name),
+        doc="directory or hub id; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
+    )
     prompt: int = chz.field(default=150, doc="tokens of a prompt", validator=chz.validators.gt(0))
     answer: int = chz.field(default=30, doc="tokens of an answer", validator=chz.validators.gt(0))
     group: int = chz.field(default=8, doc="answers to a prompt", validator=chz.validators.gt(0))

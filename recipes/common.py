@@ -12,7 +12,7 @@ import chz
 from tinker_cookbook import backends, config_tree, environment, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
 from tinker_cookbook.data.rows import is_data_file
-from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.data.shipped import is_tiny, shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.hyperparam_utils import known_lr
 from tinker_cookbook.own_parts import full_reference, is_reference
@@ -27,19 +27,27 @@ C = TypeVar("C", bound="CommonConfig")
 R = TypeVar("R", bound=RunConfig)
 
 TINY_CHAT, TINY_DEBATE = "tiny_chat", "tiny_debate"
-SHIPPED_MODELS = (TINY_CHAT, TINY_DEBATE)
 
 TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
-"""What suits the shipped models, and would wreck or cut short a real one."""
+"""What suits models of a million parameters, such as the shipped ones, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
 RL_SHARE = 0.1
-"""Of `get_lr`, which is for supervised learning; with less, a loop over rewards or preferences warns."""
+"""Of `get_lr`, which is for supervised learning; with less, a loop over rewards warns."""
 """What suits real models to begin with; rank does not matter, model size and data do."""
 
 
-def default_model() -> str:
-    """What a recipe trains or talks to unless told otherwise: TINKER_DEBATE_BASE_MODEL, else the shipped model."""
-    return environment.read("TINKER_DEBATE_BASE_MODEL") or TINY_CHAT
+def default_model(shipped: str = TINY_CHAT) -> str:
+    """What a recipe trains or talks to unless told otherwise: TINKER_DEBATE_BASE_MODEL, else this shipped model."""
+    return backends.default_model(shipped)
+
+
+def base_model(shipped: str = TINY_CHAT) -> Any:
+    """The field `model_name` of a config, with `default_model` as default."""
+    return chz.field(
+        default_factory=lambda: default_model(shipped),
+        doc="tiny_chat or tiny_debate (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; default: "
+        f"TINKER_DEBATE_BASE_MODEL, else {shipped}",
+    )
 
 
 def _positive(owner: Any, attribute: str) -> None:
@@ -49,14 +57,14 @@ def _positive(owner: Any, attribute: str) -> None:
 
 
 def by_model(doc: str, tiny: float, usual: float, share_of_get_lr: float | None = None) -> Any:
-    """A field that is positive and has one default for the shipped models and another for all others; `settle` fills it in.
+    """A field that is positive and has one default for tiny models and another for all others; `settle` fills it in.
 
     Args:
         share_of_get_lr: of a learning rate, so much of `get_lr` is the default for a model that it knows, instead of `usual`.
     """
     share = "" if share_of_get_lr in (None, 1) else f"{share_of_get_lr:g} times "
     rule = "" if share_of_get_lr is None else f"{share}hyperparam_utils.get_lr where it knows the model, else "
-    doc = f"{doc}; default: {tiny:g} for {' and '.join(SHIPPED_MODELS)}, {rule}{usual:g} for other models"
+    doc = f"{doc}; default: {tiny:g} for tiny models (those that ship, and others of `tools/`), {rule}{usual:g} for other models"
     return chz.field(
         default=None, doc=doc, validator=_positive, metadata={"tiny": tiny, "usual": usual, "share": share_of_get_lr}
     )
@@ -72,11 +80,7 @@ class CommonConfig(RunOptions):
         "save_every", "wandb_project", "wandb_name",
     )  # fmt: skip
 
-    model_name: str = chz.field(
-        default_factory=lambda: default_model(),
-        doc="tiny_chat or tiny_debate (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; default: "
-        "TINKER_DEBATE_BASE_MODEL, else tiny_chat",
-    )
+    model_name: str = base_model()
     renderer_name: str | None = chz.field(
         default=None,
         doc="how messages become tokens: a known name, or your own (path/file.py:object); default: the model's own",
@@ -94,9 +98,8 @@ class CommonConfig(RunOptions):
 
     @property
     def is_tiny(self) -> bool:
-        """Whether a shipped model is trained, by its name or by a path to its folder."""
-        model = Path(shipped_model(self.model_name)).resolve()
-        return model in [Path(shipped_model(name)).resolve() for name in SHIPPED_MODELS]
+        """Whether a model of the kind that ships is trained, in whatever folder it lies."""
+        return is_tiny(self.model_name)
 
 
 def settle(cli: C) -> C:

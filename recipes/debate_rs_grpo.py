@@ -18,6 +18,7 @@ from typing import Any
 
 import chz
 
+from recipes import flags
 from recipes.common import settle
 from recipes.rl_common import (
     TaskConfig,
@@ -69,6 +70,8 @@ class CLIConfig(TaskConfig):
         "judge_max_tokens": "judge.max_tokens",
         "judge_temperature": "judge.temperature",
     }
+
+    ALIASES = {"debate_grpo_reward": "debate_reward"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
 
     judge: JudgeConfig = chz.field(
         default_factory=lambda: JudgeConfig(name="mock"),
@@ -148,4 +151,4 @@ async def main(cli: CLIConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(CLIConfig, main)
+    run_recipe(CLIConfig, main, prepare=flags.read_by("debate"))

@@ -21,7 +21,7 @@ from statistics import fmean
 import chz
 from rich.console import Console
 
-from recipes.common import RL_LEARNING_RATE, RL_SHARE, by_model, open_log_path, settle
+from recipes.common import RL_LEARNING_RATE, RL_SHARE, TINY_DEBATE, base_model, by_model, open_log_path, settle
 from recipes.rl_common import TaskConfig, check_groups
 from tinker_cookbook import model_info
 from tinker_cookbook.backends import closing_clients
@@ -68,7 +68,7 @@ FREE = (
 class CLIConfig(TaskConfig):
     """Keys of `python -m recipes.debate_study`. `seed` is that of the measurements; `seeds` are those of the runs."""
 
-    model_name: str = with_default(TaskConfig, "model_name", "tiny_debate")
+    model_name: str = base_model(TINY_DEBATE)
     task: str = with_default(TaskConfig, "task", "collatz")
     protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
@@ -299,10 +299,11 @@ def sentence(runs: Sequence[Run]) -> str:
     difference, accuracy = lead(own, rivals[best]), estimate(own, "correct_I")
     how = "beats" if difference.low > 0 else "loses to" if difference.high < 0 else "cannot be told apart from"
     tokens, seeds = fmean(run.tokens for run in own), f"{len(own)} seed{'s' if len(own) > 1 else ''}"
+    over = "seeds and " if len(own) > 1 else ""
     return (
-        f"At about {tokens:.0f} sampled tokens and {seeds}, the policy trained by debate is right on {accuracy} of the held-out "
-        f"answers and {how} the best other signal without the truth, {best} ({estimate(rivals[best], 'correct_I')}): "
-        f"difference {difference}."
+        f"On this one base model, at about {tokens:.0f} sampled tokens and {seeds}, the policy trained by debate is right on "
+        f"{accuracy} of the held-out answers and {how} the best other signal without the truth, {best} "
+        f"({estimate(rivals[best], 'correct_I')}): difference {difference}, over {over}questions, not over base models."
     )
 
 
@@ -355,8 +356,8 @@ def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
 
 async def study(cli: CLIConfig) -> list[Run]:
     """Every protocol with every seed; results are written after each run, and a study that goes on keeps them."""
-    folder = open_folder(open_log_path(cli, RECIPE, RECIPE, str(cli.task)), "log_path")
     cli = settle(cli)
+    folder = open_folder(open_log_path(cli, RECIPE, RECIPE, str(cli.task)), "log_path")
     with one_writer(folder, "log_path"):
         earlier = earlier_runs(folder, cli)
         known = {run.protocol: run.before for run in earlier.values()}

@@ -37,6 +37,8 @@ class CLIConfig:
 async def main(cli: CLIConfig) -> None:
     if cli.model_path is None and cli.log_path is None:
         raise ConfigurationError("nothing to export: give log_path=<run> or model_path=tinker://...")
+    if cli.base_model is not None:
+        backends.check_backend(cli.backend, cli.base_model, cli.base_url, field="base_model")
     path = cli.model_path if cli.model_path is not None else last_sampler_path(str(cli.log_path))
     exported = await weights.export(
         backends.create_service_client(cli.backend, cli.base_url),

@@ -4,7 +4,7 @@ import chz
 
 from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS, default_model
 from tinker_cookbook import config_tree
-from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.data.shipped import is_tiny
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.weights_config import Policy, WeightsConfig
@@ -25,7 +25,7 @@ class PolicyCLIConfig:
     backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); default: TINKER_BACKEND, else local")
     base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
     max_tokens: int | None = chz.field(
-        default=None, doc=f"longest reply; default: {TINY_MAX_TOKENS} for the shipped model, else {MAX_TOKENS}"
+        default=None, doc=f"longest reply; default: {TINY_MAX_TOKENS} for a tiny model, else {MAX_TOKENS}"
     )
 
 
@@ -52,4 +52,4 @@ def reply_tokens(cli: PolicyCLIConfig, base_model: str) -> int:
     """The reply length asked for, else what suits the model."""
     if cli.max_tokens is not None:
         return cli.max_tokens
-    return TINY_MAX_TOKENS if base_model == shipped_model(TINY_CHAT) else MAX_TOKENS
+    return TINY_MAX_TOKENS if is_tiny(base_model) else MAX_TOKENS

@@ -20,6 +20,7 @@ import chz
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
 from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_loss
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
@@ -41,7 +42,11 @@ class CLIConfig:
     """Keys of `python -m recipes.replay`. Model, rank, learning rate and loss are the run's own unless they are given."""
 
     run: str = chz.field(doc="folder of the run whose rollouts are trained on")
-    model_name: str | None = chz.field(default=None, doc="base model; None: the run's")
+    model_name: str | None = chz.field(
+        default=None,
+        munger=lambda self, name: None if name is None else shipped_model(name),
+        doc="base model; None: the run's",
+    )
     lora_rank: int | None = chz.field(default=None, doc="rank of the adapter; None: the run's")
     train_mlp: bool | None = chz.field(
         default=None, doc="whether a new adapter is also on the MLPs; None: as the run's"
@@ -154,6 +159,7 @@ def steps_of_run(folder: Path) -> list[Path]:
 
 
 async def main(cli: CLIConfig) -> None:
+    backends.check_backend(cli.backend, cli.model_name)
     cli = settings_of_run(cli)
     assert cli.model_name is not None and cli.loss_fn is not None and cli.learning_rate is not None
     backends.check_backend(cli.backend, cli.model_name)

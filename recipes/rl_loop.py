@@ -15,9 +15,9 @@ import time
 
 import chz
 
-from tinker_cookbook import backends, environment, model_info
+from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.renderers import Renderer, get_renderer, get_text_content
 from tinker_cookbook.runs.bootstrap import open_run
@@ -35,8 +35,9 @@ class CLIConfig:
     """Keys of `python -m recipes.rl_loop`."""
 
     model_name: str = chz.field(
-        default_factory=lambda: environment.read("TINKER_DEBATE_BASE_MODEL") or str(EXAMPLE_DATA / "tiny_chat"),
-        doc="a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else the shipped tiny_chat",
+        default_factory=lambda: backends.default_model("tiny_chat"),
+        munger=lambda self, name: shipped_model(name),
+        doc="tiny_chat (shipped), a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
     )
     backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
     session_name: str | None = chz.field(

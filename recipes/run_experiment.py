@@ -14,10 +14,13 @@ Tables of the file:
     [model]     base_model, renderer_name, lora_rank, load_checkpoint_path
     [tinker]    backend, base_url, api_key_env (the variable that holds the key) or api_key
 
-Every key can be given on the command line, under the name of its table or without it. A run writes metrics.json beside
-metrics.jsonl, and is asynchronous, evaluated, saved and resumed as every other.
+Every key can be given on the command line, under the name of its table or without it. A run has the folder outputs/<name of the
+file>, writes metrics.json beside metrics.jsonl, and is asynchronous, evaluated, saved and resumed as every other.
+
+From Python: Trainer.from_config("configs/train_ghost.toml").train(max_steps=4, output_dir="ghost").
 """
 
+import asyncio
 import difflib
 import os
 import tomllib
@@ -30,6 +33,8 @@ import chz
 from recipes.common import prompt_room, settle
 from recipes.rl_common import train_and_show, train_config
 from recipes.warm_up import WarmUpDataConfig, given_conversations, warm_up_on
+from tinker_cookbook import config_tree
+from tinker_cookbook.backends import check_variables, closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import keys_and_values, with_default
 from tinker_cookbook.environments import DatasetSettings, get_env
@@ -43,7 +48,12 @@ from tinker_cookbook.runs.config import RunOptions
 RECIPE = "run_experiment"
 
 OTHER_NAMES = {
-    "trainer": {"max_new_tokens": "max_tokens", "output_dir": "log_path", "steps": "max_steps"},
+    "trainer": {
+        "max_new_tokens": "max_tokens",
+        "output_dir": "log_path",
+        "steps": "max_steps",
+        "rollouts_per_example": "group_size",
+    },
     "model": {"base_model": "model_name"},
     "tinker": {},
     "warm_up": {"data": "warm_up_data", "steps": "warm_up_steps", "tiny_steps": "warm_up_tiny_steps"},
@@ -64,8 +74,16 @@ class EnvEntry:
 
     id: str = chz.field(doc="name, module, folder or file of an environment")
     name: str | None = chz.field(default=None, doc="what metrics call it; None: as it calls itself")
-    weight: float = chz.field(default=1.0, doc="share of the groups of a step", validator=chz.validators.gt(0))
+    weight: float = chz.field(default=1.0, doc="share of the groups of a step; 0: evaluated, never trained on")
     args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of load_environment")
+
+    @chz.validate
+    def _check_weight(self) -> None:
+        if not 0 <= self.weight < float("inf"):
+            raise ConfigurationError(
+                f"the weight of {self.name or self.id} is {self.weight:g}: it must be greater than 0, or 0 for an environment "
+                "that is evaluated and never trained on"
+            )
 
 
 @chz.chz(typecheck=True)
@@ -80,7 +98,9 @@ class CLIConfig(WarmUpDataConfig):
         default=None, doc="rollouts per step, instead of groups_per_batch: a multiple of group_size"
     )
     num_test: int = chz.field(default=32, doc="questions or episodes of an evaluation", validator=chz.validators.gt(0))
-    log_path: str | None = chz.field(default="outputs", doc="folder of the run")
+    log_path: str | None = chz.field(
+        default=None, doc="folder of the run; default: outputs/<name of the file>, with `name` added if it is given"
+    )
     metrics_json: bool = with_default(RunOptions, "metrics_json", True)
     api_key_env: str | None = chz.field(default=None, doc="variable that holds the key of the hosted service")
     api_key: str | None = chz.field(default=None, doc="the key itself; it is written nowhere")
@@ -201,8 +221,9 @@ def source_of(entry: EnvEntry, key: str, settings: DatasetSettings) -> RLDataset
     """The dataset of an entry's environment, under its name; `key` is the entry's in errors. Raises as `get_env`."""
     with arguments_called(f"{key}.args"):
         env = get_env(entry.id, entry.args)
-        if isinstance(env, LoadedEnvironment) and entry.name is not None:
-            env = env.named(entry.name)
+        if isinstance(env, LoadedEnvironment):
+            env = env.named(entry.name or env.name)
+            env = env if entry.weight > 0 else env.for_evaluation()
         return env.build(settings)
 
 
@@ -223,11 +244,20 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
     )
     keys = ["env"] if len(cli.envs) == 1 else [f"envs.{entry.name or i}" for i, entry in enumerate(cli.envs)]
     sources = [source_of(entry, key, settings) for entry, key in zip(cli.envs, keys, strict=True)]
+    weights = [entry.weight for entry in cli.envs]
+    if not any(weights):
+        raise ConfigurationError(
+            f"{', '.join(f'{key}.weight=0' for key in keys)}: nothing would train; give one a weight"
+        )
     if len(sources) == 1:
         return sources[0]
-    weights = [entry.weight for entry in cli.envs]
     return InterleavedRLDatasetBuilder(
-        sources=sources, weights=weights, groups_per_batch=groups, total_batches=cli.max_steps, seed=cli.seed
+        sources=[source for source, weight in zip(sources, weights, strict=True) if weight],
+        weights=[weight for weight in weights if weight],
+        only_evaluated=[source for source, weight in zip(sources, weights, strict=True) if not weight],
+        groups_per_batch=groups,
+        total_batches=cli.max_steps,
+        seed=cli.seed,
     )
 
 
@@ -247,13 +277,75 @@ def use_key(cli: CLIConfig) -> None:
         os.environ["TINKER_API_KEY"] = key
 
 
+def folder_of(cli: CLIConfig) -> str:
+    """The run's folder: `log_path`, else one that the experiment has for itself."""
+    words = [Path(cli.experiment).stem if cli.experiment is not None else "own", *([cli.name] if cli.name else [])]
+    return cli.log_path if cli.log_path is not None else str(Path("outputs", "_".join(words)))
+
+
 async def main(cli: CLIConfig) -> None:
     use_key(cli)
-    cli = settle(cli)
-    name = Path(cli.experiment).stem if cli.experiment is not None else "own"
+    cli = settle(chz.replace(cli, log_path=folder_of(cli)))
     builder, first = make_dataset_builder(cli), given_conversations(cli)
-    config = await warm_up_on(cli, train_config(cli, RECIPE, builder, [name]), first)
+    config = await warm_up_on(cli, train_config(cli, RECIPE, builder, []), first)
     await train_and_show(config, ["reward/total"])
+
+
+class Trainer:
+    """An experiment file, to be run from a script: what the command does, without a command line.
+
+    Attributes:
+        config: the keys of the file.
+    """
+
+    def __init__(self, config: CLIConfig):
+        self.config = config
+
+    @classmethod
+    def from_config(cls, path: str | os.PathLike[str], *arguments: str) -> "Trainer":
+        """Read a file, import its environments, resolve the key of the service, and check it all; no model is loaded.
+
+        Args:
+            path: the TOML file.
+            arguments: keys that override it, as on the command line ("trainer.seed=1").
+
+        Raises:
+            ConfigurationError, ValueError, TypeError, chz's own: as the command, which says the same in one line.
+        """
+        config = config_tree.parse(CLIConfig, [os.fspath(path), *arguments])
+        use_key(config)
+        make_dataset_builder(settle(config))
+        return cls(config)
+
+    def train(self, max_steps: int | None = None, output_dir: str | os.PathLike[str] | None = None) -> Path:
+        """Run the experiment to its end.
+
+        Args:
+            max_steps: instead of the file's.
+            output_dir: folder of the run, instead of the file's; default: `folder_of`. What happens to one that exists, the
+                file says (`behavior_if_log_dir_exists`).
+
+        Returns:
+            The folder, with metrics.jsonl and metrics.json.
+
+        Raises:
+            ConfigurationError: an event loop runs here already, as in a notebook; or whatever ends the command.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.train_async(max_steps, output_dir))
+        raise ConfigurationError("train: an event loop runs here already; use `await trainer.train_async(...)`")
+
+    async def train_async(self, max_steps: int | None = None, output_dir: str | os.PathLike[str] | None = None) -> Path:
+        """`train` within an event loop."""
+        changes: dict[str, Any] = {} if max_steps is None else {"max_steps": max_steps}
+        config = chz.replace(self.config, **changes)
+        folder = folder_of(config) if output_dir is None else os.fspath(output_dir)
+        check_variables()
+        with closing_clients():
+            await main(chz.replace(config, log_path=folder))
+        return Path(folder)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,12 @@ python -m recipes.single_turn task=summary reward_fn=compression:0.5,rouge:0.3
 python -m recipes.single_turn task=summary dataset=cnn_dailymail model_name=Qwen/Qwen3-4B-Instruct-2507
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import chz
 
+from recipes import flags
 from recipes.common import prompt_room, settle
 from recipes.rl_common import (
     TaskConfig,
@@ -18,23 +22,45 @@ from recipes.rl_common import (
     train_questions_evaluator,
 )
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.algorithms import get_preset
 from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
 
 RECIPE = "single_turn"
+OF_ALL, OF_ACCEPTED = (AdvantageConfig(baseline=name, scale="sequence") for name in ("zscore", "constant"))
+"""Replies that a threshold has accepted all train with the same weight: with rewards of 0 and 1 they do not differ."""
+
+
+def _advantage(config: "CLIConfig", given: AdvantageConfig) -> AdvantageConfig:
+    """What is given, else the preset's, else what suits all replies or the accepted ones."""
+    if given is not OF_ALL:
+        return given
+    if config.preset is not None:
+        return get_preset(config.preset).advantage
+    return given if config.accept_min_reward is None else OF_ACCEPTED
 
 
 @chz.chz(typecheck=True)
 class CLIConfig(TaskConfig):
     """Keys of `python -m recipes.single_turn`."""
 
-    accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
-    accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
-    advantage: AdvantageConfig = with_default(
-        TaskConfig, "advantage", AdvantageConfig(baseline="zscore", scale="sequence")
+    accept_min_reward: float | None = chz.field(
+        default=None,
+        doc="train only on replies with at least this reward; all alike (baseline=constant), unless advantage or preset is given",
     )
+    accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
+    advantage: AdvantageConfig = chz.field(
+        default_factory=lambda: OF_ALL, munger=_advantage, doc=chz.chz_fields(TaskConfig)["advantage"]._doc
+    )
+
+    @classmethod
+    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
+        values = TaskConfig.layer(given)
+        if given.get("accept_min_reward", "None") != "None" and "preset" not in given:
+            parts = {f"advantage.{key}": value for key, value in chz.asdict(OF_ACCEPTED).items()}
+            values |= {key: value for key, value in parts.items() if key not in given and "advantage" not in given}
+        return values
 
 
 def build_config(cli: CLIConfig) -> train.Config:
@@ -58,4 +84,4 @@ async def main(cli: CLIConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(CLIConfig, main)
+    run_recipe(CLIConfig, main, prepare=flags.read_by("single_turn"))

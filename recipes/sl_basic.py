@@ -25,6 +25,8 @@ SHIPPED = "conversations"
 class CLIConfig(SLConfig):
     """Keys of `python -m recipes.sl_basic`."""
 
+    ALIASES = {"dataset_path": "dataset"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
+
     dataset: str = chz.field(
         default=SHIPPED,
         doc="conversations or library (shipped), a .jsonl/.csv/.parquet file, or a hub id (owner/name)",

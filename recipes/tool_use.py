@@ -32,8 +32,8 @@ from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.supervised.conversations import shared_system_prompt
 from tinker_cookbook.tasks.types import parse_solution
-from tinker_cookbook.tool_use import ArticleSearch, ToolRegistry, ToolUseEnv, calculate, tool
-from tinker_cookbook.tool_use.env import tool_conversation
+from tinker_cookbook.tool_use import AgentToolMessageEnv, ArticleSearch, ToolRegistry, calculate, tool
+from tinker_cookbook.tool_use.agent_tool_message_env import tool_conversation
 from tinker_cookbook.utils.files import read_jsonl
 
 RECIPE = "tool_use"
@@ -103,14 +103,14 @@ class AnswerGrader:
         return reward, {"correct": float(correct), "format": float(tagged), "faithful": float(faithful)}
 
 
-def make_tool_env(task: ToolTask, question: Question, declare: bool, renderer: Renderer) -> ToolUseEnv:
+def make_tool_env(task: ToolTask, question: Question, declare: bool, renderer: Renderer) -> AgentToolMessageEnv:
     """`declare`: show the tool in the renderer's own way and ask for the answer's form; otherwise the question stands alone."""
     tools = registry(task)
     if declare:
         messages = tool_conversation(renderer, tools, SYSTEM, question.text)
     else:
         messages = [Message(role="user", content=question.text)]
-    return ToolUseEnv(messages, tools, AnswerGrader(question.answer))
+    return AgentToolMessageEnv(tools, messages, None, AnswerGrader(question.answer), tool_errors="answer")
 
 
 def half_hearted(task: ToolTask, question: Question, rng: random.Random, messages: list[Message]) -> Message:
@@ -147,7 +147,7 @@ class ToolUseDatasetBuilder(MessageDatasetBuilder):
         return shared_system_prompt([tool_conversation(self.renderer(), registry(self.task), SYSTEM, "")])
 
     async def make_env_maker(self) -> EnvMaker:
-        def make_env(renderer: Renderer, rng: random.Random) -> Callable[[], ToolUseEnv]:
+        def make_env(renderer: Renderer, rng: random.Random) -> Callable[[], AgentToolMessageEnv]:
             return partial(
                 make_tool_env, self.task, draw_question(self.task, self.largest, rng), self.declare, renderer
             )

@@ -23,11 +23,11 @@ from typing import Any
 
 import chz
 
-from recipes.common import TINY_CHAT
+from recipes.common import base_model
 from recipes.gpu_utilisation import Utilisation
 from tinker_cookbook import backends, model_info, weights
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.runs.metadata import versions
@@ -43,7 +43,7 @@ MODULES = ("torch", "transformers", "peft", "tinker", "tinker_cookbook.rl.train"
 class CLIConfig:
     """Keys of `python -m recipes.validate_gpu`."""
 
-    model_name: str = chz.field(default=TINY_CHAT, doc="tiny_chat (shipped), a model directory, or a hub id")
+    model_name: str = base_model()
     summary_dataset: str = chz.field(
         default="articles", doc="what is summarised: shipped, a .jsonl file, or cnn_dailymail from the hub"
     )
@@ -132,6 +132,14 @@ def training_runs(cli: CLIConfig) -> tuple[TrainingRun, ...]:
     )
 
 
+def what_is_checked(cli: CLIConfig) -> str:
+    """One line: the model, in what and on what the engine holds it, and the versions of what computes."""
+    engine = backends.describe_engine("local")
+    device = engine["device"] if engine["device_name"] is None else f"{engine['device']} ({engine['device_name']})"
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items() if version is not None)
+    return f"model {cli.model_name}, dtype {engine['dtype']}, device {device}, {installed}"
+
+
 def check_imports() -> tuple[bool, str]:
     for name in MODULES:
         try:
@@ -192,12 +200,11 @@ def checks(cli: CLIConfig, output: Path) -> Iterator[Row]:
     yield _row(
         "device", check_device, "pip gave a torch for CPUs: on an image whose torch has CUDA use --system-site-packages"
     )
-    model = [] if cli.model_name == TINY_CHAT else [f"model={cli.model_name}"]
     yield _command(
         cli,
         output / "logprobs.log",
         "logprobs",
-        ["-m", "tinker_local_backend.check_logprobs", *model, "max_tokens=32"],
+        ["-m", "tinker_local_backend.check_logprobs", f"model={cli.model_name}", "max_tokens=32"],
         lambda log: (log.splitlines()[-1:] == ["ok"], log.splitlines()[-2]),
         "sampler and trainer disagree: do not train before this passes (weights or dtypes that differ, a broken kernel)",
     )
@@ -275,6 +282,7 @@ def _command(
 def write_report(cli: CLIConfig, rows: list[Row], output: Path) -> None:
     """report.json and report.md."""
     found: dict[str, Any] = {"passed": all(row.passed for row in rows), "model_name": cli.model_name}
+    found["engine"] = backends.describe_engine("local")
     write_json(output / "report.json", {**found, "versions": versions(), "rows": [asdict(row) for row in rows]})
     cells = [["check", "result", "seconds", "detail"]]
     cells += [[row.name, "pass" if row.passed else "FAIL", f"{row.seconds:.0f}", row.detail] for row in rows]
@@ -282,6 +290,7 @@ def write_report(cli: CLIConfig, rows: list[Row], output: Path) -> None:
     commands = [f"    {row.command}" for row in rows if row.command]
     parts = [
         f"# GPU validation of {cli.model_name}: {'passed' if found['passed'] else 'failed'}",
+        what_is_checked(cli),
         markdown_table(cells),
         *(["What the failures mean:", "\n".join(failed)] if failed else []),
         "The commands:",
@@ -291,13 +300,14 @@ def write_report(cli: CLIConfig, rows: list[Row], output: Path) -> None:
 
 
 def main(cli: CLIConfig) -> None:
-    model_info.get_recommended_renderer_name(
-        str(EXAMPLE_DATA / TINY_CHAT) if cli.model_name == TINY_CHAT else cli.model_name
-    )
+    model = shipped_model(cli.model_name)
+    backends.check_backend("local", model)
+    model_info.get_recommended_renderer_name(model)
     output = Path(cli.output or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))).expanduser().absolute()
     if output.exists() and any(output.iterdir()):
         raise ConfigurationError(f"output={str(output)!r} is not empty; give a new folder")
     output.mkdir(parents=True, exist_ok=True)
+    print(what_is_checked(cli), flush=True)
     rows = []
     for row in checks(cli, output):
         rows.append(row)

@@ -16,17 +16,10 @@ import pytest
 NAMES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("api_names.json").read_text())
 """Module below tinker_cookbook -> name -> its parameters, as far as scripts give them."""
 
-_EVAL_STORE = (
-    "benchmarks.runner resumes from files that it appends to in its own folder, which other code reads as JSON"
-)
-_ASYNC_STORE = "asyncio.to_thread(store.read_metrics) is what a twin of each method would do"
 _DELTA = "a delta says only what came; role and order of the blocks follow from the deltas before it"
 
 DIFFERENCES: dict[str, str] = {
-    "stores.EvalStore": _EVAL_STORE,
-    "stores.AsyncStorage": _ASYNC_STORE,
     "stores.IncrementalReader(max_records)": "a run's rows are kept whole, as read_metrics gives them",
-    "rl.train.Config(rollout_json_export)": "write_records writes tokens and logprobs too, num_groups_to_log the transcripts",
     "preference.train_dpo.Config(num_replicas)": "nothing reads it there, and it would do nothing here",
     "preference.ComparisonDatasetBuilder(swap)": "nothing reads it there; ChatDatasetBuilderFromComparisons(swap) does it",
     "preference.preference_datasets.ComparisonDatasetBuilder(swap)": "as in the package preference: nothing reads it there",

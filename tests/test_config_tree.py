@@ -114,6 +114,22 @@ def test_a_preset_works_from_python() -> None:
         single_turn.CLIConfig(preset="grop")
 
 
+def test_accepted_replies_train_alike_unless_told_otherwise() -> None:
+    """A threshold over rewards of 0 and 1 leaves replies of one reward, whose z-scores are all zero."""
+    constant = AdvantageConfig(baseline="constant", scale="sequence")
+    assert parsed(single_turn, "accept_min_reward=1").advantage == constant
+    assert single_turn.CLIConfig(accept_min_reward=1.0).advantage == constant
+    zscore = AdvantageConfig(baseline="zscore", scale="sequence")
+    assert parsed(single_turn, "accept_min_reward=None").advantage == zscore
+    assert parsed(single_turn, "accept_require_parse=true").advantage == zscore
+    assert parsed(single_turn, "accept_min_reward=1", "advantage.baseline=zscore").advantage == zscore
+    own = AdvantageConfig(baseline="leave_one_out")
+    assert single_turn.CLIConfig(accept_min_reward=1.0, advantage=own).advantage == own
+    for config in (parsed(single_turn, "accept_min_reward=1", "preset=dapo"),
+                   single_turn.CLIConfig(accept_min_reward=1.0, preset="dapo")):  # fmt: skip
+        assert config.advantage == preset_keys("dapo")["advantage"]
+
+
 def test_a_reference_needs_its_path_alone() -> None:
     argv = ("kl_penalty_coef=0.1", "kl_reference_config.load_checkpoint_path=tinker://a/sampler_weights/b")
     assert parsed(rl_basic, *argv).kl_reference_config.base_model == settle(rl_basic.CLIConfig()).model_name

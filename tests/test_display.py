@@ -10,7 +10,7 @@ from tests.renderers.synthetic import make_tokenizer
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.display import colorize_example, example_text, format_trajectory, to_ints
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.renderers.base import text_chunk
+from tinker_cookbook.renderers.renderer import text_chunk
 from tinker_cookbook.rl.types import Trajectory, Transition
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import subprocess
 import sys
 from functools import partial
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tinker
 
 from recipes import rl_loop, shorter, sl_basic, sl_loop
 from recipes.policy import PolicyCLIConfig, open_policy
 from tests.child import ROOT, python_path
-from tinker_cookbook import backends, environment
+from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
 from tinker_cookbook.debate.judges import JudgeConfig
@@ -31,19 +33,41 @@ TINY = str(EXAMPLE_DATA / "tiny_chat")
     [
         ("TINKER_DEBATE_BASE_MODLE", "x", r"there is no such variable; did you mean TINKER_DEBATE_BASE_MODEL\?"),
         ("TINKER_DEBATE_ROUNDS", "x", r"no such variable.*Known: TINKER_BACKEND.*TINKER_DEBATE_LOG_ROOT"),
+        ("TINKER_BASE_ULR", "http://x", r"did you mean TINKER_BASE_URL\?"),
+        ("TINKER_BASE_URL", "x", "TINKER_BASE_URL='x' must begin with http"),
+        ("TINKER_BACKEND", "hosted", "TINKER_BACKEND='hosted' must be local or tinker or api"),
+        ("TINKER_LOCAL_SEED", "one", "TINKER_LOCAL_SEED='one' must be an integer"),
         ("TINKER_COOKBOOK_TRACEBACK", "yes", "TINKER_COOKBOOK_TRACEBACK='yes' must be 0 or 1"),
     ],
 )
 def test_what_is_not_understood_is_refused(name: str, value: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=error):
-        environment.check_environment()
+        backends.check_variables()
 
 
-def test_what_the_sdk_reads_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TINKER_TELEMETRY", "TINKER_TAGS", "TINKER_BASE_URL", "TINKER_DEBATE_LOG_ROOT"):
+def test_what_the_sdk_reads_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its sources, so that a later one's variable is not refused by us."""
+    assert tinker.__file__ is not None
+    sources = [
+        path.read_text() for path in Path(tinker.__file__).parent.rglob("*.py") if not path.stem.endswith("_test")
+    ]
+    read = {name for source in sources for name in re.findall(r'environ(?:\.get\(|\[)"(TINKER_\w+)"', source)}
+    assert len(read) >= 8
+    for name in read:
+        monkeypatch.setenv(name, "http://x")
+    for name in ("TINKER_DEBATE_LOG_ROOT", "TINKER_TEST_DEVICE"):
         monkeypatch.setenv(name, "x")
-    environment.check_environment()
+    backends.check_variables()
+
+
+def test_a_command_that_prints_a_key_is_as_good_as_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigurationError, match="needs an API key"):
+        backends.check_backend("tinker", "org/model")
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "print-a-key")
+    assert backends.check_backend("tinker", "org/model") == "tinker"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ It holds nothing of its own, and nothing here imports it.
 
 import ast
 import functools
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("tinker_cookbook", "tinker_local_backend", "recipes", "tools", "examples", "benchmarks", "tests")
+PACKAGES = ("tinker_cookbook", "tinker_local_backend", "recipes", "tools", "scripts", "examples", "benchmarks", "tests")
 MAX_LINES, MAX_FUNCTION_LINES = 450, 80
 Import = ast.Import | ast.ImportFrom
 
@@ -31,6 +32,8 @@ class Summary:
     docstring: str
     functions: dict[str, int]
     """name -> lines, of the longest with that name"""
+    named: list[str]
+    """what it imports or runs by a name that is a text, as far as the text is given there"""
     at_load: list[Import]
     everywhere: list[Import]
     """also in functions and for the type checker"""
@@ -44,16 +47,20 @@ def summary(path: Path) -> Summary:
     tree = ast.parse(text)
     functions: dict[str, int] = {}
     everywhere: list[Import] = []
+    texts: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
             functions[node.name] = max(length, functions.get(node.name, 0))
         elif isinstance(node, Import):
             everywhere.append(node)
+        elif isinstance(node, ast.JoinedStr | ast.Constant):
+            texts.append(ast.unparse(node).lstrip("f").strip("'\""))
     at_load = [node for node in _at_load(tree.body) if isinstance(node, Import)]
     own = [node for node in tree.body[1:] if not isinstance(node, Import)]
     rest = [ast.unparse(node) for node in own[:3]]
-    return Summary(len(text.splitlines()), ast.get_docstring(tree) or "", functions, at_load, everywhere, rest)
+    named = [text for text in texts if re.fullmatch(r"recipes(\.[\w{}.]+)?", text)] if "importlib" in text else []
+    return Summary(len(text.splitlines()), ast.get_docstring(tree) or "", functions, named, at_load, everywhere, rest)
 
 
 def test_no_file_is_too_long() -> None:
@@ -170,18 +177,26 @@ def test_arrows_run_one_way() -> None:
         name = module_name(path)
         seen = imported(path, known, at_load=False)
         roots = {module.split(".")[0] for module in seen}
-        assert not roots & {"recipes", "tools", "examples", "benchmarks", "tests"}, f"{name} imports {sorted(roots)}"
+        assert not roots & {"recipes", "tools", "scripts", "examples", "benchmarks", "tests"}, (
+            f"{name} imports {sorted(roots)}"
+        )
         if path.is_relative_to(ROOT / "tinker_local_backend"):
             assert "tinker_cookbook" not in roots, f"{name} knows of the library"
         elif name != "tinker_cookbook.backends":
             assert "tinker_local_backend" not in roots, (
                 f"{name} imports the engine; go through tinker_cookbook.backends"
             )
-    commands = {"recipes", "tools", "examples", "benchmarks", "tests"}
-    # Benchmarks measure recipes and borrow checks from the tests; tools are imported by tests alone.
-    also = {"benchmarks": {"recipes", "tests"}}
-    for package in ("recipes", "tools", "examples", "benchmarks"):
+    commands = {"recipes", "tools", "scripts", "examples", "benchmarks", "tests"}
+    # Benchmarks measure recipes and borrow checks from the tests; tools are imported by tests alone; scripts run recipes.
+    also = {"benchmarks": {"recipes", "tests"}, "scripts": {"recipes"}}
+    for package in ("recipes", "tools", "scripts", "examples", "benchmarks"):
         may_import = {package} | also.get(package, set())
         for path in files(package):
             roots = {module.split(".")[0] for module in imported(path, known, at_load=False)} & commands
             assert roots <= may_import, f"{module_name(path)} imports {sorted(roots - may_import)}"
+
+
+def test_one_module_forwards_to_recipes_by_their_names() -> None:
+    """`python -m tinker_cookbook.recipes.NAME` runs `recipes.NAME`. It alone knows of them, and loads them when they are used."""
+    found = {module_name(path) for path in files("tinker_cookbook", "tinker_local_backend") if summary(path).named}
+    assert found == {"tinker_cookbook.recipes"}

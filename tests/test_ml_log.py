@@ -169,8 +169,68 @@ class TestTrackioLogger:
         monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
         for folder in ("a", "b"):
             (tmp_path / folder).mkdir()
-            trackers.TrackioLogger("p", "same", tmp_path / folder)
+            trackers.TrackioLogger("p", log_dir=tmp_path / folder, trackio_name="same")
         assert len(set(names)) == 2 and all(name.startswith("same-") for name in names)
+
+    def test_rows_of_earlier_steps_have_an_axis_of_their_own(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        logged: list[Any] = []
+        run = SimpleNamespace(
+            define_metric=lambda name, **how: logged.append((name, how.get("step_metric"))),
+            log=lambda metrics, **how: logged.append((metrics, how)),
+        )
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+        logger = ml_log.MultiplexLogger([ml_log.WandbLogger("p"), ml_log.JsonLogger(tmp_path)])
+        logger.enable_event_steps()
+        logger.enable_event_steps()
+        logger.log_metrics({"loss": 0.5}, step=61)
+        logger.log_metrics_event({"reward": 1.0}, step=0, step_metric="eval/step")
+        assert logged == [
+            ("training/step", None),
+            ("*", "training/step"),
+            ({"loss": 0.5, "training/step": 61}, {"commit": True}),
+            ("eval/step", None),
+            ("reward", "eval/step"),
+            ({"reward": 1.0, "eval/step": 0}, {"commit": True}),
+        ]
+        rows = ml_log.read_metrics(tmp_path)
+        assert rows == [{"step": 61, "loss": 0.5}, {"step": 0, "reward": 1.0, "eval/step": 0}]
+
+
+class TestNeptuneLogger:
+    def test_a_missing_package_or_token_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "neptune_scale", None)
+        with pytest.raises(ConfigurationError, match=r"pip install 'tinker-cookbook-local\[neptune\]'"):
+            ml_log.NeptuneLogger("w/p")
+        monkeypatch.setitem(sys.modules, "neptune_scale", SimpleNamespace())
+        monkeypatch.delenv("NEPTUNE_API_TOKEN", raising=False)
+        with pytest.raises(ConfigurationError, match="NEPTUNE_API_TOKEN is not set"):
+            ml_log.NeptuneLogger("w/p")
+
+    def test_steps_config_and_what_has_no_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        said: list[Any] = []
+        run = SimpleNamespace(
+            log_metrics=lambda metrics, step: said.append((metrics, step)),
+            log_configs=lambda values, flatten=False: said.append((values, flatten)),
+            get_run_url=lambda: "https://neptune.test/1",
+            close=lambda: said.append("closed"),
+        )
+
+        def make(**options: Any) -> Any:
+            said.append(options)
+            return run
+
+        monkeypatch.setitem(sys.modules, "neptune_scale", SimpleNamespace(Run=make))
+        monkeypatch.setenv("NEPTUNE_API_TOKEN", "t")
+        logger = ml_log.setup_logging(
+            tmp_path, trackers="neptune", wandb_project="w/p", wandb_name="n", config={"lr": 1}
+        )
+        logger.log_metrics({"a": 1.0, "said": "x"}, step=2)
+        assert logger.get_logger_url() == "https://neptune.test/1"
+        logger.close()
+        where = {"project": "w/p", "log_directory": str(tmp_path), "experiment_name": "n"}
+        assert said == [where, ({"lr": 1}, True), ({"a": 1.0}, 2), "closed"]
 
 
 class TestTensorBoardLogger:

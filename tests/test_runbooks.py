@@ -1,21 +1,18 @@
 """Every command of docs/runbooks.md runs, with small settings; every key that it names is one."""
 
 import importlib
-import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import datasets
 import pytest
 
 from recipes import debate_rs_grpo, single_turn
 from tests.engine.conftest import TINY_CHAT
+from tests.hub_articles import stand_in_for_the_hub
 from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.data import hub
 from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.types import Score
 from tinker_cookbook.utils.files import read_jsonl
@@ -35,8 +32,9 @@ ELSEWHERE = {"recipes.validate_gpu": "run by the smoke test of the recipes"}
 
 
 def cells() -> Iterator[str]:
-    """What stands on the right of the table."""
-    for line in (ROOT / "docs" / "runbooks.md").read_text().splitlines():
+    """What stands on the right of the debate table; tests/recipes/test_experiment_harness.py has the other."""
+    page = (ROOT / "docs" / "runbooks.md").read_text().partition("## Commands of the experiment harness")[0]
+    for line in page.splitlines():
         if line.startswith("| ") and not line.startswith("| earlier"):
             yield line.split(" | ", 1)[1]
 
@@ -58,16 +56,7 @@ def a_machine_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("TINKER_BACKEND", raising=False)
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TINKER_DEBATE_LOG_ROOT", str(tmp_path / "logs"))
-    rows = [json.loads(line) for line in (ROOT / "example_data/summary/articles_train.jsonl").read_text().splitlines()]
-    train, test = (datasets.Dataset.from_list(part) for part in (rows[:24], rows[24:32]))
-    load = hub.load
-
-    def load_named(name: str, *args: Any, **kwargs: Any) -> Any:
-        if "cnn_dailymail" in name:
-            return datasets.DatasetDict({"train": train, "test": test})
-        return load(name, *args, **kwargs)
-
-    monkeypatch.setattr(hub, "load", load_named)
+    stand_in_for_the_hub(monkeypatch)
 
 
 def filled(argument: str) -> str:

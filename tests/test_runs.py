@@ -169,7 +169,6 @@ class TestCheckpoints:
         ("line", "message"),
         [
             ({"batch": 1}, "'name'"),
-            ({"name": "a"}, "'batch'"),
             ({"name": "a", "batch": "1"}, "batch must be an integer"),
             ({"name": "a", "batch": True}, "batch must be an integer"),
             ({"name": "a", "batch": -1}, "batch must not be negative"),
@@ -181,6 +180,15 @@ class TestCheckpoints:
         append_jsonl(tmp_path / "checkpoints.jsonl", line)
         with pytest.raises(CheckpointError, match=rf"checkpoints\.jsonl:2: .*{message}"):
             load_checkpoints_file(tmp_path)
+
+    def test_a_line_without_batch_is_read(self, tmp_path: Path) -> None:
+        """As older cookbooks and other programs write them."""
+        old = {"name": "000020", "step": 20, "state_path": "tinker://a/weights/b", "final": None}
+        append_jsonl(tmp_path / "checkpoints.jsonl", old)
+        (record,) = load_checkpoints_file(tmp_path)
+        assert (record.batch, record.final, record.get("step")) == (None, False, 20)
+        assert record.to_dict() == {"name": "000020", "state_path": "tinker://a/weights/b", "step": 20}
+        assert CheckpointRecord.from_dict(record.to_dict()) == record and CheckpointRecord("a").batch is None
 
     def test_extra_must_not_hide_a_field(self) -> None:
         with pytest.raises(CheckpointError, match="state_path"):

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from tinker_cookbook.stores import LocalStorage, TrainingRunStore
 from tinker_cookbook.utils import trace
+from tinker_cookbook.utils.files import read_jsonl
 
 
 @pytest.fixture
@@ -210,3 +212,27 @@ def test_a_step_is_drawn_with_a_row_for_each_name(tmp_path: Path) -> None:
         (width / 4, "20", width / 2),
         (width / 2, "20", width / 2),
     ]
+
+
+def test_spans_that_were_timed_elsewhere(tmp_path: Path) -> None:
+    with trace.trace_iteration(3) as window:
+        window.record_span("sample", 10.0, 12.5)
+        window.merge_spans([trace.SpanRecord("sample", 20.0, 20.5), trace.SpanRecord("train", 1.0, 2.0)])
+    found = {"time/sample:total": 3.0, "time/sample:count": 2, "time/sample:mean": 1.5, "time/sample:max": 2.5}
+    assert window.aggregate() == {**found, "time/train": 1.0}
+    assert window.get_timing_metrics().keys() == {*found, "time/train", "time/total"}
+    store = TrainingRunStore(LocalStorage(tmp_path))
+    window.save_timing(3, store=None)
+    window.save_timing(3, store=store)
+    (row,) = store.read_timing()
+    assert row["step"] == 3 and [span["duration"] for span in row["spans"]] == [2.5, 0.5, 1.0]
+
+
+def test_an_event_of_ones_own(tmp_path: Path) -> None:
+    collector = trace.TraceCollector(output_file=tmp_path / "d" / "events.jsonl")
+    start = collector.get_timestamp()
+    collector.add_event(trace.TraceEvent("mine", trace.EventType.BEGIN, 1, 2, start, {"a": 1}))
+    collector.shutdown()
+    collector.add_event(trace.TraceEvent("late", trace.EventType.END, 1, 2, start))
+    (event,) = read_jsonl(tmp_path / "d" / "events.jsonl")
+    assert event == {"name": "mine", "ph": "B", "pid": 1, "tid": 2, "ts": start, "args": {"a": 1}}

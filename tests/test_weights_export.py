@@ -4,6 +4,7 @@ import asyncio
 import gc
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from recipes import rl_basic
 from tinker_cookbook import weights
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, MissingPackageError, WeightsDownloadError
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.weights_config import WeightsConfig
 
@@ -201,6 +202,74 @@ def test_a_client_that_hands_out_nothing_is_told_what_to_save(tmp_path: Path) ->
     service: Any = Current("")
     with pytest.raises(CheckpointError, match="save_weights_external"):
         asyncio.run(weights.export(service, "tinker://run/sampler_weights/final", tmp_path / "out"))
+
+
+class FakeAge:
+    """pyrage with a cipher that turns the bytes around and begins with the key."""
+
+    class DecryptError(Exception): ...
+
+    class x25519:
+        class Identity:
+            @classmethod
+            def generate(cls) -> "FakeAge.x25519.Identity":
+                return cls()
+
+            def to_public(self) -> str:
+                return "age1key"
+
+    @classmethod
+    def decrypt(cls, content: bytes, identities: list[Any]) -> bytes:
+        if not content.startswith(b"age1key"):
+            raise cls.DecryptError("no matching keys")
+        return content.removeprefix(b"age1key")[::-1]
+
+
+@pytest.mark.parametrize("wrong", [None, "plain", "key", "package"])
+def test_a_training_checkpoint_comes_through_an_export_that_is_encrypted_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str | None
+) -> None:
+    async def done(value: Any = None) -> Any:
+        return value
+
+    said: list[Any] = []
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    for name, content in zip(names, (b"{}", b"weights"), strict=True):
+        key = b"other" if wrong == "key" else b"age1key"
+        (tmp_path / name).write_bytes(key + content[::-1])
+    urls = {f"a/{name}{'' if wrong == 'plain' else '.age'}": (tmp_path / name).as_uri() for name in names}
+
+    class Current(Hosted):
+        get_checkpoint_archive_url_from_tinker_path = property()  # type: ignore[assignment]
+
+        def get_external_weights_urls(self, path: str) -> Any:
+            assert path == "tinker://new/external_weights/download"
+            return done(SimpleNamespace(urls=urls))
+
+        def delete_checkpoint_from_tinker_path(self, path: str) -> Any:
+            said.append(path)
+            return done()
+
+        def create_training_client_from_state(self, path: str) -> Any:
+            said.append(path)
+            return done(self)
+
+        def save_weights_external(self, name: str, **options: Any) -> Any:
+            said.append(options)
+            return done(SimpleNamespace(path="tinker://new/external_weights/download"))
+
+    monkeypatch.setitem(sys.modules, "pyrage", None if wrong == "package" else FakeAge)
+    service: Any = Current("")
+    path = "tinker://run/weights/final"
+    if wrong is None:
+        exported = asyncio.run(weights.export(service, path, tmp_path / "out"))
+        assert (exported.folder / "adapter_model.safetensors").read_bytes() == b"weights"
+    else:
+        why = {"plain": "without encryption", "key": "cannot be decrypted", "package": "needs pyrage"}[wrong]
+        with pytest.raises((WeightsDownloadError, MissingPackageError), match=why):
+            asyncio.run(weights.export(service, path, tmp_path / "out"))
+    options = {"ttl_seconds": 3600, "age_encryption_recipients": ["age1key"]}
+    assert said == ([] if wrong == "package" else [path, options, "tinker://new/external_weights/download"])
 
 
 @pytest.mark.parametrize("content", [b"no archive", None])

@@ -69,7 +69,7 @@ def check_backend(
     """
     resolved = resolve_backend(backend)
     if resolved == "tinker":
-        if environment.read("TINKER_API_KEY") is None:
+        if environment.read("TINKER_API_KEY") is None and environment.read("TINKER_CREDENTIAL_CMD") is None:
             raise ConfigurationError(
                 "backend=tinker needs an API key: export TINKER_API_KEY=tml-... (from the Tinker console), "
                 "or use backend=local"
@@ -234,15 +234,44 @@ def serve_as_replica() -> None:
         tinker_local_backend.serve_as_replica()
 
 
+def check_variables() -> None:
+    """Raise ConfigurationError for a TINKER_* variable that is set and not known, or has a value that is not understood."""
+    from tinker_local_backend import environment as table
+
+    with _refusals_of_variables():
+        table.check_variables()
+
+
 def _check_local_environment() -> None:
     """Raise ConfigurationError for a TINKER_LOCAL_* variable that is set and not understood, or not supported."""
+    from tinker_local_backend import environment as table
+
+    with _refusals_of_variables():
+        table.check_environment()
+
+
+@contextmanager
+def _refusals_of_variables() -> Generator[None]:
     from tinker_local_backend import RequestError
-    from tinker_local_backend.environment import check_environment
 
     try:
-        check_environment()
+        yield
     except RequestError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def default_model(shipped: str) -> str:
+    """The name of the model where none is given: TINKER_DEBATE_BASE_MODEL, else this shipped one."""
+    from tinker_local_backend import shipped as models
+
+    return models.default_model(shipped)
+
+
+def shipped_model(name: str) -> str:
+    """The folder of a shipped model, by its short name; other names as they are."""
+    from tinker_local_backend import shipped as models
+
+    return models.shipped_model(name)
 
 
 def describe_engine(backend: str | None = None, base_url: str | None = None) -> dict[str, str | None]:
@@ -269,7 +298,8 @@ def sampling_params(client: object, min_p: float, **fields: Any) -> Any:
 
     if min_p == 0:
         return tinker.SamplingParams(**fields)
-    if isinstance(client, tinker.SamplingClient):
+    (hosted, _), _ = client_classes()
+    if isinstance(client, hosted):
         raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
     import tinker_local_backend
 
@@ -282,6 +312,19 @@ def check_min_p(min_p: float, backend: Backend) -> None:
         raise ConfigurationError(f"min_p={min_p}: must be between 0 (no limit) and 1")
     if min_p > 0 and backend != "local":
         raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
+
+
+def client_classes() -> list[tuple[type, type]]:
+    """The classes of clients that sample and that train: the SDK's, and the local engine's."""
+    # Named by their modules: while a program runs on the local engine, the names in `tinker` are those of its classes.
+    from tinker.lib.public_interfaces import sampling_client, training_client
+
+    import tinker_local_backend as local
+
+    return [
+        (sampling_client.SamplingClient, training_client.TrainingClient),
+        (local.SamplingClient, local.TrainingClient),
+    ]
 
 
 def is_engine_error(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Re-exports runs/checkpoints.py and renderer_metadata.py, for scripts that import this path."""
+"""Re-exports runs/manager.py and runs/checkpoints.py and renderer_metadata.py, for scripts that import this path."""
 
 from tinker_cookbook.renderer_metadata import (
     RENDERER_NAME_METADATA_KEY,
@@ -21,10 +21,12 @@ from tinker_cookbook.runs.checkpoints import (
     save_checkpoint_async,
     submit_checkpoint,
 )
+from tinker_cookbook.runs.manager import CheckpointManager
 
 __all__ = [
     "CHECKPOINTS_BASE_NAME",
     "RENDERER_NAME_METADATA_KEY",
+    "CheckpointManager",
     "CheckpointRecord",
     "PendingCheckpoint",
     "add_renderer_name_to_user_metadata",

@@ -22,7 +22,7 @@ import platformdirs
 from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
 
 from tinker_cookbook import config_tree, environment
-from tinker_cookbook.backends import closing_clients, is_engine_error, serve_as_replica
+from tinker_cookbook.backends import check_variables, closing_clients, is_engine_error, serve_as_replica
 from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCookbookError
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -76,9 +76,14 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
         )
 
 
+RUNS_DIR_ENV_VAR = "TINKER_COOKBOOK_RUNS_DIR"
+DEFAULT_RUNS_DIR = platformdirs.user_data_dir("tinker-cookbook")
+"""Where runs go that are given no path, unless that variable names another folder."""
+
+
 def runs_path(*parts: str) -> str:
-    """A path below the folder of runs without one: TINKER_COOKBOOK_RUNS_DIR, else `<user data folder>/tinker-cookbook`."""
-    root = environment.read("TINKER_COOKBOOK_RUNS_DIR") or platformdirs.user_data_dir("tinker-cookbook")
+    """A path below the folder of runs without one: that of RUNS_DIR_ENV_VAR, else DEFAULT_RUNS_DIR."""
+    root = environment.read(RUNS_DIR_ENV_VAR) or DEFAULT_RUNS_DIR
     return str(Path(root, *parts).expanduser())
 
 
@@ -130,7 +135,6 @@ def run_recipe(
     note_log_path(None)
     with interruptible() as interrupts:
         try:
-            environment.check_environment()
             with closing_clients():
                 result = main(config)
                 if inspect.iscoroutine(result):
@@ -158,6 +162,10 @@ def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
     if "--help" in arguments or "-h" in arguments:
         print("\n\n".join(part for part in (_usage(prog), doc, config_tree.help_text(config_cls)) if part))
         raise SystemExit(0)
+    try:
+        check_variables()
+    except ConfigurationError as error:
+        _fail(str(error), EXIT_USAGE, error)
     try:
         return config_tree.parse(config_cls, arguments)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:

@@ -5,6 +5,7 @@ and the help shows the defaults that hold for this config, its own keys before t
 
 A config class may have, as attributes that are no fields,
     SHARED_KEYS   names that the help lists together, under the class that says so
+    ALIASES       what other programs call keys: an argument under such a name is one of the key
     MOVED_KEYS    names of old, each with what stands in its place
     ARGS_KEYS     names of parts, each with the key that holds its arguments: with {"env": "env_args"}, env.x=1 is env_args.x=1
 a class method `layer(arguments)`, values below those of the command line that follow from it (a preset), and a class method
@@ -58,13 +59,13 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     """The config that `key=value` arguments ask for.
 
     Raises:
-        ConfigurationError: a key of old.
+        ConfigurationError: a key of old, or one that is given under two names.
         ValueError, TypeError: a value that the config refuses, or an argument that is not `key=value`.
         chz.blueprint exceptions: unknown keys, missing or unreadable values.
     """
     if hasattr(config_cls, "read_arguments"):
         arguments = config_cls.read_arguments(arguments)  # pyright: ignore[reportAttributeAccessIssue]
-    arguments = [_args_key(config_cls, argument) for argument in arguments]
+    arguments = [_args_key(config_cls, argument) for argument in _without_aliases(config_cls, arguments)]
     given = keys_and_values(arguments)
     for key, place in getattr(config_cls, "MOVED_KEYS", {}).items():
         if key in given and key not in chz.chz_fields(config_cls):
@@ -75,6 +76,20 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     # What the layer says of a key that is given (preset itself) is its reading of that key.
     rest = [argument for argument in arguments if not keys_and_values([argument]).keys() & layer.keys()]
     return blueprint.apply_from_argv(rest, allow_hyphens=True).make()
+
+
+def _without_aliases(config_cls: type, arguments: Sequence[str]) -> list[str]:
+    given, aliases = keys_and_values(arguments), getattr(config_cls, "ALIASES", {})
+    for alias, key in aliases.items():
+        if alias in given and key in given:
+            raise ConfigurationError(
+                f"{alias}={given[alias]} and {key}={given[key]} are the same key; give one of the two"
+            )
+    pairs = [argument.lstrip("-").partition("=") for argument in arguments]
+    return [
+        f"{aliases[key]}={value}" if equals and key in aliases else argument
+        for argument, (key, equals, value) in zip(arguments, pairs, strict=True)
+    ]
 
 
 def _args_key(config_cls: type, argument: str) -> str:

@@ -64,6 +64,10 @@ class TrainingError(TinkerCookbookError, RuntimeError):
     """A training step cannot go on."""
 
 
+class RewardError(TinkerCookbookError, RuntimeError):
+    """Code of an environment that scores a reply has failed. The message names it, the line, and what it was given."""
+
+
 class ZeroAdvantageError(TrainingError):
     """Every advantage of a batch is zero: the step would train nothing."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tinker_cookbook import model_shapes
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.lora_counts import count_lora
+from tinker_cookbook.lora_counts import STATED, count_lora
 from tinker_cookbook.tokenizer_utils import base_model_of
 
 if TYPE_CHECKING:
@@ -52,16 +52,23 @@ def get_lr(model_name: str, is_lora: bool = True) -> float:
         ConfigurationError: nothing is known of the model.
         NotImplementedError: there is no published rule for its family.
     """
-    config = model_config(model_name)
-    family = _FAMILIES.get(config.model_type)
+    name = base_model_of(model_name)
+    model_type = f"of {name}" if name in STATED else model_config(model_name).model_type
+    family = _FAMILIES.get(model_type)
     if family is None:
         raise NotImplementedError(
-            f"model_name={model_name!r}: no learning rate rule is known for model_type {config.model_type!r}, only for "
+            f"model_name={model_name!r}: no learning rate rule is known for model_type {model_type!r}, only for "
             f"{', '.join(_FAMILIES)}; sweep over learning_rate (python -m recipes.sweep) and set it yourself"
         )
-    ratio = REFERENCE_HIDDEN_SIZE / config.hidden_size
+    ratio = REFERENCE_HIDDEN_SIZE / get_hidden_size(model_name)
     multiplier = get_lora_lr_over_full_finetune_lr(model_name) if is_lora else 1.0
     return BASE_LEARNING_RATE * multiplier * ratio ** HIDDEN_SIZE_EXPONENTS[family]
+
+
+def get_hidden_size(model_name: str) -> int:
+    """The width of the (text) model. Raises ConfigurationError for a model of which nothing is known."""
+    stated = STATED.get(base_model_of(model_name))
+    return stated.hidden_size if stated else model_config(model_name).hidden_size
 
 
 def is_known(model_name: str) -> bool:
@@ -139,7 +146,8 @@ def get_lora_param_count(
     chosen = (_ATTENTION if train_attn else ()) + (_MLP if train_mlp else ()) + (_UNEMBED if train_unembed else ())
     if not chosen:
         raise ConfigurationError("train_mlp, train_attn and train_unembed are all False: nothing would train; set one")
-    counted = count_lora(model_config(model_name))
+    stated = STATED.get(base_model_of(model_name))
+    counted = stated.lora if stated else count_lora(model_config(model_name))
     if counted is None:
         linears = _linears(model_name, train_mlp)
         return sum(lora_rank * sum(sizes) for path, sizes in linears.items() if path.rpartition(".")[2] in chosen)

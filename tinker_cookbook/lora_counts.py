@@ -20,6 +20,27 @@ class LoraCount(NamedTuple):
     unembed: int
 
 
+class Stated(NamedTuple):
+    """What is stated of a model whose shapes are not published in a form that transformers reads."""
+
+    hidden_size: int
+    lora: LoraCount
+
+
+_DEEPSEEK_V4_1_FLASH = Stated(5120, LoraCount(107_673_600, 1_013_760, 134_400))
+STATED: dict[str, Stated] = {
+    "deepseek-ai/DeepSeek-V4.1-Flash": _DEEPSEEK_V4_1_FLASH,
+    "deepseek-ai/DeepSeek-V4.1-Flash-1017": _DEEPSEEK_V4_1_FLASH,
+    "moonshotai/Kimi-K3.1-Pro": Stated(7168, LoraCount(766_457_856, 8_040_960, 171_008)),
+    "zai-org/GLM-5.3": Stated(6144, LoraCount(121_356_288, 2_920_320, 161_024)),
+    "zai-org/GLM-5.3-Flash": Stated(4096, LoraCount(75_755_520, 2_009_088, 158_976)),
+    "thinkingmachines/Inkling": Stated(6144, LoraCount(154_705_920, 3_424_256, 207_168)),
+    "thinkingmachines/Inkling-Small": Stated(4096, LoraCount(64_503_808, 1_311_744, 205_120)),
+    "thinkingmachines/Inkling-2-Small": Stated(4608, LoraCount(128_065_536, 2_347_008, 205_632)),
+}
+"""By hub name, as the hosted service states them."""
+
+
 def count_lora(config: "PreTrainedConfig") -> LoraCount | None:
     """The counts for a model with the text config `config`; None for an architecture without a rule here."""
     rule = _RULES.get(config.model_type)

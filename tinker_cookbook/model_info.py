@@ -1,7 +1,7 @@
 """What is known of a model without loading it: which renderers fit it, and how long its context is.
 
 The patterns say what a released model's hub name means. They name only models whose chat format a renderer writes: a near
-relative (Thinking-2507, Qwen2.5-1M, DeepSeek-V3) is no match. A local folder is told by its files.
+relative (Thinking-2507, Qwen2.5-1M, DeepSeek-V3) is no match; Inkling's is named, and refused where it is asked for. A local folder is told by its files.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
+from tinker_cookbook.renderers.registry import ELSEWHERE
 from tinker_cookbook.tokenizer_utils import base_model_of
 from tinker_cookbook.utils.lazy import transformers
 
@@ -55,6 +56,7 @@ class _Family(NamedTuple):
     version: str = ""
     size: str = ""
     is_vl: bool = False
+    is_audio_in: bool = False
 
 
 _S = r"(?P<s>\d+(\.\d+)?B(-A\d+(\.\d+)?B)?)"
@@ -77,6 +79,15 @@ _KIMI_K25 = ("kimi_k25", "kimi_k25_disable_thinking")
 _KIMI_K26 = ("kimi_k26", "kimi_k26_disable_thinking", "kimi_k26_preserve_thinking")
 _NEMOTRON3 = ("nemotron3", "nemotron3_disable_thinking", "nemotron3_preserve_thinking")
 _NEMOTRON3_ULTRA = ("nemotron3_ultra", "nemotron3_ultra_disable_thinking", "nemotron3_ultra_preserve_thinking")
+_DEEPSEEK_V4_1 = (
+    *("deepseekv4_1", "deepseekv4_1_low_reasoning", "deepseekv4_1_max_reasoning"),
+    *("deepseekv4_1_disable_thinking", "deepseekv4_1_preserve_thinking"),
+)
+_KIMI_K31_PRO = (
+    *("kimi_k31_pro_max_reasoning", "kimi_k31_pro_high_reasoning", "kimi_k31_pro_low_reasoning"),
+    *("kimi_k31_pro_disable_thinking", "kimi_k31_pro_no_reasoning_effort"),
+)
+_GLM5_3 = ("glm5_3_max_reasoning", "glm5_3_low_reasoning", "glm5_3_high_reasoning")
 
 
 def _family(pattern: str, renderers: tuple[str, ...], version: str = "", size: str = "", vl: bool = False) -> _Family:
@@ -123,6 +134,18 @@ _FAMILIES = (
         rf"nvidia/NVIDIA-Nemotron-(?P<v>3)-Ultra-{_S}-BF16", (*_NEMOTRON3_ULTRA, "nemotron3_ultra_medium_thinking")
     ),
     _family(rf"nvidia/NVIDIA-Nemotron-(?P<v>3\.5)-Lightning-{_S}-BF16", _NEMOTRON3_ULTRA),
+    _family(
+        rf"nvidia/NVIDIA-Nemotron-(?P<v>3\.5)-Super-VL-{_S}-BF16",
+        (*_NEMOTRON3_ULTRA, "nemotron3_ultra_medium_thinking"),
+        vl=True,
+    ),
+    _family(r"deepseek-ai/DeepSeek-V(?P<v>4\.1)-Flash(-1017)?", _DEEPSEEK_V4_1, size="552B-A16B"),
+    _family(r"moonshotai/Kimi-(?P<v>K3\.1)-Pro", _KIMI_K31_PRO, size="2.8T-A104B", vl=True),
+    _family(r"zai-org/GLM-(?P<v>5\.3)", _GLM5_3, size="744B-A40B"),
+    _family(r"zai-org/GLM-(?P<v>5\.3)-Flash", _GLM5_3, size="320B-A18B"),
+    _family(r"thinkingmachines/Inkling", ELSEWHERE, "1", "975B-A41B", vl=True)._replace(is_audio_in=True),
+    _family(r"thinkingmachines/Inkling-Small", ELSEWHERE, "1", "276B-A12B", vl=True)._replace(is_audio_in=True),
+    _family(r"thinkingmachines/Inkling-(?P<v>2)-Small", ELSEWHERE, size="594B-A17B", vl=True),
     # Whoever made it, a base model has no format of its own.
     _family(r"[^/]+/[^/]+-Base", _BASE),
 )
@@ -155,12 +178,18 @@ _GEMMA_NAMES = (
     *("gemma-3-270m", "gemma-3-270m-it"),
     *(f"gemma-3-{size}{kind}" for size in ("1b", "4b", "12b", "27b") for kind in ("-pt", "-it")),
 )
-_DEEPSEEK_NAMES = ("DeepSeek-V3.1", "DeepSeek-V3.1-Base", "DeepSeek-V3-Base")
+_DEEPSEEK_NAMES = (
+    *("DeepSeek-V3.1", "DeepSeek-V3.1-Base", "DeepSeek-V3-Base"),
+    *("DeepSeek-V4.1-Flash", "DeepSeek-V4.1-Flash-1017"),
+)
 _GPT_OSS_NAMES = ("gpt-oss-20b", "gpt-oss-120b")
-_MOONSHOT_NAMES = ("Kimi-K2-Thinking", "Kimi-K2.5", "Kimi-K2.6")
+_MOONSHOT_NAMES = ("Kimi-K2-Thinking", "Kimi-K2.5", "Kimi-K2.6", "Kimi-K3.1-Pro")
+_ZAI_NAMES = ("GLM-5.3", "GLM-5.3-Flash")
+_THINKINGMACHINES_NAMES = ("Inkling", "Inkling-Small", "Inkling-2-Small")
 _NVIDIA_NAMES = (
     *("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
     *("NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16"),
+    "NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16",
 )
 
 
@@ -170,7 +199,8 @@ HOSTED_MODELS = frozenset(
         *(f"Qwen/{name}" for name in _QWEN_NAMES if re.match(r"Qwen3(-VL|\.\d)-.*(?<!-Base)$", name)),
         *(f"Qwen/Qwen3-{size}" for size in ("8B", "32B", "30B-A3B")),
         *(f"Qwen/Qwen3-{size}-Instruct-2507" for size in ("4B", "30B-A3B", "235B-A22B")),
-        "deepseek-ai/DeepSeek-V3.1",
+        *(f"deepseek-ai/{name}" for name in _DEEPSEEK_NAMES if not name.endswith("-Base")),
+        *(f"zai-org/{name}" for name in _ZAI_NAMES),
         *(f"openai/{name}" for name in _GPT_OSS_NAMES),
         *(f"moonshotai/{name}" for name in _MOONSHOT_NAMES),
         *(f"nvidia/{name}" for name in _NVIDIA_NAMES),
@@ -200,7 +230,7 @@ def get_gemma_info() -> dict[str, ModelAttributes]:
 
 
 def get_deepseek_info() -> dict[str, ModelAttributes]:
-    """DeepSeek-V3.1 and the base models, by name without the organization."""
+    """DeepSeek-V3.1, V4.1-Flash and the base models, by name without the organization."""
     return _attributes_of_all("deepseek-ai", _DEEPSEEK_NAMES)
 
 
@@ -210,13 +240,23 @@ def get_gpt_oss_info() -> dict[str, ModelAttributes]:
 
 
 def get_moonshot_info() -> dict[str, ModelAttributes]:
-    """Moonshot's Kimi K2 models, by name without the organization; of those that see, the text."""
+    """Moonshot's Kimi K2 and K3.1 models, by name without the organization; of those that see, the text."""
     return _attributes_of_all("moonshotai", _MOONSHOT_NAMES)
 
 
 def get_nvidia_info() -> dict[str, ModelAttributes]:
-    """NVIDIA's Nemotron 3 and 3.5 text models, by name without the organization."""
+    """NVIDIA's Nemotron 3 and 3.5 models, by name without the organization; of the one that sees, the text."""
     return _attributes_of_all("nvidia", _NVIDIA_NAMES)
+
+
+def get_zai_info() -> dict[str, ModelAttributes]:
+    """Z.ai's GLM models, by name without the organization."""
+    return _attributes_of_all("zai-org", _ZAI_NAMES)
+
+
+def get_thinkingmachines_info() -> dict[str, ModelAttributes]:
+    """The Inkling models of Thinking Machines, by name without the organization. No renderer here writes their format."""
+    return _attributes_of_all("thinkingmachines", _THINKINGMACHINES_NAMES)
 
 
 def _attributes_of(hub_name: str) -> ModelAttributes | None:
@@ -231,6 +271,7 @@ def _attributes_of(hub_name: str) -> ModelAttributes | None:
                 is_chat=family.renderers != _BASE,
                 recommended_renderers=family.renderers,
                 is_vl=family.is_vl,
+                is_audio_in=family.is_audio_in,
             )
     return None
 
@@ -374,6 +415,9 @@ _TEMPLATES = (
     _Template(("gemma2", "gemma3", "gemma3_text"), ("gemma",), ("<start_of_turn>",), ("<start_function",)),
     _Template(_MISTRAL_TYPES, ("mistral",), ("[INST]", "[SYSTEM_PROMPT]"), _NO_TEKKEN),
     _Template(_MISTRAL_TYPES, ("mistral_v3",), ("[INST]", "[AVAILABLE_TOOLS]"), _NO_TEKKEN),
+    _Template(
+        ("glm_moe_dsa",), _GLM5_3, ("[gMASK]<sop>", "Reasoning Effort: ", "clear_thinking"), ("enable_thinking",)
+    ),
     _Template(("gpt_oss",), _GPT_OSS, ("<|channel|>", "<|message|>")),
 )
 

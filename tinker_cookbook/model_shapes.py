@@ -7,7 +7,7 @@ shapes of their base.
 import re
 from typing import Any
 
-_VARIANT = re.compile(r"(-Base|-Instruct(-\d{4})?|-Thinking-\d{4})?(-FP8)?$")
+_VARIANT = re.compile(r"(-Base(-\d{4})?|-Instruct(-\d{4})?|-Thinking-\d{4}|-it|-pt)?(-FP8)?$")
 
 
 def shapes_of(hub_name: str) -> dict[str, Any] | None:
@@ -38,6 +38,22 @@ def _llama(hidden: int, layers: int, mlp: int, heads: int, head_dim: int = 128, 
         "vocab_size": 128256,
         "tie_word_embeddings": tied,
     }
+
+
+def _qwen2(hidden: int, layers: int, mlp: int, heads: int, kv_heads: int, tied: bool = False) -> dict[str, Any]:
+    shapes = {"model_type": "qwen2", "num_key_value_heads": kv_heads, "vocab_size": 151936 if tied else 152064}
+    return {**_llama(hidden, layers, mlp, heads, hidden // heads, tied), **shapes}
+
+
+def _mistral(hidden: int, layers: int, mlp: int) -> dict[str, Any]:
+    return {**_llama(hidden, layers, mlp, 32), "model_type": "mistral", "vocab_size": 131072}
+
+
+def _gemma(
+    version: int, hidden: int, layers: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
+) -> dict[str, Any]:
+    shapes = {"model_type": {2: "gemma2", 3: "gemma3_text"}[version], "num_key_value_heads": kv_heads}
+    return {**_llama(hidden, layers, mlp, heads, head_dim, tied=True), **shapes, "vocab_size": vocabulary}
 
 
 def _qwen3(hidden: int, layers: int, mlp: int, heads: int, tied: bool = False) -> dict[str, Any]:
@@ -143,6 +159,29 @@ def _nemotron_h(
     }
 
 
+_QWEN2_5 = {
+    "0.5B": _qwen2(896, 24, 4864, 14, 2, tied=True),
+    "1.5B": _qwen2(1536, 28, 8960, 12, 2, tied=True),
+    "3B": _qwen2(2048, 36, 11008, 16, 2, tied=True),
+    "7B": _qwen2(3584, 28, 18944, 28, 4),
+    "14B": _qwen2(5120, 48, 13824, 40, 8),
+    "32B": _qwen2(5120, 64, 27648, 40, 8),
+    "72B": _qwen2(8192, 80, 29568, 64, 8),
+}
+_GEMMA = {
+    "2-2b": _gemma(2, 2304, 26, 9216, 8, 4, 256, 256000),
+    "2-9b": _gemma(2, 3584, 42, 14336, 16, 8, 256, 256000),
+    "2-27b": _gemma(2, 4608, 46, 36864, 32, 16, 128, 256000),
+    "3-270m": _gemma(3, 640, 18, 2048, 4, 1, 256, 262144),
+    "3-1b": _gemma(3, 1152, 26, 6912, 4, 1, 256, 262144),
+    "3-4b": _gemma(3, 2560, 34, 10240, 8, 4, 256, 262208),
+    "3-12b": _gemma(3, 3840, 48, 15360, 16, 8, 256, 262208),
+    "3-27b": _gemma(3, 5376, 62, 21504, 32, 16, 128, 262208),
+}
+_LLAMA_8B, _LLAMA_70B = _llama(4096, 32, 14336, 32), _llama(8192, 80, 28672, 64)
+_MISTRAL_24B, _MISTRAL_NEMO = _mistral(5120, 40, 32768), _mistral(5120, 40, 14336)
+_NEMOTRON3_SUPER = _nemotron_h(4096, 40, 40, 8, 32, 128, (512, 2688, 5376, 1024))
+_DEEPSEEK_V3 = _deepseek_v3(128, 256, 3, 129280)
 _KIMI_K2 = _deepseek_v3(64, 384, 1, 163840)
 _QWEN3_5_27B = _qwen3_5(5120, 64, 24, 4, 48, 17408)
 _QWEN3_5_35B = _qwen3_5_moe(2048, 40, 16, 32, 512, 256, 8)
@@ -151,9 +190,20 @@ _NEMOTRON3_30B = _nemotron_h(2688, 23, 23, 6, 32, 64, (128, 1856, 3712, 0))
 _SHAPES: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-1B": _llama(2048, 16, 8192, 32, head_dim=64, tied=True),
     "meta-llama/Llama-3.2-3B": _llama(3072, 28, 8192, 24, tied=True),
-    "meta-llama/Llama-3.1-8B": _llama(4096, 32, 14336, 32),
-    "meta-llama/Llama-3.1-70B": _llama(8192, 80, 28672, 64),
-    "meta-llama/Llama-3.3-70B": _llama(8192, 80, 28672, 64),
+    "meta-llama/Llama-3-8B": _LLAMA_8B,
+    "meta-llama/Llama-3-70B": _LLAMA_70B,
+    "meta-llama/Llama-3.1-8B": _LLAMA_8B,
+    "meta-llama/Llama-3.1-70B": _LLAMA_70B,
+    "meta-llama/Llama-3.1-405B": _llama(16384, 126, 53248, 128),
+    "meta-llama/Llama-3.3-70B": _LLAMA_70B,
+    **{f"Qwen/Qwen2.5-{size}": shapes for size, shapes in _QWEN2_5.items()},
+    **{f"Qwen/Qwen2.5-Coder-{size}": shapes for size, shapes in _QWEN2_5.items() if size != "72B"},
+    **{f"Qwen/Qwen2.5-Math-{size}": _QWEN2_5[size] for size in ("1.5B", "7B", "72B")},
+    "mistralai/Mistral-Small-24B": _MISTRAL_24B,
+    "mistralai/Mistral-Small-3.1-24B": _MISTRAL_24B,
+    "mistralai/Mistral-Nemo": _MISTRAL_NEMO,
+    "mistralai/Ministral-8B": _mistral(4096, 36, 12288),
+    **{f"google/gemma-{size}": shapes for size, shapes in _GEMMA.items()},
     "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 3072, 16, tied=True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 6144, 16, tied=True),
     "Qwen/Qwen3-4B": _qwen3(2560, 36, 9728, 32, tied=True),
@@ -172,7 +222,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3.6-27B": _QWEN3_5_27B,
     "Qwen/Qwen3.6-35B-A3B": _QWEN3_5_35B,
     "Qwen/Qwen3.8-27B": _QWEN3_5_27B,
-    "deepseek-ai/DeepSeek-V3.1": _deepseek_v3(128, 256, 3, 129280),
+    "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
+    "deepseek-ai/DeepSeek-V3.1": _DEEPSEEK_V3,
     "moonshotai/Kimi-K2-Thinking": _KIMI_K2,
     "moonshotai/Kimi-K2.5": _KIMI_K2,
     "moonshotai/Kimi-K2.6": _KIMI_K2,
@@ -180,7 +231,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "openai/gpt-oss-120b": _gpt_oss(36, 128),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON3_30B,
     "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": _NEMOTRON3_30B,
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": _nemotron_h(4096, 40, 40, 8, 32, 128, (512, 2688, 5376, 1024)),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": _NEMOTRON3_SUPER,
+    "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16": _NEMOTRON3_SUPER,
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": _nemotron_h(8192, 48, 48, 12, 64, 256, (512, 5120, 10240, 2048)),
 }
 

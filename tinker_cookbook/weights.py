@@ -5,6 +5,7 @@ The engines hand a checkpoint out as an archive or file by file; what is made of
 
 import asyncio
 import json
+import logging
 import shutil
 import tarfile
 import tempfile
@@ -12,16 +13,33 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient
+from tinker_cookbook.encrypted_weights import fetch_encrypted
 from tinker_cookbook.exceptions import ConfigurationError, WeightsAdapterError, WeightsDownloadError, WeightsMergeError
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import flatten, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table, not_none
 from tinker_cookbook.utils.ml_log import read_metrics
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "Exported",
+    "ModelCardConfig",
+    "build_hf_model",
+    "build_lora_adapter",
+    "download",
+    "download_adapter",
+    "export",
+    "generate_model_card",
+    "model_card",
+    "publish_to_hf_hub",
+]
 
 Format = Literal["adapter", "merged"]
 T = TypeVar("T")
@@ -90,8 +108,9 @@ async def download_adapter(service: ServiceClient, model_path: str, folder: Path
     """Fetch a checkpoint's archive and unpack its PEFT adapter into `folder`, which is made. Returns the folder.
 
     Only the adapter's two files are taken; the base model is written into its config, which the hosted service may leave
-    empty. A hosted checkpoint of kind external_weights is fetched file by file. For the other kinds the client must hand
-    out archives, as the local engine and SDKs before 0.38 do.
+    empty. A hosted checkpoint of kind external_weights is fetched file by file. Where the client hands out archives, as the
+    local engine and SDKs before 0.38 do, that is enough for the other kinds; from today's SDK a training checkpoint comes
+    through an encrypted export (`encrypted_weights`), and sampler weights not at all.
     """
     rest: Any = service.create_rest_client()
     if "/external_weights/" in model_path:
@@ -102,9 +121,15 @@ async def download_adapter(service: ServiceClient, model_path: str, folder: Path
         with tempfile.NamedTemporaryFile(suffix=".tar.gz") as archive:
             await asyncio.to_thread(_fetch, str(response.url), Path(archive.name), model_path)
             _unpack(Path(archive.name), folder, model_path)
+    elif "/weights/" in model_path:
+        with tempfile.TemporaryDirectory() as encrypted:
+            folder.mkdir(parents=True)
+            fetch = partial(_fetch_into, Path(encrypted), model_path)
+            await fetch_encrypted(service, rest, model_path, folder, fetch)
+            _adapter_files({path.name: path for path in folder.iterdir()}, model_path)
     else:
         raise WeightsDownloadError(
-            f"{model_path}: this SDK hands out external weights only; save them with "
+            f"{model_path}: sampler weights cannot be downloaded with this SDK, external weights can; save them with "
             "training_client.save_weights_external(name) and give that path"
         )
     _name_base_model(folder, base_model)
@@ -198,6 +223,14 @@ def _fetch_files(urls: Mapping[str, str], folder: Path, model_path: str) -> None
     folder.mkdir(parents=True)
     for name, url in _adapter_files(urls, model_path).items():
         _fetch(url, folder / name, model_path)
+
+
+def _fetch_into(folder: Path, model_path: str, urls: Mapping[str, str]) -> dict[str, Path]:
+    """Fetch files into a folder; where each is. Only the last part of a name counts, so that none leaves the folder."""
+    files = {name: folder / Path(name).name for name in urls}
+    for name, url in urls.items():
+        _fetch(url, files[name], model_path)
+    return files
 
 
 def _adapter_files(by_path: Mapping[str, T], model_path: str) -> dict[str, T]:
@@ -338,3 +371,37 @@ def generate_model_card(*, config: ModelCardConfig, repo_id: str | None = None, 
     }
     parts = [_front(head), f"# {repo_id or _WHAT[format]}", f"{_WHAT[format]} of `{config.base_model}`.", _USE[format]]
     return ModelCard("\n\n".join(parts) + "\n")
+
+
+def publish_to_hf_hub(
+    *,
+    model_path: str,
+    repo_id: str,
+    private: bool = True,
+    token: str | None = None,
+    model_card: ModelCardConfig | None = None,
+) -> str:
+    """Upload a folder with an adapter or a merged model to the Hugging Face hub; the address of its repository.
+
+    Args:
+        repo_id: `owner/name`; the repository is made if it is missing.
+        token: of the hub; None: that of the environment or of an earlier login.
+        model_card: written as README.md, unless the folder has one.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    from huggingface_hub import HfApi
+
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"model_path={model_path!r}: there is no such folder")
+    if model_card is not None and (folder / CARD_BASE_NAME).exists():
+        logger.warning("%s stays as it is; remove it for a card of model_card", folder / CARD_BASE_NAME)
+    elif model_card is not None:
+        card = generate_model_card(config=model_card, repo_id=repo_id, model_path=str(folder))
+        write_text(folder / CARD_BASE_NAME, str(card))
+    hub = HfApi(token=token)
+    hub.create_repo(repo_id=repo_id, repo_type="model", private=private, exist_ok=True)
+    hub.upload_folder(folder_path=str(folder), repo_id=repo_id, repo_type="model")
+    return f"{hub.endpoint}/{repo_id}"

@@ -11,6 +11,7 @@ model on which this fails.
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,15 @@ import numpy.typing as npt
 import tinker
 import torch
 
+from tinker_local_backend import environment
+from tinker_local_backend.command import fail, parse
+from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.refusals import check_model_name
 from tinker_local_backend.errors import LocalBackendError
-from tinker_local_backend.rest_client import TINY_CHAT
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.sampling_params import SamplingParams
 from tinker_local_backend.service_client import ServiceClient
+from tinker_local_backend.shipped import default_model, shipped_model
 from tinker_local_backend.training_client import TrainingClient
 
 PROMPTS = (
@@ -60,7 +65,11 @@ TOLERANCES = {
 class Config:
     """Keys of `python -m tinker_local_backend.check_logprobs`."""
 
-    model: str = chz.field(default=str(TINY_CHAT), doc="model directory or hub id")
+    model: str = chz.field(
+        default_factory=default_model,
+        munger=lambda self, name: shipped_model(name),
+        doc="model directory, hub id or shipped model; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
+    )
     prompt: str | None = chz.field(default=None, doc="the prompt, as plain text; default: several of different lengths")
     max_tokens: int = chz.field(
         default=32, doc="tokens per completion; none ends earlier", validator=chz.validators.gt(0)
@@ -163,9 +172,11 @@ def _datum(tokens: Sequence[int], weight: float) -> tinker.Datum:
 
 
 def check(config: Config) -> tuple[Differences, torch.dtype]:
-    """Run the comparison and print a line per temperature. Returns all differences and the dtype of the model's weights."""
+    """Say what is compared, compare, and print a line per temperature. Returns all differences and the dtype of the weights."""
+    check_model_name(config.model)
     with ServiceClient() as service:
         training = service.create_lora_training_client(config.model, rank=config.rank, seed=config.seed).result()
+        print(_what_is_checked(training._run.model), flush=True)
         tokenizer = training.get_tokenizer()
         prompts = [tokenizer.encode(text) for text in (PROMPTS if config.prompt is None else (config.prompt,))]
         train_a_little(training, prompts, config.train_steps)
@@ -184,6 +195,15 @@ def check(config: Config) -> tuple[Differences, torch.dtype]:
             found.append(compare(training, sampling, prompts, config.num_samples, params))
             print(f"temperature={temperature:g}  {found[-1]}", flush=True)
         return Differences.joined(found), training._run.model.dtype
+
+
+def _what_is_checked(model: BaseModel) -> str:
+    """One line: the model that was loaded, in what and on what, and the versions of what computes."""
+    dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
+    if (name := environment.describe()["device_name"]) is not None:
+        device += f" ({name})"
+    versions = [f"{package} {importlib.metadata.version(package)}" for package in ("torch", "transformers", "tinker")]
+    return f"model {model.name}, dtype {dtype}, device {device}, {', '.join(versions)}, CUDA {torch.version.cuda}"
 
 
 def main(config: Config) -> None:
@@ -206,7 +226,6 @@ def main(config: Config) -> None:
 
 if __name__ == "__main__":
     try:
-        chz.nested_entrypoint(main, allow_hyphens=True)
+        main(parse(Config))
     except LocalBackendError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        fail(error)

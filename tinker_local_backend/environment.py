@@ -1,7 +1,8 @@
-"""The engine's environment variables: one table, through which every value is read and checked.
+"""The environment variables of ours: one table, through which every value is read and checked.
 
-A TINKER_LOCAL_* variable that is not in the table, or has a value that is not understood or not supported, is an error when a
-client is made: what somebody has set must never be ignored.
+A variable that begins with TINKER_ and is not in the table, or has a value that is not understood, is an error at the start of
+every command; one of the engine (TINKER_LOCAL_*) that is not supported here, also when a client is made: what somebody has set
+must never be ignored. The library and its recipes read theirs through this table too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import difflib
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FAMILY = "TINKER_"
+"""Of this family a command takes no variable that is not in the table."""
 PREFIX = "TINKER_LOCAL_"
+"""Those of the engine, which refuses the ones that it does not know in any program."""
+OF_TESTS = "TINKER_TEST_"
+"""What the project's tests run on; nothing else reads them."""
 
 
 @dataclass(frozen=True)
@@ -89,25 +96,37 @@ def _url(text: str) -> str:
     return text.rstrip("/")
 
 
-def _device(text: str) -> torch.device:
-    """A device that is there."""
-    import torch
-
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+def _device(text: str) -> str:
+    """Its form; whether there is such a device, `default_device` finds out."""
+    if re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", text) is None:
         raise ValueError("must be cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
-        raise ValueError(f"asks for CUDA, but torch {torch.__version__} {built}; unset it, or set it to cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"asks for a device that is not there; there are {torch.cuda.device_count()}, from cuda:0")
-    return device
+    return text
 
 
 VARIABLES = {
+    "TINKER_BACKEND": Variable(
+        "`local` or `tinker` (also `api`), where the config has no `backend`", _one_of("local", "tinker", "api")
+    ),
+    "TINKER_API_KEY": Variable("key of the hosted service"),
+    "TINKER_BASE_URL": Variable(
+        "where the hosted service, or a server with its protocol, is, where the config has no `base_url`", _url
+    ),
+    "TINKER_CREDENTIAL_CMD": Variable("the SDK's: a command that prints a key, instead of `TINKER_API_KEY`"),
+    "TINKER_PROJECT_ID": Variable("the SDK's: the project of hosted runs"),
+    "TINKER_TAGS": Variable("the SDK's: tags of hosted sessions"),
+    "TINKER_TELEMETRY": Variable("the SDK's: 0 sends no telemetry to the hosted service"),
+    "TINKER_FEATURE_GATES": Variable("the SDK's: what of it is turned on"),
+    "TINKER_LOG": Variable("the SDK's: level of its log, `debug` or `info`"),
+    "TINKER_DEBATE_BASE_MODEL": Variable(
+        "the model of a recipe, a check or a server that is given none; default: a shipped one, `tiny_chat` or `tiny_debate`"
+    ),
+    "TINKER_DEBATE_LOG_ROOT": Variable("where runs without `log_path` go"),
+    "TINKER_COOKBOOK_RUNS_DIR": Variable(
+        "folder of runs that are given no path; default: `tinker-cookbook` in the user's data folder"
+    ),
+    "TINKER_COOKBOOK_TRACEBACK": Variable(
+        "1 prints the traceback of an error; otherwise only its message is printed", _one_of("0", "1")
+    ),
     "TINKER_LOCAL_BACKEND": Variable(
         "`transformers`, the only one; `unsloth` has no effect, and a warning says so",
         _one_of("transformers", "unsloth"),
@@ -169,7 +188,7 @@ VARIABLES = {
         "vLLM's process is replaced after so many adapters; default 0: never", _integer(0)
     ),
 }
-"""By name: what the engine reads from the environment."""
+"""By name: what commands, library, engine and the official SDK read from the environment."""
 
 
 def read(name: str) -> Any:
@@ -183,18 +202,30 @@ def read(name: str) -> Any:
         raise RequestError(f"{name}={text!r} {error}") from None
 
 
+def check_variables(family: str = FAMILY) -> None:
+    """Check the name and the form of every variable of a family that is set. Every command begins with this.
+
+    Raises RequestError for an unknown one, with the one that may be meant or the list of all, and for a wrong value.
+    """
+    for name in sorted(os.environ):
+        if not name.startswith(family) or name.startswith(OF_TESTS):
+            continue
+        if name in VARIABLES:
+            read(name)
+            continue
+        close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
+        hint = f"did you mean {close[0]}? Else unset it" if close else f"unset it. Known: {', '.join(VARIABLES)}"
+        raise RequestError(f"{name} is set, but there is no such variable; {hint}")
+
+
 def check_environment() -> None:
     """Check every TINKER_LOCAL_* variable that is set. Warn, once, of one without effect and of a GPU that torch cannot use.
 
-    Raises RequestError for an unknown one, with the list of those that are known, and for a wrong value.
+    Other variables may belong to the program that makes a client: they are the business of commands (`check_variables`).
+    Raises RequestError as `check_variables`, and for what is not supported here.
     """
-    for name in sorted(os.environ):
-        if name in VARIABLES:
-            read(name)
-        elif name.startswith(PREFIX):
-            close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise RequestError(f"{name} is set, but there is no such variable; {hint}Known: {', '.join(VARIABLES)}")
+    check_variables(PREFIX)
+    default_device()
     _check_vllm()
     if read("TINKER_LOCAL_BACKEND") == "unsloth":
         _warn("TINKER_LOCAL_BACKEND=unsloth is not supported and has no effect: models are those of transformers")
@@ -249,7 +280,10 @@ def default_device() -> torch.device:
     """
     import torch
 
-    device = read("TINKER_LOCAL_DEVICE") or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    asked = read("TINKER_LOCAL_DEVICE")
+    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        _check_cuda(asked, device.index or 0)
     if device.type != "cuda" or device.index is not None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return device
     place, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -258,6 +292,18 @@ def default_device() -> torch.device:
             f"torchrun started more processes here than there are GPUs ({count}): lower --nproc-per-node"
         )
     return torch.device("cuda", place)
+
+
+def _check_cuda(asked: str, index: int) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+        why = f"asks for CUDA, but torch {torch.__version__} {built}; unset it, or set it to cpu"
+        raise RequestError(f"TINKER_LOCAL_DEVICE={asked!r} {why}")
+    if index >= (count := torch.cuda.device_count()):
+        why = f"asks for a device that is not there; there are {count}, from cuda:0"
+        raise RequestError(f"TINKER_LOCAL_DEVICE={asked!r} {why}")
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tinker_local_backend.command import fail, parse
 from tinker_local_backend.engine.refusals import check_model_name
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
 from tinker_local_backend.storage.checkpoints import ADAPTER_FILE, CONFIG_FILE
@@ -90,6 +91,8 @@ def merge_adapter(
         MergeCheckError: the merged model computes something else. Nothing was written.
         CheckpointWriteError: the disk refused. Nothing was written.
     """
+    if base_model is not None:
+        check_model_name(base_model)
     target = Path(output).expanduser().absolute()
     folder = _adapter_folder(checkpoint, home or local_home())
     config, tensors = _read_adapter(folder)
@@ -249,10 +252,11 @@ def run(config: Config) -> None:
     """`main`, with errors as one line: exit status 1 when the check fails, 2 when the request cannot be carried out."""
     try:
         main(config)
+    except MergeCheckError as error:
+        fail(error, code=1)
     except LocalBackendError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1 if isinstance(error, MergeCheckError) else 2) from None
+        fail(error)
 
 
 if __name__ == "__main__":
-    chz.nested_entrypoint(run, allow_hyphens=True)
+    run(parse(Config))

@@ -28,6 +28,7 @@ from tinker import types
 from tinker_local_backend import hosted_only
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture, at_once, awaited, on_a_thread
+from tinker_local_backend.shipped import TINY_CHAT
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import RunListing
 from tinker_local_backend.storage.index import CheckpointEntry
@@ -38,7 +39,6 @@ from tinker_local_backend.storage.registry import Registry, Run, Session
 AccessScope = Literal["owned", "accessible"]
 
 OWNER = "local"
-TINY_CHAT = Path(__file__).resolve().parents[1] / "example_data" / "tiny_chat"
 
 
 @dataclass(frozen=True)

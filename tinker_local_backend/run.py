@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from tinker_local_backend.binding import use_local
+from tinker_local_backend.command import fail
+from tinker_local_backend.environment import PREFIX, check_variables
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.replicas.follower import serve_as_replica
 
@@ -35,8 +37,13 @@ def find_program(arguments: Sequence[str]) -> Callable[[], object]:
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         module = arguments[1]
         sys.path.insert(0, os.getcwd())
-        if not _exists(module):
-            raise RequestError(f"there is no module {module!r} on the path; for a file leave out -m")
+        if missing := _missing(module):
+            what = f"there is no module {missing!r} on the path"
+            raise RequestError(
+                f"{what}; for a file leave out -m"
+                if f"{module}.".startswith(f"{missing}.")
+                else f"{what}; {module!r} imports it"
+            )
         sys.argv = list(arguments[1:])
         return partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
     if not arguments or arguments[0].startswith("-"):
@@ -49,11 +56,12 @@ def find_program(arguments: Sequence[str]) -> Callable[[], object]:
     return partial(runpy.run_path, str(script), run_name="__main__")
 
 
-def _exists(module: str) -> bool:
+def _missing(module: str) -> str | None:
+    """The module that is not there: this one, a package above it, or one that such a package imports; None: all are."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+        return None if importlib.util.find_spec(module) is not None else module
+    except ModuleNotFoundError as error:
+        return error.name or module
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,10 +70,10 @@ def main(arguments: Sequence[str]) -> None:
         print(__doc__)
         return
     try:
+        check_variables(PREFIX)  # others that begin with TINKER_ may be the program's own
         program = find_program(arguments)
     except RequestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        fail(error)
     serve_as_replica()
     with use_local():
         program()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinker_cookbook.utils.files import write_text
+from tinker_local_backend.command import check_command
 
 PACKAGES = ("tinker_cookbook", "tinker_local_backend", "recipes")
 PAGES = (
@@ -257,4 +258,5 @@ def _arguments(arguments: ast.arguments) -> str:
 
 
 if __name__ == "__main__":
+    check_command()
     sys.exit(main())

@@ -22,6 +22,7 @@ from tinker_cookbook.environments import (
 from tinker_cookbook.environments.lessons import shipped_lessons
 from tinker_cookbook.environments.model_scores import MINDS
 from tinker_cookbook.renderers import Message
+from tinker_local_backend.command import check_command
 
 LINES = 256
 Row = Mapping[str, Any]
@@ -98,4 +99,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    check_command()
     main()

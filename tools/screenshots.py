@@ -19,6 +19,7 @@ from typing import Literal
 
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import open_runs
+from tinker_local_backend.command import check_command
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "images"
@@ -79,4 +80,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    check_command()
     main()

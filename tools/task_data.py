@@ -9,6 +9,7 @@ from pathlib import Path
 
 import chz
 
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.tasks.constrained_writing import COLOURS
 from tinker_cookbook.tasks.logic import generate_puzzles
@@ -126,4 +127,4 @@ def main(config: CLIConfig) -> None:
 
 
 if __name__ == "__main__":
-    chz.nested_entrypoint(main)
+    run_recipe(CLIConfig, main)

@@ -32,6 +32,7 @@ from benchmarks.gpu.scale import SCALES, Scale
 from benchmarks.gpu.stand_ins import stand_ins
 from benchmarks.gpu.visit import SECTIONS, Section, Visit
 from benchmarks.gpu.visit_report import VisitReport
+from tinker_local_backend.command import check_command
 from tinker_local_backend.errors import LocalBackendError
 
 POLL_SECONDS = 0.5
@@ -185,6 +186,7 @@ def _in_child(
 
 
 if __name__ == "__main__":
+    check_command()
     try:
         raise SystemExit(chz.nested_entrypoint(main, allow_hyphens=True))
     except (BenchmarkError, LocalBackendError) as error:

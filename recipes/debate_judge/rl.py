@@ -9,11 +9,10 @@ Labels come from questions with known answers; the judge is then used on others 
 
 import chz
 
-from recipes.common import dataset_label, prompt_room, settle
+from recipes.common import TINY_DEBATE, base_model, dataset_label, prompt_room, settle
 from recipes.debate_judge.data import SHIPPED, JudgeKeys, debates_path
 from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.judge_training import JudgeDatasetBuilder
 from tinker_cookbook.rl import train
 
@@ -24,7 +23,7 @@ RECIPE = "debate_judge_rl"
 class CLIConfig(JudgeKeys, RLConfig):
     """Keys of `python -m recipes.debate_judge.rl`."""
 
-    model_name: str = with_default(RLConfig, "model_name", "tiny_debate")
+    model_name: str = base_model(TINY_DEBATE)
     groups_per_batch: int = chz.field(default=16, doc="debates per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="verdicts on each", validator=chz.validators.gt(1))
 

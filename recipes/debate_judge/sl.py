@@ -8,7 +8,7 @@ Its checkpoint judges with judge=lm judge.weights.load_checkpoint_path=tinker://
 
 import chz
 
-from recipes.common import dataset_label, settle
+from recipes.common import TINY_DEBATE, base_model, dataset_label, settle
 from recipes.debate_judge.data import SHIPPED, JudgeKeys, debates_path
 from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
@@ -23,7 +23,7 @@ RECIPE = "debate_judge_sl"
 class CLIConfig(JudgeKeys, SLConfig):
     """Keys of `python -m recipes.debate_judge.sl`."""
 
-    model_name: str = with_default(SLConfig, "model_name", "tiny_debate")
+    model_name: str = base_model(TINY_DEBATE)
     max_length: int = with_default(SLConfig, "max_length", 1024)
 
 

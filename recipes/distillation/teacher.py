@@ -8,7 +8,7 @@ from pathlib import Path
 
 import chz
 
-from recipes.common import SL_LEARNING_RATE, TINY_CHAT, CommonConfig
+from recipes.common import SL_LEARNING_RATE, CommonConfig
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint, newest_of_run
@@ -47,8 +47,7 @@ def named_teacher(cli: TeacherKeys) -> TeacherConfig | None:
                 "teacher_checkpoint to sampler weights"
             )
         return None
-    base = cli.model_name if cli.teacher_model in (None, TINY_CHAT) else cli.teacher_model
-    return TeacherConfig(base_model=base, load_checkpoint_path=cli.teacher_checkpoint)
+    return TeacherConfig(base_model=cli.teacher_model or cli.model_name, load_checkpoint_path=cli.teacher_checkpoint)
 
 
 def teacher_run(cli: TeacherKeys, config: RunConfig, dataset_builder: SupervisedDatasetBuilder) -> train.Config:

@@ -180,7 +180,7 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
     """Stage 2, from the weights of stage 1."""
     cli = settle(cli)
     data = ChatDatasetBuilderFromComparisons(
-        common_config=chat_settings(cli), comparison_builder=comparison_source(cli)
+        common_config=chat_settings(cli), comparison_builder=comparison_source(cli), swap=True
     )
     has_test = data.comparison_builder.get_rows()[1] is not None
     return stage_config(

@@ -14,7 +14,7 @@ from typing import Any
 
 import chz
 
-from recipes.common import RL_SHARE, TINY_LEARNING_RATE, by_model, dataset_label, run_config, settle
+from recipes.common import TINY_LEARNING_RATE, by_model, dataset_label, run_config, settle
 from recipes.preference.data import SHIPPED, ComparisonConfig, comparison_source
 from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
@@ -25,6 +25,7 @@ from tinker_cookbook.runs.outcome import print_changes
 
 RECIPE = "preference_dpo"
 DPO_LEARNING_RATE = 1e-5
+"""Far below the rate of supervised learning, whatever the model: the loss only asks for a difference, and is soon flat."""
 METRICS = ("dpo_loss", "accuracy", "margin")
 
 
@@ -33,7 +34,7 @@ class CLIConfig(ComparisonConfig, train_dpo.DPOOptions):
     """Keys of `python -m recipes.preference.train`."""
 
     num_epochs: int = with_default(train_dpo.DPOOptions, "num_epochs", 3)
-    learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, DPO_LEARNING_RATE, RL_SHARE)
+    learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, DPO_LEARNING_RATE)
     lr_schedule: str | Callable[..., Any] = with_default(train_dpo.DPOOptions, "lr_schedule", "linear")
     eval_every: int = with_default(train_dpo.DPOOptions, "eval_every", 7)
 

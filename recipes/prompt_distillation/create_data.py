@@ -18,7 +18,7 @@ from typing import Literal
 
 import chz
 
-from recipes.common import TINY_CHAT, CommonConfig, resolve_model
+from recipes.common import CommonConfig, resolve_model
 from recipes.prompt_distillation.multilingual import FILE, labelled_lines
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
@@ -196,8 +196,7 @@ async def _ask_teacher(keys: LabelKeys, task: Labelling) -> list[Labelled]:
         endpoint = keys.teacher_endpoint.open("teacher_endpoint", keys.max_answer_tokens, 0.0, keys.seed)
         return await label_lines_by_text(endpoint, task.prompt, lines, pattern)
     model, renderer_name = resolve_model(keys)
-    base = model if keys.teacher_model in (None, TINY_CHAT) else keys.teacher_model
-    teacher = TeacherConfig(base_model=base, load_checkpoint_path=keys.teacher_checkpoint)
+    teacher = TeacherConfig(base_model=keys.teacher_model or model, load_checkpoint_path=keys.teacher_checkpoint)
     check_teachers({"teacher": teacher}, model, keys.backend, keys.base_url)
     renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
     client = await teacher.open("teacher", backends.create_service_client(keys.backend, keys.base_url))

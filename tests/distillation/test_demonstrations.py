@@ -23,6 +23,7 @@ from tinker_cookbook.distillation.demonstrations import (
     build_policy_gradient_datums,
     build_sdft_teacher_prompt,
     build_topk_distillation_datums,
+    compute_sdft_advantages,
     reverse_kl_custom_loss,
 )
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
@@ -191,6 +192,14 @@ class TestPolicyGradient:
         assert metrics["sdft/mean_teacher_lp"] == pytest.approx(sum(teachers) / 6)
         assert metrics["sdft/mean_student_lp"] == pytest.approx(sum(students) / 6)
         assert metrics["sdft/teacher_truncated_count"] == 1
+
+    def test_or_in_place(self) -> None:
+        own = [sampled([1, 2, 3], [10, 11, 12, 13, 14, 15]), sampled([1, 2], [20, 21, 22, 23])]
+        expected, told = asyncio.run(build_policy_gradient_datums(own, META, teacher(), PROMPTS, 7))
+        assert asyncio.run(compute_sdft_advantages(own, META, teacher(), PROMPTS, 7)) == told
+        for datum, other in zip(own, expected, strict=True):
+            values = datum.loss_fn_inputs["advantages"].to_numpy()
+            assert values.any() and values.tolist() == other.loss_fn_inputs["advantages"].to_numpy().tolist()
 
     def test_a_context_without_room_is_said(self) -> None:
         with pytest.raises(DataValidationError, match="max_context_length=2 leaves no room"):

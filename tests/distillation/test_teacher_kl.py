@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import FakeSamplingClient, fake_logprob, said, seeded_reply
-from tinker_cookbook.distillation.teacher_kl import TeacherKL, teacher_advantages
+from tinker_cookbook.distillation.teacher_kl import TeacherKL, incorporate_kl_penalty, teacher_advantages
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, trajectory_to_data
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
@@ -107,3 +107,18 @@ def test_against_a_double_loop(tokens: list[tuple[float, float]], coef: float, d
         later = range(t, len(tokens)) if discount > 0 else [t]
         wanted = -coef * mask[t] * sum(discount ** (s - t) * mask[s] * difference[s] for s in later)
         assert found[t] == pytest.approx(wanted, abs=1e-9)
+
+
+def test_a_loop_of_ones_own_has_it_in_place_with_a_teacher_per_datum() -> None:
+    teachers = [Shifted(0.5), Shifted(-0.25)]
+    expected, told = penalize(teachers, [0, 1], 1.0, coef=0.5, discount=0.5)
+    own = [trajectory_to_data(two_turns(), 1.0)[0] for _ in teachers]
+    metrics = asyncio.run(incorporate_kl_penalty(own, teachers, [0, 1], 0.5, 0.5))
+    assert metrics == told and metrics["teacher_kl/dataset_0"] == pytest.approx(-0.5)
+    for datum, other in zip(own, expected, strict=True):
+        values = datum.loss_fn_inputs["advantages"].to_numpy().tolist()
+        assert values == other.loss_fn_inputs["advantages"].to_numpy().tolist() != [1.0] * len(values)
+    assert asyncio.run(incorporate_kl_penalty(own[:1], teachers[:1], [7], 0.5, 0.0)) == {
+        "teacher_kl": pytest.approx(-0.5),
+        "teacher_kl/dataset_7": pytest.approx(-0.5),
+    }

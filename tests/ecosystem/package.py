@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 VERSION = "0.5.8"
@@ -32,6 +33,28 @@ def unpack_recipes(folder: Path) -> Path:
         names = [name for name in wheel.namelist() if name.split("/")[:2] == ["tinker_cookbook", FOLDER]]
         wheel.extractall(folder, names)
     return folder / "tinker_cookbook"
+
+
+def unpack_wheel(folder: Path, version: str) -> Path:
+    """Download a version and unpack all of it, to be read and not imported; the folder. Raises IndexUnreachableError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _pip("download", "--only-binary=:all:", "--dest", str(folder), f"tinker-cookbook=={version}")
+    (wheel_file,) = folder.glob("tinker_cookbook-*.whl")
+    with zipfile.ZipFile(wheel_file) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
+def unpack_sources(folder: Path, version: str) -> list[Path]:
+    """Download the source distribution of a version; its archive. Raises IndexUnreachableError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _pip("download", "--no-binary=tinker-cookbook", "--dest", str(folder), f"tinker-cookbook=={version}")
+    return [*folder.glob("tinker_cookbook-*.tar.gz")]
+
+
+def install(folder: Path, packages: Sequence[str]) -> None:
+    """Install packages into a folder, without what they need. Raises IndexUnreachableError."""
+    _pip("install", "--target", str(folder), *packages)
 
 
 def _pip(command: str, *arguments: str) -> None:

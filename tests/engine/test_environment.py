@@ -26,7 +26,11 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "value", "error"),
     [
         ("TINKER_LOCAL_SMAPLER", "vllm", r"TINKER_LOCAL_SMAPLER is set.*did you mean TINKER_LOCAL_SAMPLER\?"),
-        ("TINKER_LOCAL_ZZZ", "", r"no such variable; Known: .*TINKER_LOCAL_HOME.*TINKER_LOCAL_KV_CACHE_TOKENS"),
+        (
+            "TINKER_LOCAL_ZZZ",
+            "",
+            r"no such variable; unset it. Known: .*TINKER_LOCAL_HOME.*TINKER_LOCAL_KV_CACHE_TOKENS",
+        ),
         ("TINKER_LOCAL_VLLM_MAX_LORA", "8", r"TINKER_LOCAL_VLLM_MAX_LORA is set, but there is no such variable"),
         (
             "TINKER_LOCAL_VLLM_MAX_LORAS",

@@ -84,7 +84,8 @@ def test_its_exit_code_and_traceback_are_its_own(tmp_path: Path):
     ("arguments", "message"),
     [
         (["nowhere.py"], "there is no script 'nowhere.py'; for a module use -m package.module"),
-        (["-m", "no.such_module"], "there is no module 'no.such_module' on the path"),
+        (["-m", "no.such_module"], "there is no module 'no' on the path; for a file leave out -m"),
+        (["-m", "json.such_module"], "there is no module 'json.such_module' on the path; for a file leave out -m"),
         (["-m"], "name a program"),
         (["--verbose", "x.py"], "name a program"),
     ],
@@ -97,6 +98,20 @@ def test_a_program_that_is_not_there_is_named(
         main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_module_that_a_package_imports_and_that_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "pk").mkdir()
+    write(tmp_path / "pk" / "__init__.py", "import not_installed_here")
+    write(tmp_path / "pk" / "prog.py", "print(1)")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["-m", "pk.prog"])
+    said = capsys.readouterr().err
+    assert "there is no module 'not_installed_here' on the path; 'pk.prog' imports it" in said
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])

@@ -26,16 +26,16 @@ RENDERER = make_renderer("qwen3_instruct")
 ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "info": {"level": n}} for n in range(5)]
 
 
-def exact(completion, answer):
+def exact(completion: str, answer):
     return float(completion == answer)
 
 
-async def brief(completion, state, info):
+async def brief(completion: str, state, info):
     state["length"] = len(completion)
     return len(completion) / 10, {"level": info["level"]}
 
 
-def ranked(completions, answers):
+def ranked(completions: list[str], answers):
     return [float(len(text) == min(map(len, completions))) for text in completions]
 
 

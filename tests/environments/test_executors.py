@@ -58,7 +58,8 @@ def rewards(run: Run, env: Any, executor: Executor | None, **args: Any) -> dict[
 
 def check(run: Run, executor: Executor) -> None:
     here = rewards(run, environment("sampling_client"), None)
-    assert len(here) == 4 and len(set(here.values())) == 2 and max(here.values()) < 0
+    # What else is scored in the same pass may change the last bits.
+    assert len(here) == 4 and len({round(reward, 4) for reward in here.values()}) == 2 and max(here.values()) < 0
     assert rewards(run, environment("sampling_client"), executor) == pytest.approx(here, abs=1e-4)
 
 

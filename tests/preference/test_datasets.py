@@ -222,16 +222,17 @@ class TestPreferenceModelExamples:
     def test_both_orders_train_the_label_alone(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.jsonl", line("B"), line("Tie"))
         source = ComparisonBuilderFromJsonl(train_path=path, shuffle_seed=None)
-        dataset, _ = ChatDatasetBuilderFromComparisons(common_config=common(batch_size=4), comparison_builder=source)()
+        settings = common(batch_size=4)
+        dataset, _ = ChatDatasetBuilderFromComparisons(common_config=settings, comparison_builder=source, swap=True)()
         data = dataset.get_batch(0)
         assert [text.removesuffix("<|im_end|>") for text in texts(data)] == ["B", "A", "Tie", "Tie"]
         first = get_tokenizer(TINY).decode(data[0].model_input.to_ints())
         assert first.index("Reply A:\nYes.") < first.index("Reply B:\nNo.") and "user: Is it?" in first
         assert data[0].loss_fn_inputs["weights"].to_numpy().sum() == pytest.approx(1)
 
-    def test_one_order(self, tmp_path: Path) -> None:
+    def test_one_order_is_what_is_not_asked_otherwise(self, tmp_path: Path) -> None:
         source = ComparisonBuilderFromJsonl(train_path=write(tmp_path / "p.jsonl", line("B")))
-        builder = ChatDatasetBuilderFromComparisons(common_config=common(), comparison_builder=source, swap=False)
+        builder = ChatDatasetBuilderFromComparisons(common_config=common(), comparison_builder=source)
         assert [text.removesuffix("<|im_end|>") for text in texts(builder()[0].get_batch(0))] == ["B"]
 
     def test_a_comparison_whose_label_would_be_cut_off(self, tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """The keys that all training recipes take reach the loop's config: none is taken from the command line and then forgotten."""
 
 import importlib
+import shutil
 from pathlib import Path
 from typing import Any
 
 import chz
 import pytest
 
+from recipes import rl_basic
 from recipes.common import CommonConfig, settle
 from recipes.distillation.teacher import teacher_run
 from recipes.preference import rlhf_pipeline
@@ -110,9 +112,20 @@ def test_so_do_the_supervised_stages_of_other_recipes(tmp_path: Path) -> None:
     assert teacher_run(settled, config, config.dataset_configs[0].dataset_builder).lr_schedule == "linear"
 
 
-def test_a_shipped_model_is_one_by_its_path_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would get the learning rate of a real model, which does not move it."""
+def test_a_tiny_model_is_one_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a base made by the same tool would get the learning rate of a real model, which does not move it."""
     monkeypatch.chdir(EXAMPLE_DATA.parent)
-    for name in ("tiny_chat", "example_data/tiny_chat", str(EXAMPLE_DATA / "tiny_debate")):
+    shutil.copytree(EXAMPLE_DATA / "tiny_debate", tmp_path / "base_of_mine")
+    for name in (
+        "tiny_chat",
+        "example_data/tiny_chat",
+        str(EXAMPLE_DATA / "tiny_debate"),
+        str(tmp_path / "base_of_mine"),
+    ):
         assert CommonConfig(model_name=name).is_tiny, name
-    assert not CommonConfig(model_name="Qwen/Qwen3-8B").is_tiny and not CommonConfig(model_name="./tiny_chat").is_tiny
+        assert settle(rl_basic.CLIConfig(model_name=name)).learning_rate == 1e-3
+    config = tmp_path / "base_of_mine" / "config.json"
+    config.write_text(config.read_text().replace('"tiny_model": true', '"tiny_model": false'))
+    for name in ("Qwen/Qwen3-8B", "./tiny_chat", str(tmp_path / "base_of_mine"), str(tmp_path)):
+        assert not CommonConfig(model_name=name).is_tiny, name
+    assert settle(rl_basic.CLIConfig(model_name=str(tmp_path / "base_of_mine"))).learning_rate == 4e-5

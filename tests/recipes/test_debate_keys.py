@@ -119,13 +119,10 @@ def test_a_run(arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.Captur
 
 
 def run_to_its_end(arguments: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tiny judge may find nobody, and then the run says that it trained nothing."""
+    """The tiny judge may find nobody, and then the run trains nothing."""
     small = ("num_rollouts=16", "num_groups=2", "max_steps=1", "eval_every=0", "max_tokens=24", "lora_rank=4")
     argv = [*arguments, *small, "on_zero_advantages=skip", f"log_path={folder}"]
-    try:
-        run_recipe(debate_rs_grpo.CLIConfig, debate_rs_grpo.main, argv=argv)
-    except SystemExit:
-        assert "trained nothing" in capsys.readouterr().err
+    run_recipe(debate_rs_grpo.CLIConfig, debate_rs_grpo.main, argv=argv)
     (row,) = read_jsonl(folder / "metrics.jsonl")
     assert 0 <= row["env/all/debate/won"] <= 1 and "env/all/debate/invalid" in row
 

@@ -276,7 +276,7 @@ class TestToolUse:
         assert found >= 0.9 * len(questions)
 
     @staticmethod
-    async def play_and_grade(env: tool_use.ToolUseEnv, player: Player) -> tuple[float, int]:
+    async def play_and_grade(env: tool_use.AgentToolMessageEnv, player: Player) -> tuple[float, int]:
         messages = await demonstrate(env, player)
         return (await resolved(env.grade(messages)))[0], len(messages)
 
@@ -321,4 +321,4 @@ class TestToolUse:
     def test_environments_pickle(self) -> None:
         question = tool_use.Question("What is 1 + 1?", "2", {"expression": "1 + 1"})
         thunk = partial(tool_use.make_tool_env, "calculator", question, False, make_renderer("qwen3_instruct"))
-        assert isinstance(pickle.loads(pickle.dumps(thunk))(), tool_use.ToolUseEnv)
+        assert isinstance(pickle.loads(pickle.dumps(thunk))(), tool_use.AgentToolMessageEnv)

@@ -91,7 +91,9 @@ def test_the_command_line_comes_last(tmp_path: Path) -> None:
     assert (cli.max_steps, cli.lora_rank, cli.seed, cli.model_name, cli.log_path) == (5, 4, 9, "tiny_debate", "o")
     builder = run_experiment.make_dataset_builder(settle(cli))
     assert isinstance(builder, LoadedDatasetBuilder) and builder.environment.args == {"highest": 6}
-    assert parse(path).log_path == "outputs" and parse(path).metrics_json
+    assert parse(path).metrics_json and run_experiment.folder_of(parse(path)) == "outputs/experiment"
+    assert run_experiment.folder_of(parse(path, "name=again")) == "outputs/experiment_again"
+    assert run_experiment.folder_of(parse(path, "output_dir=o", "name=again")) == "o"
     assert parse(path, "trainer.args.max_new_tokens=9", "--max_steps=2").max_steps == 2
 
 
@@ -113,6 +115,10 @@ def test_the_command_line_comes_last(tmp_path: Path) -> None:
         ("envs = 3", r"write \[\[envs\]\] above each environment"),
         ("[env", "experiment.toml: Expected"),
         (ENV + "[trainer]\nmax_steps = 0", "max_steps: must be greater than 0"),
+        (ENV + "weight = -1", rf"the weight of {SUMS} is -1: it must be greater than 0, or 0 for"),
+        (ENV.replace("[env]", "[[envs]]") + "name = 'small'\nweight = -0.5", "the weight of small is -0.5: it must be"),
+        (ENV + "weight = 0", "env.weight=0: nothing would train; give one a weight"),
+        (ENV + "[trainer]\ngroup_size = 3\nrollouts_per_example = 4", "group_size is given twice"),
         (ENV + "[trainer]\nmax_steps = 'three'", "max_steps"),
     ],
 )
@@ -176,11 +182,12 @@ def test_a_run_never_writes_its_key(where: str, tmp_path: Path, monkeypatch: pyt
         assert os.environ["TINKER_API_KEY"] == secret
     finally:
         monkeypatch.delenv("TINKER_API_KEY", raising=False)
-    files = [file for file in (tmp_path / "outputs").rglob("*") if file.is_file()]
+    folder = tmp_path / "outputs" / "experiment"
+    files = [file for file in folder.rglob("*") if file.is_file()]
     assert {"metrics.json", "metrics.jsonl", "config.json", "run_metadata.json"} <= {file.name for file in files}
     assert [file for file in files if secret.encode() in file.read_bytes()] == []
-    listed: list[dict[str, Any]] = json.loads((tmp_path / "outputs" / "metrics.json").read_text())
-    (row, last) = read_metrics(tmp_path / "outputs")
+    listed: list[dict[str, Any]] = json.loads((folder / "metrics.json").read_text())
+    (row, last) = read_metrics(folder)
     assert listed[0]["reward"] == row["env/all/reward/total"] and listed[0]["stage"] == "train"
     assert listed[-1] == {"step": 1, "stage": "final", "test_reward": last["test/env/all/reward/total"]}
 
@@ -226,7 +233,10 @@ def test_a_supervised_stage_has_a_table_of_its_own(tmp_path: Path) -> None:
 def test_only_the_shipped_models_learn_the_form_of_a_shipped_file(path: Path, tmp_path: Path) -> None:
     own = 96 if path.stem == "gradient_intuition" else FORM_STEPS
     assert len(given_conversations(settle(parse(str(path))))) == own * BATCH_SIZE
-    other = f"model.base_model={copytree(ROOT / 'example_data' / 'tiny_chat', tmp_path / 'other')}"
+    folder = copytree(ROOT / "example_data" / "tiny_chat", tmp_path / "other")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"tiny_model": true', '"tiny_model": false'))
+    other = f"model.base_model={folder}"
     assert given_conversations(settle(parse(str(path), other))) == []
     assert len(given_conversations(settle(parse(str(path), other, "warm_up.steps=3")))) == 3 * BATCH_SIZE
 
@@ -263,7 +273,7 @@ def test_a_shipped_file_runs_from_anywhere_with_its_stage(
     # A policy that has hardly seen the form may train nothing in one step, which is an error.
     with suppress(SystemExit):
         run_recipe(CLIConfig, run_experiment.main, [str(path), *small, *stage], prog="run")
-    outputs = tmp_path / "outputs"
+    outputs = tmp_path / "outputs" / path.stem
     assert json.loads((outputs / "metrics.json").read_text())[0]["stage"] == "train"
     assert (outputs / "warm_up" / "metrics.jsonl").exists() == has_stage
     if has_stage:

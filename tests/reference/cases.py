@@ -198,7 +198,32 @@ _KIMI_CALL = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a"
 _DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 _DEEPSEEK_CALL = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
 _HARMONY_CALL = ' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>'
+_DSML_CALL = (
+    '<｜DSML｜ invoke name="add">\n<｜DSML｜ parameter name="a" string="false">1</｜DSML｜ parameter>\n'
+    '<｜DSML｜ parameter name="s" string="true">x\ny</｜DSML｜ parameter>\n</｜DSML｜ invoke>'
+)
+_DSML = "\n\n<｜DSML｜ calls>\n{}\n</｜DSML｜ calls>"
+_GLM_CALL = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key><arg_value>x\ny</arg_value></tool_call>"
 CALL_REPLIES = {
+    "dsml": [
+        "</think>" + _DSML.format(_DSML_CALL) + END,
+        "hm</think>b" + _DSML.format(_DSML_CALL + "\n" + _DSML_CALL) + END,
+        "hm</think>" + _DSML.format(_DSML_CALL.replace(">1<", ">[1<")) + END,
+        "hm</think>" + _DSML.format(_DSML_CALL.replace('"add"', '""')) + END,
+        "hm</think>" + _DSML.format("word") + END,
+        "hm</think>b\n\n<｜DSML｜ calls>\n" + _DSML_CALL + END,
+        "hm</think>b" + _DSML.format(_DSML_CALL),
+    ],
+    "glm": [
+        "</think>" + _GLM_CALL + "<|observation|>",
+        "hm</think>b" + _GLM_CALL + _GLM_CALL + "<|observation|>",
+        "hm</think><tool_call>now</tool_call><|observation|>",
+        "hm</think><tool_call>add<arg_key>a</arg_key>1</tool_call><|observation|>",
+        "hm</think><tool_call></tool_call><|observation|>",
+        "hm</think>b<tool_call>add<arg_key>a<|observation|>",
+        "hm</think>b<|endoftext|>",
+        "hm</think>b" + _GLM_CALL,
+    ],
     "json": [
         _JSON_CALL + END,
         "b\n" + _JSON_CALL + "\n" + _JSON_CALL + END,

@@ -75,7 +75,7 @@ def _named(family: Family, observed: dict[str, Any], texts: list[str]) -> Iterat
 
 
 def _kind_of(reply: str, family: Family) -> str:
-    ends = (family.end, "<|call|>") if family.calls == "harmony" else (family.end,)
+    ends = (family.end, *{"harmony": ("<|call|>",), "glm": ("<|observation|>", "<|endoftext|>")}.get(family.calls, ()))
     end = next((end for end in ends if reply.endswith(end)), None)
     if any(end in reply[:-1] for end in ends if not reply.endswith(end)) or (end and end in reply.removesuffix(end)):
         return "overlong reply"

@@ -8,33 +8,8 @@ from fnmatch import fnmatchcase
 
 _CHATML = ("qwen3*", "nemotron3*")
 _TAGGED = ("qwen3_5*", "qwen3_8*", "nemotron3*")
-_NO_THINKING = ("qwen3_5_dis*", "qwen3_8_dis*", "nemotron3*_disable_thinking", "kimi*_disable_thinking")
+_NO_THINKING = ("qwen3_dis*", "qwen3_5_dis*", "qwen3_8_dis*", "nemotron3*_disable_thinking", "kimi*_disable_thinking")
 _WEIGHTS = ("all_messages: *", "all_user_and_system_messages: *", "customized: *")
-_NEMOTRON_THINKS = (
-    *("nemotron3", "nemotron3_preserve_thinking", "nemotron3_low_thinking"),
-    *("nemotron3_ultra", "nemotron3_ultra_preserve_thinking", "nemotron3_ultra_medium_thinking"),
-)
-_PLAIN_ANSWER = (
-    *(
-        "example: [!lt]*",
-        "example: t[uw]*",
-        "example: three turns",
-        "example: text parts",
-        "example: thinking in history",
-    ),
-    *("example: thinking in a string", "example: thinking before a tool turn"),
-)
-_WITH_SYSTEM = (
-    "* system",
-    "* three turns",
-    "* line breaks",
-    "* empty texts",
-    "* no user",
-    "* words*",
-    "* turn after*",
-    "*: random [pt]* *",
-)
-
 DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     # All families --------------------------------------------------------------------------------------------------
     (("*",), ("*: forged turn",), "text becomes no control token; in most families of the reference it does"),
@@ -84,7 +59,7 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (
         ("qwen3_instruct", "qwen3_vl_instruct"),
         ("*thinking*", "*: random reasoned *", "reply: <think>*"),
-        "think blocks pass through as written",
+        "thinking parts are left out, as in the template; there they are written as think blocks",
     ),
     (("qwen3_vl_instruct",), ("extends",), "nothing of the history is rewritten, so prompts extend each other"),
     (
@@ -107,21 +82,15 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (_TAGGED, ("example: loose thinking",), "white space around reasoning is as in the template, the prompt's apart"),
     (_TAGGED, ("reply: <think>*",), "the block that a reply opens itself is the one that the prompt opened"),
     # Nemotron --------------------------------------------------------------------------------------------------------
-    (_NEMOTRON_THINKS, _PLAIN_ANSWER, "an answer without reasoning goes on from its prompt and closes the block there"),
-    (
-        _NEMOTRON_THINKS,
-        ("last_assistant_turn: *", "all_tokens: *"),
-        "an answer without reasoning has more tokens, see above",
-    ),
     (
         ("nemotron3*",),
-        ("* line breaks", "* spaces around an answer"),
+        ("* line breaks", "* spaces around an answer", "example: only thinking"),
         "only the end of answers is trimmed, as in the template",
     ),
     (("nemotron3*",), ("* thinking in a string",), "strings are cut where the template cuts them"),
     (
         ("nemotron3*",),
-        ("prompt: thinking before a tool turn",),
+        ("*: thinking before a tool turn",),
         "a call stands on a line of its own, as in the template",
     ),
     (("nemotron3*",), ("reply: *",), "one line break after </think> is format, for Ultra none; there all are"),
@@ -132,7 +101,7 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     ),
     (
         ("nemotron3_low*", "nemotron3_ultra_medium*"),
-        ("prompt: empty texts",),
+        ("*: empty texts",),
         "the effort stands apart from no text too",
     ),
     # Kimi ------------------------------------------------------------------------------------------------------------
@@ -153,14 +122,14 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (
         _NO_THINKING,
         ("*thinking*", "*: random reasoned *"),
-        "reasoning to write is refused where the renderer disables thinking",
+        "reasoning that would be trained is left out where the renderer disables thinking; there it is refused",
     ),
     (_NO_THINKING, ("reply: hm*", "reply: </think>*"), "the block is closed: a </think> is text"),
     # Standing families with formats of their own -----------------------------------------------------------------------
     (
         ("deepseekv3", "deepseekv3_d*"),
         ("*thinking*",),
-        "reasoning to write is refused where the renderer disables thinking",
+        "all reasoning is left out, as in the template, and a message without text ends too",
     ),
     (("deepseekv3", "deepseekv3_d*"), ("reply: <think>*",), "think tags are text where the renderer disables thinking"),
     (("deepseekv3*",), ("example: empty texts",), "an empty answer ends too"),
@@ -170,17 +139,37 @@ DIFFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
         "a call without text ends its message",
     ),
     (("deepseekv3*",), ("tools: *",), "the wording of the model card"),
+    (("deepseekv4_1*", "glm5_3*"), ("all_tokens: *",), "all tokens are all of them, the first ones too"),
+    (
+        ("deepseekv4_1*",),
+        ("all_messages: *", "all_user_and_system_messages: *"),
+        "the effort is written in one piece with the system text",
+    ),
+    (("deepseekv4_1*",), ("tools: nested*",), "JSON is written without escapes, as it is in the prompt of both"),
+    (
+        ("deepseekv4_1*", "glm5_3*"),
+        ("reply: <think>\nhm<*",),
+        "an open think block is reasoning; there text with a tag",
+    ),
+    (
+        ("deepseekv4_1*",),
+        ("reply: *DSML*",),
+        "an open section is given as the others are, and what is no call without the tags of its section",
+    ),
+    (("glm5_3*",), ("reply: *<tool_call>*",), "an open call is no text"),
+    (("glm5_3*",), ("extends",), "not after an answer with white space around it, which the template takes off"),
     (("deepseekv3*",), ("reply: *",), "an open block is reasoning, an open section of calls is no text"),
     (("deepseekv3_thinking",), ("*: thinking*",), "earlier reasoning is forgotten, in strings and tool turns too"),
     (
         ("gpt_oss*",),
-        _WITH_SYSTEM,
-        "instructions end as Harmony ends them, without the line breaks of the chat template",
-    ),
-    (
-        ("gpt_oss*",),
         ("*: thinking in history", "*: thinking before*", "*: random reasoned *"),
         "reasoning before an answer is dropped",
+    ),
+    (("gpt_oss*",), ("*: empty texts",), "an empty system message is left out, as in the template"),
+    (
+        ("gpt_oss*",),
+        _WEIGHTS,
+        "<|message|> goes with the header that a prompt supplies, <|channel|> with what it asks for",
     ),
     (("gpt_oss*",), ("prefilled: *",), "a prefill is the beginning of the answer, so it opens the final channel"),
     (("gpt_oss*",), ("tools: *",), "one system message, and types as the guide to Harmony writes them"),

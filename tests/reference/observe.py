@@ -56,9 +56,7 @@ def conversations_of(family: Family) -> dict[str, list[dict[str, Any]]]:
     if family.thinks:
         found |= cases.THINKING
     if family.calls:
-        found |= {**cases.TOOLS, **cases.RANDOM_TOOLS}
-        if family.two_calls:
-            found |= cases.TWO_CALLS
+        found |= {**cases.TOOLS, **cases.TWO_CALLS, **cases.RANDOM_TOOLS}
         if family.thinks:
             found |= {**cases.THINKING_TOOLS, **cases.RANDOM_REASONED}
     return found

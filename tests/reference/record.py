@@ -3,7 +3,7 @@
 Both packages are called tinker_cookbook, so the reference lives in an environment of its own, and this runs in a folder in
 which only these tests can be imported:
 
-    python -m venv /tmp/reference && /tmp/reference/bin/pip install tinker-cookbook==0.5.8 transformers==5.3.0
+    python -m venv /tmp/reference && /tmp/reference/bin/pip install tinker-cookbook==0.6.1 --no-deps
     python -m tests.reference.write_tokenizers /tmp/alone/tokenizers
     ln -s "$PWD/tests" /tmp/alone/tests
     (cd /tmp/alone && /tmp/reference/bin/python -m tests.reference.record tokenizers tests/reference/golden)
@@ -25,7 +25,7 @@ from tinker_cookbook import hyperparam_utils, model_info
 from tinker_cookbook.renderers import ToolCall, get_renderer
 
 GPT_OSS_DATE = "2025-08-05"  # that of our renderer, so that neither depends on the day
-HOSTED = ("llama", "qwen", "deepseek", "gpt_oss", "moonshot", "nvidia")
+HOSTED = ("llama", "qwen", "deepseek", "gpt_oss", "moonshot", "nvidia", "zai", "thinkingmachines")
 
 
 def tool_call(name: str, arguments: str, call_id: str | None) -> ToolCall:
@@ -50,6 +50,10 @@ def record_models() -> dict[str, Any]:
                 "renderers": attributes.recommended_renderers,
                 "is_chat": attributes.is_chat,
                 "is_vl": attributes.is_vl,
+                "is_audio_in": attributes.is_audio_in,
+                "version": attributes.version_str,
+                "size": attributes.size_str,
+                "hidden": hyperparam_utils._get_hidden_size(hub_name),
                 "learning_rates": [learning_rate(hub_name, is_lora) for is_lora in (True, False)],
                 "lora": {part: hyperparam_utils.get_lora_param_count(hub_name, 1, *on) for part, on in parts.items()},
             }

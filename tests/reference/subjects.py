@@ -31,7 +31,6 @@ class Family(NamedTuple):
     thinks: bool = False
     bos: str | None = None
     eos: str | None = None
-    two_calls: bool = True
 
 
 FAMILIES = {
@@ -99,6 +98,30 @@ FAMILIES = {
         bos="<｜begin▁of▁sentence｜>",
         eos="<｜end▁of▁sentence｜>",
     ),
+    "deepseekv4_1": Family(
+        (
+            *("deepseekv4_1", "deepseekv4_1_low_reasoning", "deepseekv4_1_max_reasoning"),
+            *("deepseekv4_1_disable_thinking", "deepseekv4_1_preserve_thinking"),
+        ),
+        (
+            *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜System｜>"),
+            "｜DSML｜",
+        ),
+        *("<｜end▁of▁sentence｜>", "dsml"),
+        thinks=True,
+        bos="<｜begin▁of▁sentence｜>",
+        eos="<｜end▁of▁sentence｜>",
+    ),
+    "glm5_3": Family(
+        ("glm5_3_max_reasoning", "glm5_3_high_reasoning", "glm5_3_low_reasoning"),
+        (
+            *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+            *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ),
+        *("<|user|>", "glm"),
+        thinks=True,
+        eos="<|endoftext|>",
+    ),
     "gpt_oss": Family(
         (
             *("gpt_oss_no_sysprompt", "gpt_oss_low_reasoning", "gpt_oss_medium_reasoning"),
@@ -111,6 +134,5 @@ FAMILIES = {
         *("<|return|>", "harmony"),
         thinks=True,
         eos="<|return|>",
-        two_calls=False,
     ),
 }

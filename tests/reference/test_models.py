@@ -1,6 +1,7 @@
 """What is said of the models that the hosted service names, beside what the reference package says of them."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,18 +12,14 @@ from tinker_cookbook import hyperparam_utils, model_info
 from tinker_cookbook.exceptions import ConfigurationError
 
 RECORDED: dict[str, dict[str, Any]] = json.loads((GOLDEN / "models.json").read_text(encoding="utf-8"))
-NOT_KNOWN_HERE = {
-    "deepseek-ai/DeepSeek-V4.1-Flash",
-    "deepseek-ai/DeepSeek-V4.1-Flash-1017",
-    "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16",
-}
-HERE = sorted(RECORDED.keys() - NOT_KNOWN_HERE)
+HERE = sorted(RECORDED)
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_what_the_name_says(name: str) -> None:
     attributes, recorded = model_info.get_model_attributes(name), RECORDED[name]
-    assert (attributes.is_chat, attributes.is_vl) == (recorded["is_chat"], recorded["is_vl"])
+    for key in ("is_chat", "is_vl", "is_audio_in"):
+        assert getattr(attributes, key) == recorded[key]
     assert attributes.recommended_renderers[0] == recorded["renderers"][0]
     assert set(attributes.recommended_renderers) >= set(recorded["renderers"])
 
@@ -51,11 +48,41 @@ def test_the_suffix_of_a_service_is_no_part_of_the_name() -> None:
         assert hyperparam_utils.get_lora_param_count(f"{name}:peft:262144") == known
 
 
-@pytest.mark.parametrize("name", sorted(NOT_KNOWN_HERE))
-def test_what_is_not_known_here_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", HERE)
+def test_hidden_sizes(name: str) -> None:
+    assert hyperparam_utils.get_hidden_size(f"{name}:peft:262144") == RECORDED[name]["hidden"]
+
+
+def test_every_model_of_the_tables_is_counted_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_hub(_: str) -> None:
         raise OSError("the hub cannot be reached")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", no_hub)
+    tables = [getattr(model_info, name) for name in dir(model_info) if re.fullmatch(r"get_\w+_info", name)]
+    names = [f"{found.organization}/{name}" for table in tables for name, found in table().items()]
+    assert set(RECORDED) < set(names)
+    for name in names:
+        assert hyperparam_utils.get_lora_param_count(name, 1) > hyperparam_utils.get_hidden_size(name)
     with pytest.raises(ConfigurationError, match="shapes are not known"):
-        hyperparam_utils.get_lr(name)
+        hyperparam_utils.get_lr("nobody/knows-this")
+
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-Coder-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-Math-72B": 72_706_203_648,
+    "google/gemma-2-9b-it": 9_241_705_984,
+    "google/gemma-3-270m": 268_098_176,
+    "google/gemma-3-1b-pt": 999_885_952,
+    "meta-llama/Meta-Llama-3-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-405B": 405_853_388_800,
+    "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
+    "mistralai/Ministral-8B-Instruct-2410": 8_019_808_256,
+    "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
+}
+"""Parameters as the model cards and the index files of the weights say."""
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_shapes_give_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert hyperparam_utils.get_full_finetune_param_count(name) == parameters

@@ -10,10 +10,11 @@ from functools import cache
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.reference.subjects import FAMILIES
 from tests.reference.subjects import KIMI as KIMI_TOKENS
 from tests.renderers import synthetic
 from tests.renderers.synthetic import make_tokenizer, template_tokens
-from tinker_cookbook.renderers import Message, Renderer, ToolCall
+from tinker_cookbook.renderers import ContentPart, Message, Renderer, TextPart, ThinkingPart, ToolCall
 from tinker_cookbook.renderers.deepseek_v3 import DeepSeekV3DisableThinkingRenderer, DeepSeekV3ThinkingRenderer
 from tinker_cookbook.renderers.gpt_oss import CONVERSATION_DATE, GptOssRenderer
 
@@ -119,6 +120,27 @@ def kimi_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+@cache
+def deepseek_v4_1_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer(markers=FAMILIES["deepseekv4_1"].markers)
+    tokenizer.bos_token, tokenizer.eos_token = "<｜begin▁of▁sentence｜>", DEEPSEEK_END
+    return tokenizer
+
+
+@cache
+def glm_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer(markers=FAMILIES["glm5_3"].markers)
+    tokenizer.eos_token = "<|endoftext|>"
+    return tokenizer
+
+
+@cache
+def kimi_k3_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer(markers=("[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"))
+    tokenizer.bos_token, tokenizer.eos_token = "[BOS]", "[EOS]"
+    return tokenizer
+
+
 DEEPSEEK = {
     "disable_thinking": lambda: DeepSeekV3DisableThinkingRenderer(deepseek_tokenizer()),
     "thinking": lambda: DeepSeekV3ThinkingRenderer(deepseek_tokenizer()),
@@ -176,6 +198,15 @@ def _trimmed(messages: list[Message]) -> list[Message]:
                 part["thinking"] = part["thinking"].strip() or "hm"
             elif part["type"] == "text":
                 part["text"] = part["text"].strip()
+    return messages
+
+
+def reasoned(messages: list[Message]) -> list[Message]:
+    """Conversations in which every answer reasons."""
+    for message in messages:
+        if message["role"] == "assistant" and isinstance(content := message["content"], str):
+            parts: list[ContentPart] = [ThinkingPart(type="thinking", thinking="hm")]
+            message["content"] = [*parts, TextPart(type="text", text=content)] if content else parts
     return messages
 
 

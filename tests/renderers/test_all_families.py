@@ -15,9 +15,14 @@ from tests.renderers import families
 from tests.renderers.reasoning_families import (
     call,
     deepseek_tokenizer,
+    deepseek_v4_1_tokenizer,
+    glm_tokenizer,
     harmony_tokenizer,
+    kimi_k3_tokenizer,
     kimi_tokenizer,
     one_call_at_a_time,
+    reasoned,
+    tagged_call,
     trimmed,
     with_kimi_ids,
 )
@@ -41,7 +46,7 @@ from tinker_cookbook.renderers import (
     get_renderer,
     known_renderer_names,
 )
-from tinker_cookbook.renderers.base import RenderContext
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
 
 
@@ -70,6 +75,16 @@ _TAGGED = Entry(make_tokenizer, trimmed, ("<|im_end|>",), extends=False, provisi
 _TAGGED_DISABLED = _TAGGED._replace(
     conversations=lambda: trimmed(thinking=False), disables_thinking=True, provisional=False
 )
+_NEMOTRON = _TAGGED._replace(conversations=lambda: trimmed().map(reasoned))
+_DEEPSEEK_V4_1 = Entry(
+    deepseek_v4_1_tokenizer,
+    lambda: conversation(calls=tagged_call()),
+    ("<｜end▁of▁sentence｜>",),
+    extends=False,
+    provisional=True,
+)
+_GLM = Entry(glm_tokenizer, trimmed, ("<|user|>", "<|observation|>", "<|endoftext|>"), extends=False, provisional=True)
+_KIMI_K3 = Entry(kimi_k3_tokenizer, trimmed, ("<|end_of_msg|>",), extends=False, streams=False)
 _KIMI = Entry(kimi_tokenizer, with_kimi_ids, ("<|im_end|>",), extends=False, provisional=True)
 _KIMI_DISABLED = _KIMI._replace(
     conversations=lambda: with_kimi_ids(thinking=False), disables_thinking=True, provisional=False
@@ -103,8 +118,8 @@ ENTRIES = {
     "qwen3_vl": _QWEN._replace(extends=False),
     **dict.fromkeys(("qwen3_5", "qwen3_5_preserve_thinking"), _TAGGED),
     **{f"qwen3_8_{effort}_reasoning": _TAGGED for effort in ("xhigh", "medium", "low")},
-    **{f"nemotron3_{kind}thinking": _TAGGED for kind in ("preserve_", "low_", "ultra_preserve_", "ultra_medium_")},
-    **dict.fromkeys(("nemotron3", "nemotron3_ultra"), _TAGGED),
+    **{f"nemotron3_{kind}thinking": _NEMOTRON for kind in ("preserve_", "low_", "ultra_preserve_", "ultra_medium_")},
+    **dict.fromkeys(("nemotron3", "nemotron3_ultra"), _NEMOTRON),
     "qwen3_5_disable_thinking": _TAGGED_DISABLED,
     "qwen3_8_disable_thinking": _TAGGED_DISABLED,
     "nemotron3_disable_thinking": _TAGGED_DISABLED,
@@ -118,6 +133,20 @@ ENTRIES = {
     "deepseekv3": _DEEPSEEK._replace(disables_thinking=True),
     "deepseekv3_disable_thinking": _DEEPSEEK._replace(disables_thinking=True),
     "deepseekv3_thinking": _DEEPSEEK._replace(conversations=conversation, extends=False, provisional=True),
+    **dict.fromkeys(("deepseekv4_1", "deepseekv4_1_low_reasoning", "deepseekv4_1_max_reasoning"), _DEEPSEEK_V4_1),
+    "deepseekv4_1_preserve_thinking": _DEEPSEEK_V4_1._replace(extends=True),
+    "deepseekv4_1_disable_thinking": _DEEPSEEK_V4_1._replace(
+        conversations=lambda: conversation(thinking=False, calls=tagged_call()),
+        extends=True,
+        disables_thinking=True,
+        provisional=False,
+    ),
+    **{f"glm5_3_{effort}_reasoning": _GLM for effort in ("max", "high", "low")},
+    **{f"kimi_k31_pro_{effort}": _KIMI_K3 for effort in ("max_reasoning", "high_reasoning", "low_reasoning")},
+    "kimi_k31_pro_no_reasoning_effort": _KIMI_K3,
+    "kimi_k31_pro_disable_thinking": _KIMI_K3._replace(
+        conversations=lambda: trimmed(thinking=False), extends=True, disables_thinking=True
+    ),
     "gpt_oss_no_sysprompt": _GPT_OSS,
     "gpt_oss_low_reasoning": _GPT_OSS,
     "gpt_oss_medium_reasoning": _GPT_OSS,
@@ -295,11 +324,29 @@ def test_only_the_assistant_calls_tools(name: str) -> None:
         make(name).build_generation_prompt([asking])
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.disables_thinking])
-def test_reasoning_is_refused_where_thinking_is_disabled(name: str) -> None:
-    parts = [ThinkingPart(type="thinking", thinking="hm"), TextPart(type="text", text="A")]
-    with pytest.raises(RendererError, match="disables thinking"):
-        make(name).build_supervised_example([USER, Message(role="assistant", content=[*parts])])
+LEAVES_OUT = [name for name, entry in ENTRIES.items() if entry.disables_thinking or name.endswith("instruct")]
+
+
+@pytest.mark.parametrize("name", LEAVES_OUT)
+def test_no_reasoning_is_trained_where_a_model_is_not_to_think(name: str) -> None:
+    parts = [ThinkingPart(type="thinking", thinking="xyzzy"), TextPart(type="text", text="A")]
+    reasoned, plain = Message(role="assistant", content=[*parts]), Message(role="assistant", content="A")
+    renderer = make(name)
+    assert renderer.without_reasoning(reasoned)["content"] == "A"
+    assert renderer.without_reasoning(plain) == plain
+    for mode in ("last_assistant_message", "all_assistant_messages", "all_tokens"):
+        found, weights = renderer.build_supervised_example([USER, reasoned, USER, reasoned], mode)
+        wanted, wanted_weights = renderer.build_supervised_example([USER, plain, USER, plain], mode)
+        # Before the last question the templates forget reasoning, or keep it: what is trained has none.
+        trained = [token for token, weight in zip(found.to_ints(), weights, strict=True) if weight]
+        assert trained == [t for t, weight in zip(wanted.to_ints(), wanted_weights, strict=True) if weight]
+        assert "xyzzy" not in str(renderer.tokenizer.decode(trained))
+
+
+@pytest.mark.parametrize("name", sorted(set(ENTRIES) - set(LEAVES_OUT)))
+def test_reasoning_is_trained_elsewhere(name: str) -> None:
+    message = Message(role="assistant", content=[ThinkingPart(type="thinking", thinking="hm")])
+    assert make(name).without_reasoning(message) == message
 
 
 NAMING = {"role_colon": "Narrator:", "llama3": "<|start_header_id|>narrator<|end_header_id|>"}

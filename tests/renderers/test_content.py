@@ -7,7 +7,7 @@ from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import (
     ImagePart,
     Message,
-    ParseFailure,
+    ParseFailureKind,
     ParseTermination,
     TextPart,
     ThinkingPart,
@@ -106,7 +106,7 @@ def test_unreadable_and_unclosed_calls_reach_the_message_and_render_back() -> No
         UnparsedToolCall(raw_text='<tool_call>\n{"name', error="</tool_call> is missing")
     ]
     assert termination is ParseTermination.STOP_SEQUENCE
-    assert classify_parse_failure(message, termination) is ParseFailure.CONTENT
+    assert classify_parse_failure(message, termination) is ParseFailureKind.CONTENT
     prompt = renderer.build_generation_prompt([]).to_ints()
     model_input, _ = renderer.build_supervised_example([message])
     assert model_input.to_ints() == prompt + tokens
@@ -118,8 +118,8 @@ def test_how_a_response_ended() -> None:
     end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     for tokens, expected, failure in [
         (end, ParseTermination.STOP_SEQUENCE, None),
-        ([], ParseTermination.MALFORMED, ParseFailure.STRUCTURAL),
-        (end + end, ParseTermination.MALFORMED, ParseFailure.STRUCTURAL),
+        ([], ParseTermination.MALFORMED, ParseFailureKind.STRUCTURAL),
+        (end + end, ParseTermination.MALFORMED, ParseFailureKind.STRUCTURAL),
     ]:
         message, termination = renderer.parse_response(tokens)
         assert (termination, classify_parse_failure(message, termination)) == (expected, failure)

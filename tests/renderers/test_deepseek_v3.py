@@ -19,7 +19,7 @@ from tinker_cookbook.renderers import (
     ContentPart,
     ImagePart,
     Message,
-    ParseFailure,
+    ParseFailureKind,
     ParseTermination,
     StreamingTextDelta,
     StreamingThinkingDelta,
@@ -303,7 +303,7 @@ def test_an_unreadable_call_keeps_its_text_and_renders_back(
     (bad,) = message["unparsed_tool_calls"]
     assert raw is None or bad.raw_text == raw
     assert error in bad.error
-    assert classify_parse_failure(message, termination) is ParseFailure.CONTENT
+    assert classify_parse_failure(message, termination) is ParseFailureKind.CONTENT
     prompt = renderer.build_generation_prompt([USER]).to_ints()
     assert renderer.build_supervised_example([USER, message])[0].to_ints() == prompt + reply
 

@@ -22,7 +22,7 @@ from tinker_cookbook.renderers import (
     ContentPart,
     ImagePart,
     Message,
-    ParseFailure,
+    ParseFailureKind,
     ParseTermination,
     TextPart,
     ThinkingPart,
@@ -32,7 +32,7 @@ from tinker_cookbook.renderers import (
     classify_parse_failure,
     get_renderer,
 )
-from tinker_cookbook.renderers.gpt_oss import GptOssRenderer
+from tinker_cookbook.renderers.gpt_oss import CONVERSATION_DATE, GptOssRenderer
 
 USER = Message(role="user", content="U")
 RESULT = Message(role="tool", content="2")
@@ -49,7 +49,7 @@ TOOLS = [ADD, ToolSpec(name="now", description="", parameters={"type": "object",
 
 
 def make(effort: str | None = None) -> GptOssRenderer:
-    return GptOssRenderer(harmony_tokenizer(), reasoning_effort=effort)
+    return GptOssRenderer(harmony_tokenizer(), reasoning_effort=effort, current_date=CONVERSATION_DATE)
 
 
 def ids(text: str) -> list[int]:
@@ -120,7 +120,7 @@ def test_tools_without_instructions_and_the_system_message_left_out() -> None:
 
 
 def test_the_date_is_what_the_constructor_was_given() -> None:
-    renderer = GptOssRenderer(harmony_tokenizer(), current_date="2031-02-03")
+    renderer = GptOssRenderer(harmony_tokenizer(), reasoning_effort="low", current_date="2031-02-03")
     assert "Current date: 2031-02-03\n" in words(renderer.build_generation_prompt([USER]).to_ints())
 
 
@@ -301,7 +301,7 @@ def test_replies(reply: str, content: object, clean: bool) -> None:
     message, termination = make().parse_response(ids(reply))
     assert message == {"role": "assistant", "content": content}
     assert termination is (ParseTermination.STOP_SEQUENCE if clean else ParseTermination.MALFORMED)
-    assert classify_parse_failure(message, termination) is (None if clean else ParseFailure.STRUCTURAL)
+    assert classify_parse_failure(message, termination) is (None if clean else ParseFailureKind.STRUCTURAL)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,9 @@ def test_an_unreadable_call_keeps_its_text_and_renders_back(reply: str, error: s
     with pytest.raises(ValueError, match=error):
         raise ValueError(bad.error)
     assert termination.is_clean == clean
-    assert classify_parse_failure(message, termination) is (ParseFailure.CONTENT if clean else ParseFailure.STRUCTURAL)
+    assert classify_parse_failure(message, termination) is (
+        ParseFailureKind.CONTENT if clean else ParseFailureKind.STRUCTURAL
+    )
     prompt = make().build_generation_prompt([USER]).to_ints()
     written = make().build_supervised_example([USER, message])[0].to_ints()
     assert words(written[len(prompt) :]) == f"{ANALYSIS}hm{NEXT}{reply}" + ("" if clean else "<|end|>")
@@ -400,7 +402,12 @@ def test_a_result_names_its_tool_itself_or_by_the_call_before_it() -> None:
 @pytest.mark.parametrize(
     ("make_renderer", "error"),
     [
-        (lambda: GptOssRenderer(harmony_tokenizer(), "none"), "reasoning_effort='none' is unknown"),
+        (lambda: GptOssRenderer(harmony_tokenizer(), reasoning_effort="none"), "reasoning_effort='none' is unknown"),
+        (
+            lambda: GptOssRenderer(harmony_tokenizer(), True),
+            "use_system_prompt=True and reasoning_effort=None do not agree",
+        ),
+        (lambda: GptOssRenderer(harmony_tokenizer(), False, "low"), "do not agree"),
         (lambda: GptOssRenderer(harmony_tokenizer(), current_date="today"), "current_date='today' is no date"),
         (lambda: GptOssRenderer(harmony_tokenizer(), current_date="20250805"), "write it as YYYY-MM-DD"),
     ],
@@ -423,6 +430,6 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(missing: str) -> None
 
 
 def test_pickle_by_value_keeps_the_options() -> None:
-    renderer = GptOssRenderer(harmony_tokenizer(), "low", "2031-02-03")
+    renderer = GptOssRenderer(harmony_tokenizer(), True, "low", "2031-02-03")
     restored = pickle.loads(pickle.dumps(renderer))
     assert restored.build_generation_prompt([USER]) == renderer.build_generation_prompt([USER])

@@ -13,7 +13,7 @@ from tests.renderers.synthetic import conversation, make_tokenizer, template_tok
 from tests.renderers.test_all_families import ENTRIES, make
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.renderers.content import thinking_of
-from tinker_cookbook.renderers.qwen3_5 import EFFORTS
+from tinker_cookbook.renderers.qwen3_8 import REASONING_EFFORT_INSTRUCTIONS
 
 _CHATML = r"""
 {%- macro turn(role, text) %}{{- '<|im_start|>' + role + '\n' + text + '<|im_end|>\n' }}{% endmacro %}
@@ -135,7 +135,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             QWEN_TEMPLATE,
             {"block": _OPEN, "preserves": True, "instruction": said, "drops_empty": True, "json_scalars": True},
         )
-        for effort, said in EFFORTS.items()
+        for effort, said in REASONING_EFFORT_INSTRUCTIONS.items()
     },
     "qwen3_8_disable_thinking": (
         QWEN_TEMPLATE,

@@ -5,7 +5,7 @@ import pytest
 from tests.renderers.reasoning_families import call, kimi_tokenizer
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import Message, TextPart, ThinkingPart, ToolSpec, get_renderer
-from tinker_cookbook.renderers.kimi_tools import declare_typescript
+from tinker_cookbook.renderers.kimi_k2_5_tool_declaration_ts import encode_tools_to_typescript_style
 
 USER = Message(role="user", content="Q")
 DEFAULT = "<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>"
@@ -97,7 +97,8 @@ def test_a_broken_call_says_why_and_goes_back_into_its_section(body: str, error:
 
 
 def declared(parameters: dict[str, object]) -> str:
-    return declare_typescript([ToolSpec(name="f", description="", parameters=parameters)])
+    tool = ToolSpec(name="f", description="", parameters=parameters)
+    return encode_tools_to_typescript_style([{"type": "function", "function": tool}])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tinker_cookbook.renderers import (
     UnparsedToolCall,
     get_renderer,
 )
-from tinker_cookbook.renderers.qwen3_5 import EFFORTS, Qwen38Renderer
+from tinker_cookbook.renderers.qwen3_8 import REASONING_EFFORT_INSTRUCTIONS, Qwen3_8Renderer
 from tinker_cookbook.renderers.xml_calls import read_call
 
 USER, NEXT = Message(role="user", content=" Q\n"), Message(role="user", content="N")
@@ -71,7 +71,7 @@ def test_the_block_of_an_earlier_answer_of_the_turn_is_trained_but_for_what_the_
     assert renderer.tokenizer.decode(trained) == written
 
 
-@pytest.mark.parametrize(("effort", "sentence"), EFFORTS.items())
+@pytest.mark.parametrize(("effort", "sentence"), REASONING_EFFORT_INSTRUCTIONS.items())
 def test_qwen3_8_asks_for_its_effort_first(effort: str, sentence: str) -> None:
     name, system = f"qwen3_8_{effort}_reasoning", Message(role="system", content=" S ")
     opening = f"<|im_start|>system\n{sentence}<|im_end|>\n" if sentence else ""
@@ -84,7 +84,7 @@ def test_qwen3_8_asks_for_its_effort_first(effort: str, sentence: str) -> None:
 
 def test_qwen3_8_knows_three_efforts() -> None:
     with pytest.raises(RendererError, match="reasoning_effort='high' is unknown; choose one of xhigh, medium, low"):
-        Qwen38Renderer(make_tokenizer(), reasoning_effort="high")
+        Qwen3_8Renderer(make_tokenizer(), reasoning_effort="high")
 
 
 def test_scalars_are_those_of_python_or_of_json() -> None:

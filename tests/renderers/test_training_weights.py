@@ -6,8 +6,8 @@ import torch
 from tests.renderers.synthetic import make_tokenizer
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import Message, Renderer, TextPart, ThinkingPart, TrainOnWhat, get_renderer
-from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, text_chunk
 from tinker_cookbook.renderers.qwen3 import Qwen3InstructRenderer
+from tinker_cookbook.renderers.renderer import RenderContext, RenderedMessage, text_chunk
 
 CONVERSATION = [
     Message(role="system", content="S"),

@@ -124,8 +124,8 @@ class TalkEnv(Env):
 class ToldEnv(TalkEnv):
     """One that takes messages, a limit on tool calls and a policy for parse errors, each message being a token."""
 
-    async def add_messages(self, messages: list[Message]) -> tuple[tinker.ModelInput, StopCondition]:
-        self.log.append("add_messages")
+    async def inject_messages(self, messages: list[Message]) -> tuple[tinker.ModelInput, StopCondition]:
+        self.log.append("inject_messages")
         self.prompt = [*self.prompt, *(int(str(message["content"])) for message in messages)]
         return tinker.ModelInput.from_ints(self.prompt), [70]
 

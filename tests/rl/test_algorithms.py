@@ -3,11 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import tinker
 
 from tests.fakes import said
 from tests.rl.handmade import DATA, trajectory, turn
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.rl import train
 from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, check_loss, get_preset, loss_datum
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 
@@ -65,3 +68,12 @@ class TestLosses:
             {"sequence_ratio_mask"} if loss_fn == "gspo" else set()
         )
         assert set(inputs) == expected
+
+
+def test_a_loop_of_ones_own_takes_the_mask_off_by_hand() -> None:
+    inputs = {key: tinker.TensorData.from_numpy(np.ones(2, dtype=np.float32)) for key in ("logprobs", "mask")}
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
+    assert list(train._remove_mask(datum).loss_fn_inputs) == ["logprobs"] and list(datum.loss_fn_inputs) == [
+        "logprobs",
+        "mask",
+    ]

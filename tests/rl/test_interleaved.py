@@ -8,6 +8,7 @@ import pytest
 
 from tests.rl.loop import NumberEnv
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.dataset_utils import cycle_permutation
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder
 
@@ -74,18 +75,32 @@ def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:
     assert names(forward, 3) == names(forward, 3)
 
 
-def test_each_source_keeps_its_order_and_begins_again() -> None:
-    dataset, _ = build(A, B, weights=[1, 1], batches=5)
-    for letter, size in (("a", 5), ("b", 7)):
-        for i in range(5):
-            given = {name for name in names(dataset, i) if name[0] == letter}
-            assert given == {f"{letter}{k % size}" for k in (2 * i, 2 * i + 1)}
+def test_each_source_gives_all_of_its_groups_in_rounds_of_their_own_order() -> None:
+    dataset, _ = build(A, B, weights=[1, 1], groups=2, batches=21, seed=3)
+    for place, (letter, size) in enumerate((("a", 5), ("b", 7))):
+        given = [name for i in range(21) for name in names(dataset, i) if name[0] == letter]
+        for cycle in range(21 // size):
+            order = cycle_permutation(size, f"3:{place}", cycle)
+            assert given[cycle * size : (cycle + 1) * size] == [f"{letter}{i}" for i in order]
+    assert [name for i in range(5) for name in names(dataset, i) if name[0] == "a"] != [f"a{i}" for i in range(5)]
 
 
-def test_the_seed_changes_the_order_within_a_batch_and_nothing_else() -> None:
+def test_the_seed_changes_the_order_and_not_the_shares() -> None:
     one, other = (build(A, B, weights=[1, 1], groups=8, seed=seed)[0] for seed in (1, 2))
-    assert [sorted(names(one, i)) for i in range(6)] == [sorted(names(other, i)) for i in range(6)]
     assert [names(one, i) for i in range(6)] != [names(other, i) for i in range(6)]
+    for dataset in (one, other):
+        assert [sum(name[0] == "a" for name in names(dataset, i)) for i in range(6)] == [4] * 6
+
+
+def test_without_a_number_of_batches_the_first_source_to_end_ends_them() -> None:
+    sources = [A, LettersBuilder(letter="b", sizes=[12])]
+    builder = InterleavedRLDatasetBuilder(sources=sources, weights=[1.0, 3.0], groups_per_batch=4)
+    dataset, _ = asyncio.run(builder())
+    assert len(dataset) == 4  # 12 groups of b, three to a batch
+    given = [name for i in range(4) for name in names(dataset, i)]
+    assert len(set(given)) == len(given) == 16
+    with pytest.raises(ConfigurationError, match="total_batches=0: must be at least 1, or None"):
+        chz.replace(builder, total_batches=0)
 
 
 def test_all_test_groups_are_evaluated() -> None:

@@ -158,7 +158,8 @@ class TestTruncation:
         env = EnvFromMessageEnv(qwen, EchoEnv())
         result = step_once(env, encode(qwen, "I th"), "length")
         assert (result.reward, result.episode_done) == (-0.1, True)
-        assert result.metrics["max_tokens_reached"] == 1 and result.metrics["parse_error"] == 0
+        assert result.metrics == {"max_tokens_reached": 1, "stop/max_tokens": 1}
+        assert result.next_observation is not None and result.next_observation.length == 0
         assert isinstance(env.message_env, EchoEnv) and env.message_env.heard == []
 
     def test_an_env_may_go_on_and_the_reply_is_closed(self, renderer: Renderer) -> None:
@@ -181,7 +182,8 @@ class TestContextOverflow:
     def test_of_the_first_prompt(self, qwen: Renderer) -> None:
         env = EnvFromMessageEnv(qwen, EchoEnv(), max_trajectory_tokens=5, context_overflow_reward=-0.7)
         trajectory = play(env, [])
-        assert trajectory.stop_reason == "context_overflow"
+        assert trajectory.stop_reason == "max_tokens"
+        assert "too long for the model" in str(trajectory.transitions[0].logs["initial_observation_overflow"])
         assert trajectory.transitions[0].reward == -0.7 and trajectory_to_data(trajectory, 1.0) == []
 
     def test_of_a_later_one_replaces_the_reward(self, qwen: Renderer) -> None:
@@ -220,51 +222,61 @@ class TestContextOverflow:
             EnvFromMessageEnv(qwen, EchoEnv(), **options)  # pyright: ignore[reportArgumentType]
 
 
+class Retrying(OpenEnv):
+    """One that reads tool calls, and is told what to do with those that it cannot read."""
+
+    policy: ParseErrorPolicy | None = None
+
+    def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None:
+        self.policy = policy
+
+
 class TestParseErrors:
     @pytest.mark.parametrize("text", [BAD_CALL, "<tool_call>\n{"])
-    def test_end_the_episode(self, qwen: Renderer, text: str) -> None:
+    def test_a_call_that_cannot_be_read_is_the_env_s_matter(self, qwen: Renderer, text: str) -> None:
         env = EnvFromMessageEnv(qwen, EchoEnv())
         result = step_once(env, reply_ids(qwen, text))
-        assert (result.reward, result.episode_done, result.metrics["parse_error"]) == (-1.0, True, 1)
-        assert play(EnvFromMessageEnv(qwen, EchoEnv()), [said(reply_ids(qwen, text))]).stop_reason == "parse_error"
-
-    def test_without_an_end_is_one_too(self, qwen: Renderer) -> None:
-        result = step_once(EnvFromMessageEnv(qwen, EchoEnv()), encode(qwen, "no end"))
-        assert (result.reward, result.episode_done) == (-1.0, True)
-
-    def test_may_go_to_the_env_with_a_penalty(self, qwen: Renderer) -> None:
-        env = EnvFromMessageEnv(qwen, EchoEnv(), failed_parse_reward=-0.25, terminate_on_parse_error=False)
-        result = step_once(env, reply_ids(qwen, BAD_CALL))
-        assert (result.reward, result.episode_done, result.metrics["parse_error"]) == (0.75, False, 1)
+        assert (result.reward, result.episode_done, result.metrics) == (1, False, {"turn": 1})
         assert isinstance(env.message_env, EchoEnv) and env.message_env.heard[0].get("unparsed_tool_calls")
 
-    def test_are_answered_as_the_policy_says(self, qwen: Renderer) -> None:
-        policy = ParseErrorPolicy(max_consecutive=2, penalty_per_error=0.125, terminal_reward=-2.0)
-        bad, good = said(reply_ids(qwen, BAD_CALL)), said(reply_ids(qwen, "fine"))
-        env = EnvFromMessageEnv(qwen, OpenEnv(2), parse_error_policy=policy)
-        trajectory = play(env, [bad, bad, good, bad, bad, bad])
-        assert [turn.reward for turn in trajectory.transitions] == [-0.125, -0.125, 1, -0.125, -0.125, -2.125]
-        assert trajectory.stop_reason == "parse_error"
-        shown = decode(qwen, trajectory.transitions[1].ob.to_ints())
-        assert "could not be read: not valid JSON" in shown and BAD_CALL in shown
-        assert len(trajectory_to_data(trajectory, 1.0)) == 1
+    def test_a_reply_without_an_end_ends_the_episode(self, qwen: Renderer) -> None:
+        result = step_once(EnvFromMessageEnv(qwen, EchoEnv()), encode(qwen, "no end"))
+        assert (result.reward, result.episode_done) == (-1.0, True)
+        assert result.metrics == {"parse_error": 1, "stop/parse_error": 1}
+        assert play(EnvFromMessageEnv(qwen, EchoEnv()), [said(encode(qwen, "no end"))]).stop_reason == "parse_error"
 
-    def test_can_be_left_out_of_training(self, qwen: Renderer) -> None:
-        bad, good = said(reply_ids(qwen, BAD_CALL)), said(reply_ids(qwen, "fine"))
-        env = EnvFromMessageEnv(qwen, OpenEnv(1))
-        policy = ParseErrorPolicy(max_consecutive=1, mask_error_turns=True)
-        trajectory = play(env, [bad, good], parse_errors=policy)
-        (datum,) = trajectory_to_data(trajectory, 1.0)
-        assert sum(datum.loss_fn_inputs["mask"].tolist()) == len(good.tokens)
+    def test_or_has_its_reward_alone_and_the_policy_is_asked_again(self, qwen: Renderer) -> None:
+        env = EnvFromMessageEnv(qwen, EchoEnv(1), failed_parse_reward=-0.25, terminate_on_parse_error=False)
+        trajectory = play(env, [said(encode(qwen, "no end")), said(reply_ids(qwen, "fine"))])
+        assert [turn.reward for turn in trajectory.transitions] == [-0.25, 1]
+        first, second = trajectory.transitions
+        assert first.ob == second.ob and first.metrics == {"parse_error": 1}
+        assert isinstance(env.message_env, EchoEnv) and [said["content"] for said in env.message_env.heard] == ["fine"]
 
-    def test_without_an_end_are_never_answered(self, qwen: Renderer) -> None:
-        env = EnvFromMessageEnv(qwen, OpenEnv(), parse_error_policy=ParseErrorPolicy(max_consecutive=5))
-        assert step_once(env, encode(qwen, BAD_CALL)).episode_done
+    @pytest.mark.parametrize("mask", [False, True])
+    def test_or_what_the_policy_says(self, qwen: Renderer, mask: bool) -> None:
+        policy = ParseErrorPolicy(max_consecutive=5, penalty_per_error=0.5, terminal_reward=-2.0, mask_error_turns=mask)
+        result = step_once(EnvFromMessageEnv(qwen, OpenEnv(), parse_error_policy=policy), encode(qwen, BAD_CALL))
+        assert (result.reward, result.episode_done) == (-2.0, True), "nothing can follow it, so it is never answered"
+        assert result.metrics.get("parse_error_masked") == (1 if mask else None)
+        assert result.logs["parse_failure_kind"] == "structural" and "malformed" in str(
+            result.logs["parse_failure_detail"]
+        )
 
-    def test_an_env_that_takes_no_messages_cannot_answer(self, qwen: Renderer) -> None:
-        env = EnvFromMessageEnv(qwen, EchoEnv(), parse_error_policy=ParseErrorPolicy(max_consecutive=1))
-        with pytest.raises(ConfigurationError, match="EchoEnv takes no messages from outside"):
-            step_once(env, reply_ids(qwen, BAD_CALL))
+    def test_an_env_that_reads_calls_is_told_of_the_policy(self, qwen: Renderer) -> None:
+        policy = ParseErrorPolicy(max_consecutive=1)
+        for env, options in (
+            (EnvFromMessageEnv(qwen, Retrying(1), parse_error_policy=policy), {}),
+            (EnvFromMessageEnv(qwen, Retrying(1)), {"parse_errors": policy}),
+        ):
+            play(env, [said(reply_ids(qwen, "x"))], **options)
+            assert isinstance(env.message_env, Retrying) and env.message_env.policy is policy
+
+    def test_of_one_that_reads_none_it_is_said(self, qwen: Renderer, caplog: pytest.LogCaptureFixture) -> None:
+        EnvFromMessageEnv(qwen, EchoEnv(), parse_error_policy=ParseErrorPolicy())
+        assert not caplog.records
+        EnvFromMessageEnv(qwen, EchoEnv(), parse_error_policy=ParseErrorPolicy(max_consecutive=1))
+        assert "EchoEnv reads no tool calls" in caplog.text
 
 
 class TestWithTheRunner:
@@ -287,10 +299,29 @@ class TestWithTheRunner:
         with pytest.raises(ConfigurationError, match="max_tool_calls=2: EchoEnv has no method set_max_tool_calls"):
             play(env, [])
 
-    def test_every_turn_says_what_went_wrong_or_not(self, qwen: Renderer) -> None:
+    def test_a_turn_in_which_nothing_went_wrong_says_nothing_of_it(self, qwen: Renderer) -> None:
         trajectory = play(EnvFromMessageEnv(qwen, EchoEnv(2)), [said(reply_ids(qwen, "x"))] * 2)
-        for turn in trajectory.transitions:
-            assert [turn.metrics[k] for k in ("parse_error", "max_tokens_reached", "context_overflow")] == [0, 0, 0]
+        assert [turn.metrics for turn in trajectory.transitions] == [{"turn": 1}, {"turn": 1, "stop/completed": 1}]
+
+    def test_a_stop_that_a_hook_clears_goes_on_from_the_last_prompt(self, qwen: Renderer) -> None:
+        class Insists(RolloutHooks):
+            async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
+                return None if reason == "parse_error" else reason
+
+        replies = [said(encode(qwen, "no end")), said(reply_ids(qwen, "fine"))]
+        trajectory = play(EnvFromMessageEnv(qwen, EchoEnv(1)), replies, hooks=Insists())
+        assert [turn.reward for turn in trajectory.transitions] == [-1, 1]
+        assert trajectory.transitions[0].ob == trajectory.transitions[1].ob
+
+    def test_a_renderer_of_ones_own_needs_three_methods(self, qwen: Renderer) -> None:
+        class Three:
+            get_stop_sequences, parse_response = qwen.get_stop_sequences, qwen.parse_response
+
+            def build_generation_prompt(self, messages: list[Message]) -> tinker.ModelInput:
+                return qwen.build_generation_prompt(messages)
+
+        env = EnvFromMessageEnv(Three(), EchoEnv(2))  # pyright: ignore[reportArgumentType]
+        assert len(play(env, [said(reply_ids(qwen, "x"))] * 2).transitions) == 2
 
 
 class TestGroups:

@@ -22,7 +22,6 @@ from tests.rl.loop import (
     make_config,
     rows,
     run,
-    trains_nothing,
     untimed,
 )
 from tinker_cookbook import backends
@@ -107,15 +106,8 @@ class TestAsync:
         assert service.trainers[0].weights == 6
 
     def test_groups_start_in_order_as_slots_become_free(self, service: FakeServiceClient, tmp_path: Path) -> None:
-        with trains_nothing():
-            run(
-                make_config(
-                    tmp_path,
-                    NumberDatasetBuilder(batches=3, groups=2, members=1),
-                    on_zero_advantages="skip",
-                    **ahead(2),
-                )
-            )
+        dataset = NumberDatasetBuilder(batches=3, groups=2, members=1)
+        run(make_config(tmp_path, dataset, on_zero_advantages="skip", **ahead(2)))
         order = [(call.prompt[2], call.prompt[0]) for call in service.sampled]
         assert order == sorted(order)
 
@@ -247,8 +239,7 @@ class TestTrouble:
         with pytest.raises(ZeroAdvantageError, match="group   1: 1 1 1 1"):
             run(make_config(tmp_path / "raise", constant, **mode))
         assert [row["train/skipped_steps"] for row in rows(tmp_path / "raise")] == [1, 1, 1]
-        with trains_nothing():
-            run(make_config(tmp_path / "skip", constant, on_zero_advantages="skip", **mode))
+        run(make_config(tmp_path / "skip", constant, on_zero_advantages="skip", **mode))
         assert [row["train/skipped_steps"] for row in rows(tmp_path / "skip")] == [1, 1, 1]
         assert all(trainer.weights == 0 for trainer in service.trainers)
 
@@ -275,8 +266,7 @@ class TestTrouble:
             return InitialObservationOverflow(float(self.prompt.to_ints()[1]))
 
         monkeypatch.setattr(NumberEnv, "initial_observation", too_long)
-        with trains_nothing():
-            run(make_config(tmp_path, on_zero_advantages="skip", num_substeps=2, **mode, **penalties))
+        run(make_config(tmp_path, on_zero_advantages="skip", num_substeps=2, **mode, **penalties))
         assert [row["train/skipped_steps"] for row in rows(tmp_path)] == [1] * 4
         assert service.trainers[0].passes == [] and service.trainers[0].adam == []
 

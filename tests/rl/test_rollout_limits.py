@@ -10,7 +10,8 @@ from tests.rl.arena import Members, TalkEnv, Talker, forever, run
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, RolloutTimeoutError
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.rollout_limits import (
-    LIMIT_STOP_REASONS,
+    DEFAULT_LIMIT_STOP_REASONS,
+    MAX_DETAILS,
     ParseErrorPolicy,
     RolloutLimits,
     TerminationRewardPolicy,
@@ -72,7 +73,7 @@ class TestClamp:
         group = roll(Graded(limits, [1.0, -1.0, 1.0, 0.5, -1.0]), CLAMP)
         assert group.get_total_rewards() == pytest.approx([0.0, -0.8, 1.3, 0.0, -0.7])
         assert group.get_total_rewards()[0] == group.get_total_rewards()[3] == 0.0, "exactly"
-        assert [m.get("zero_reward_on_limit") for m in group.metrics_G] == [1, 1, None, 1, None]
+        assert [m.get("zero_reward_on_limit") for m in group.metrics_G] == [1, None, None, 1, None]
         assert [m["grade"] for m in group.metrics_G] == [1.0, -1.0, 1.0, 0.5, -1.0], "what the grader said stays"
 
     def test_only_when_asked_and_only_for_the_reasons_asked_for(self) -> None:
@@ -93,7 +94,7 @@ class TestClamp:
     def test_which_reasons_are_limits(self) -> None:
         others = {StopReason.COMPLETED, StopReason.TOOL_STOPPED, StopReason.TOOL_ERROR}
         others |= {StopReason.CONTEXT_OVERFLOW, StopReason.PARSE_ERROR}
-        assert set(LIMIT_STOP_REASONS) == set(StopReason) - others and len(LIMIT_STOP_REASONS) == 5
+        assert set(DEFAULT_LIMIT_STOP_REASONS) == set(StopReason) - others and len(DEFAULT_LIMIT_STOP_REASONS) == 5
 
 
 def test_how_episodes_ended_is_a_share_of_all() -> None:
@@ -116,6 +117,8 @@ class TestGrading:
         assert group.get_total_rewards() == [0.0, 0.0] and "rewards" not in builder.life
         assert group.metrics_G == [{"zero_reward_on_limit": 1}] * 2
         assert roll(Graded([NO_TIME, NO_TIME], [-1.0, 1.0]), CLAMP).get_total_rewards() == pytest.approx([-0.9, 0.0])
+        unbounded = Graded([NO_TIME, NO_TIME], [-1.0, 1.0])
+        assert roll(unbounded, TerminationRewardPolicy(skip_grading_on_timeout=True)).get_total_rewards()[1] > 1
         some = Graded([NO_TIME, IN_TIME], [-1.0, 1.0])
         assert roll(some, policy).get_total_rewards() == pytest.approx([-0.9, 1.3]) and "rewards" in some.life
 
@@ -155,8 +158,9 @@ class TestSettings:
         [
             ({"max_consecutive": -1}, "max_consecutive=-1: must be at least 0"),
             ({"penalty_per_error": -0.5}, "penalty_per_error=-0.5: must be at least 0"),
-            ({"retry_message_template": "no {such}"}, "{error} is the only placeholder"),
+            ({"retry_message_template": "no {such}"}, "{details} is the only placeholder"),
             ({"retry_message_template": "no {"}, "write braces as {{ and }}"),
+            ({"retry_message_template": "no"}, "must contain {details}"),
         ],
     )
     def test_parse_errors(self, settings: dict[str, Any], message: str) -> None:
@@ -166,10 +170,9 @@ class TestSettings:
 
     def test_the_answer_to_a_parse_error_says_what_is_wrong(self) -> None:
         assert "no closing brace" in ParseErrorPolicy().retry_message("no closing brace")
-        assert ParseErrorPolicy(retry_message_template="{{}} {error}").retry_message("x") == "{} x"
+        assert ParseErrorPolicy(retry_message_template="{{}} {details}").retry_message("x") == "{} x"
+        assert len(ParseErrorPolicy(retry_message_template="{details}!").retry_message("x" * 99_999)) == MAX_DETAILS + 1
 
-    def test_grading_is_not_skipped_unless_the_reward_is_said(self) -> None:
-        with pytest.raises(ConfigurationError, match="set zero_reward_on_limit=True too"):
-            TerminationRewardPolicy(skip_grading_on_timeout=True)
+    def test_a_grader_has_some_time(self) -> None:
         with pytest.raises(ConfigurationError, match="grader_timeout_seconds=-1"):
             TerminationRewardPolicy(grader_timeout_seconds=-1.0)

@@ -16,6 +16,7 @@ from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import (
+    MissingSeamError,
     RolloutHooks,
     RolloutState,
     SamplingTurnTimeoutError,
@@ -77,7 +78,7 @@ class TestTurn:
         assert log == [
             *("max_tool_calls 3", "max_consecutive 0", "first"),
             *("turn 0", "sample", "step stop"),
-            *("turn 1", "add_messages", "sample", "step length"),
+            *("turn 1", "inject_messages", "sample", "step length"),
             *("stop completed", "grade", "artifacts 2"),
         ]
 
@@ -148,7 +149,7 @@ class TestEnds:
         policy = Talker(*[said([4])] * 5)
         trajectory = run(run_rollout(policy, TalkEnv(turns=5), limits=RolloutLimits(**limits), hooks=Told(log)))
         assert ended(trajectory, reason, turns) and len(policy.calls) == turns
-        assert trajectory.transitions[-1].episode_done == (reason == "completed")
+        assert [turn.episode_done for turn in trajectory.transitions] == [False] * (turns - 1) + [True]
         assert ("grade" in log) == (reason == "completed") and log[-1] == f"artifacts {turns}"
 
     def test_a_first_prompt_that_is_too_long(self) -> None:
@@ -273,6 +274,25 @@ class TestBudget:
 
 
 class TestSeams:
+    def test_an_env_of_the_cookbook_s_first_form_is_not_told_why_a_reply_ended(self) -> None:
+        class First(TalkEnv):
+            async def step(self, action):  # pyright: ignore[reportIncompatibleMethodOverride]
+                return await super().step(action)
+
+        class Broken(First):
+            async def step(self, action):  # pyright: ignore[reportIncompatibleMethodOverride]
+                raise TypeError("step() got an unexpected keyword argument 'extra'")
+
+        class Any_(TalkEnv):
+            async def step(self, *arguments, **named):
+                return await super().step(*arguments, **named)
+
+        for env, told in ((First(), "step None"), (Any_(), "step length")):
+            run(run_rollout(Talker(said([4], "length")), env))
+            assert env.log[-1] == told
+        with pytest.raises(TypeError, match="unexpected keyword"):  # an error of its own is not taken for that
+            run(run_rollout(Talker(said([4]), said([4])), Broken()))
+
     def test_what_an_env_cannot_do_is_refused_before_it_starts(self) -> None:
         env = TalkEnv()
         with pytest.raises(ConfigurationError, match=r"max_tool_calls=3: TalkEnv has no method set_max_tool_calls"):
@@ -283,7 +303,7 @@ class TestSeams:
 
     def test_messages_for_an_env_that_takes_none(self) -> None:
         hooks = Told([], messages=[{"role": "user", "content": "50"}])
-        with pytest.raises(ConfigurationError, match="messages of on_turn_begin: TalkEnv has no method add_messages"):
+        with pytest.raises(MissingSeamError, match="message injection by on_turn_begin: TalkEnv has no method inject"):
             run(run_rollout(Talker(said([4])), TalkEnv(turns=2), hooks=hooks))
 
     def test_injected_messages_count_towards_the_budget(self) -> None:
@@ -326,6 +346,12 @@ class TestTimeouts:
         policy = Talker(*[said([4])] * 4)
         trajectory = run(run_rollout(policy, TalkEnv(turns=4, on_step=hold_up), limits=limits))
         assert ended(trajectory, "rollout_timeout", 2)
+        log: list[str] = []
+        policy, hooks = Talker(*[said([4])] * 4), Told(log, rollout_timeout=None)
+        assert ended(
+            run(run_rollout(policy, TalkEnv(turns=4, on_step=hold_up), limits=limits, hooks=hooks)), "completed", 4
+        )
+        assert log.count("stop rollout_timeout") == 2
 
     def test_a_sampling_call_that_takes_too_long_is_an_error_that_says_so(self) -> None:
         limits = RolloutLimits(sampling_turn_timeout_seconds=2.0, rollout_timeout_seconds=60.0)

@@ -20,7 +20,6 @@ from tinker_cookbook.debate.judges import Winner
 from tinker_cookbook.exceptions import (
     AllTrajectoriesFailedError,
     ConfigurationError,
-    DataValidationError,
     GroupFailedError,
     RolloutTimeoutError,
 )
@@ -127,7 +126,8 @@ class TestRetryOnFailure:
     def test_a_member_that_never_comes_through_fails_the_group(self) -> None:
         builder = flaky(3, {1: 99})
         with pytest.raises(
-            GroupFailedError, match=r"Members \[numbers\] given up after 3 rounds: 2 of 3 members"
+            GroupFailedError,
+            match=r"Members \[numbers\] given up after 3 rounds: 2/3 members, below the minimum viable group size 3",
         ) as raised:
             run(do_group_rollout(builder, Keyed(), RetryOnFailure(max_retries=2)))
         assert [error.error_type for error in raised.value.errors] == ["OSError"] * 3
@@ -193,18 +193,29 @@ class TestRetryOnFailure:
         with pytest.raises(GroupFailedError, match="after 1 round: no env came through"):
             run(do_group_rollout(Closed(2, Flaky), Keyed(), RetryOnFailure(max_retries=0)))
 
-    def test_a_builder_must_make_the_same_members_again(self) -> None:
-        class Shrinking(Members):
+    @pytest.mark.parametrize("strategy", [RetryOnFailure(), MinViableGroup(min_successful=3)])
+    def test_a_retry_may_make_another_number_of_members(self, strategy: RolloutStrategy) -> None:
+        class OneByOne(Members):
             async def make_envs(self):
                 envs = await super().make_envs()
-                return envs[: 3 - (self.opened or 0)]
+                return envs if self.opened == 0 else envs[:1]
 
-        strategy = RetryOnFailure()
-        builder = Shrinking(3, lambda call, i: Flaky(call, i, OSError("lost") if call == 0 else None))
-        with pytest.raises(GroupFailedError, match="made 3 envs, and on a retry 2") as raised:
-            run(do_group_rollout(builder, Keyed(), strategy))
-        assert isinstance(raised.value.__cause__, DataValidationError)
-        assert sorted(builder.life[2:]) == ["cleanup 0", "cleanup 1"]
+        builder = OneByOne(
+            3, lambda call, i: Flaky(call, i, OSError("lost") if (call, i) in {(0, 0), (0, 2)} else None)
+        )
+        group = run(do_group_rollout(builder, Keyed(), strategy))
+        assert seats(group) == [[0, 1], [1, 0], [0, 2]], "members 0 and 2 are played by the one env of a round each"
+        assert [t.transitions[0].ac.tokens[-1] for t in group.trajectories_G] == [0, 1, 2]
+        assert sorted(builder.life[4:]) == ["cleanup 0", "cleanup 1", "cleanup 2"]
+
+    def test_more_fresh_envs_than_members_are_not_all_played(self) -> None:
+        class Growing(Members):
+            async def make_envs(self):
+                envs = await super().make_envs()
+                return [*envs, *envs] if self.opened else envs
+
+        builder = Growing(2, lambda call, i: Flaky(call, i, OSError("lost") if call == 0 else None))
+        assert seats(run(do_group_rollout(builder, Keyed(), RetryOnFailure()))) == [[0, 1], [1, 1]]
 
     def test_what_a_builder_opened_is_closed_by_the_object_that_opened_it(self) -> None:
         opened: list[object] = []
@@ -246,7 +257,9 @@ class TestMinViableGroup:
         assert seats(group) == [[i, 0] for i in range(size - needed, size)]
         assert len(group.rollout_errors) == size - needed and enough.life.count("make 1") == 0
         too_few = flaky(size, {i: 99 for i in range(size - needed + 1)})
-        with pytest.raises(GroupFailedError, match=f"{needed - 1} of {size} members came through"):
+        with pytest.raises(
+            GroupFailedError, match=f"{needed - 1}/{size} members, below the minimum viable group size {needed}, came"
+        ):
             run(do_group_rollout(too_few, Keyed(), MinViableGroup(max_retries=1)))
 
     def test_while_there_are_too_few_the_failed_ones_are_run_again(self) -> None:
@@ -255,7 +268,7 @@ class TestMinViableGroup:
         assert group.get_total_rewards() == [11.0] * 3 and group.metrics_G == [{"group": 3}] * 3
 
     def test_a_coordinated_group_is_whole_or_nothing(self) -> None:
-        with pytest.raises(GroupFailedError, match="0 of 4 members"):
+        with pytest.raises(GroupFailedError, match="0/4 members"):
             run(do_group_rollout(flaky(4, {0: 99}, coordinated=True), Keyed(), MinViableGroup(min_successful=1)))
         group = run(do_group_rollout(flaky(4, {0: 1}, coordinated=True), Keyed(), MinViableGroup(min_successful=1)))
         assert seats(group) == [[i, 1] for i in range(4)]

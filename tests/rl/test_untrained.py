@@ -84,8 +84,17 @@ def test_skip_goes_on_however_many_there_are(service: FakeServiceClient, tmp_pat
     assert skipped(tmp_path) == [1] * 5 + [0]
 
 
-def test_a_run_that_trained_nothing_ends_in_an_error_each_time(service: FakeServiceClient, tmp_path: Path) -> None:
-    config = make_config(tmp_path, ALL_ALIKE, on_zero_advantages="skip")
+def test_a_run_that_skips_them_all_ends_with_a_warning(service: FakeServiceClient, tmp_path: Path) -> None:
+    base = make_config(tmp_path, ALL_ALIKE)
+    fields = ("learning_rate", "dataset_builder", "model_name", "recipe_name", "max_tokens", "log_path")
+    run(train.Config(**{field: getattr(base, field) for field in fields}))
+    assert skipped(tmp_path)[:5] == [1] * 5 and rows(tmp_path, "checkpoints.jsonl")[-1]["final"]
+    assert "come to its end and trained nothing" in (tmp_path / "logs.log").read_text()
+    assert service.trainers[0].adam == []
+
+
+def test_another_that_trained_nothing_ends_in_an_error_each_time(service: FakeServiceClient, tmp_path: Path) -> None:
+    config = make_config(tmp_path, ALL_ALIKE, max_zero_advantage_steps=9)
     for _ in range(2):
         with trains_nothing():
             run(config)

@@ -15,7 +15,7 @@ import pytest
 from tests.child import python_path
 from tests.fakes import FakeServiceClient, FakeTokenizer, said
 from tests.rl.handmade import trajectory, turn
-from tests.rl.loop import NumberEnv, NumberGroup, make_config, trains_nothing
+from tests.rl.loop import NumberEnv, NumberGroup, make_config
 from tests.sweeps import toy
 from tinker_cookbook import backends
 from tinker_cookbook.rl import train
@@ -97,11 +97,7 @@ def test_of_rollouts_whose_environment_tells_it(tmp_path: Path, monkeypatch: pyt
     for name, least in (("kept", 3), ("given up", 4)):
         strategy = MinViableGroup(min_successful=least, max_retries=0)
         config = make_config(tmp_path / name, rollout_error_tolerance=strategy, max_steps=1, **keys)
-        if least == 3:
-            asyncio.run(train.main(config))
-        else:
-            with trains_nothing():
-                asyncio.run(train.main(config))
+        asyncio.run(train.main(config))
     assert len([*tmp_path.rglob("*.html"), *tmp_path.rglob("rollouts.parquet")]) == 4
     assert files_with_secrets(tmp_path) == {}
     _, turns = read_rollouts(tmp_path / "kept" / "iteration_000000" / "rollouts.parquet")

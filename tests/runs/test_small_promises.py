@@ -108,7 +108,7 @@ class TestLearningRates:
 
     @pytest.mark.parametrize(
         ("share", "warned"),
-        [(1 / 9, []), (1 / 11, ["supervised", "rl", "dpo"])],
+        [(1 / 9, []), (1 / 11, ["supervised", "rl"])],
     )
     def test_a_rate_far_below_it_is_pointed_out(
         self,
@@ -132,11 +132,16 @@ class TestLearningRates:
             found += [name] if "the weights will hardly move" in caplog.text else []
         assert found == warned
 
-    @pytest.mark.parametrize("recipe", [chat_sl, single_turn, preference_train], ids=["supervised", "rl", "dpo"])
+    @pytest.mark.parametrize("recipe", [chat_sl, single_turn], ids=["supervised", "rl"])
     def test_the_defaults_are_not(self, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("recipes.common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
         rate = settle(recipe.CLIConfig(model_name=self.KNOWN)).learning_rate
         assert rate is not None and rate >= 0.1 * get_lr(self.KNOWN)
+
+    def test_that_of_preferences_is_the_same_for_every_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("recipes.common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
+        for model in (self.KNOWN, "meta-llama/Llama-3.2-1B", "nobody/knows"):
+            assert settle(preference_train.CLIConfig(model_name=model)).learning_rate == 1e-5
 
 
 class TestBatchesAreNotMadeToBeCounted:

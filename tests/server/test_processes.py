@@ -107,13 +107,13 @@ def test_what_prevents_a_start_is_one_line(tmp_path: Path) -> None:
             port = taken.getsockname()[1]
             done = run(*(argument.replace("port=1", f"port={port}") for argument in arguments))
             message = message.replace("port=1", f"port={port}")
-        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     done = run(f"model={tmp_path}", "port=0")
-    assert done.returncode == 1 and str(tmp_path) in done.stderr
+    assert done.returncode == 2 and str(tmp_path) in done.stderr
 
 
 def test_tls(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.supervised.common import (
     compute_bpb,
     compute_mean_nll,
+    create_rightshifted_model_input_and_leftshifted_targets,
     datum_from_model_input_weights,
     datum_from_tokens_weights,
 )
@@ -143,3 +144,12 @@ def test_text_alone_needs_no_model_input() -> None:
     same = datum_from_model_input_weights(tinker.ModelInput.from_ints([5, 6, 7, 8]), weights, 3, "mean")
     assert found.model_input.to_ints() == same.model_input.to_ints() == [5, 6]
     assert found.loss_fn_inputs["weights"].tolist() == same.loss_fn_inputs["weights"].tolist() == [0.5, 0.5]
+
+
+def test_inputs_and_targets_of_chunks() -> None:
+    chunks = [tinker.EncodedTextChunk(tokens=[5, 6]), tinker.EncodedTextChunk(tokens=[7])]
+    inputs, targets = create_rightshifted_model_input_and_leftshifted_targets(chunks)
+    assert (inputs.to_ints(), targets) == ([5, 6], [6, 7])
+    for broken in ([], chunks[1:]):
+        with pytest.raises(DataValidationError, match="an example needs two"):
+            create_rightshifted_model_input_and_leftshifted_targets(broken)

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from tinker_cookbook.eval.evaluators import (
     run_evaluators,
 )
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.supervised.train import SubmittedBatch, run_evals
 
 
 class Trainer(TrainingClientEvaluator):
@@ -69,3 +71,24 @@ def test_what_is_due(every: int, rarely: int, step: int) -> None:
         *([Trainer] if every else []),
         *([Sampler] if rarely else []),
     }
+
+
+def test_a_loop_of_ones_own_runs_evaluators_and_holds_what_it_submitted() -> None:
+    class Counts(TrainingClientEvaluator):
+        async def __call__(self, training_client: Any) -> dict[str, float]:
+            return {"test/weights": training_client.weights}
+
+    async def loop() -> tuple[dict[str, float], SubmittedBatch]:
+        trainer = await FakeServiceClient().create_lora_training_client("x")
+        measured = await run_evals([Counts()], trainer, 0)
+        passes = trainer.forward_backward([], "cross_entropy")
+        submitted = SubmittedBatch(
+            passes, trainer.optim_step(tinker.AdamParams()), {}, [], 0, 0, 0, eval_metrics=measured
+        )
+        await submitted.fwd_bwd_future
+        submitted.metrics |= (await submitted.optim_step_future).metrics or {}
+        return await run_evals([Counts()], trainer, 1), submitted
+
+    after, submitted = asyncio.run(loop())
+    assert (submitted.eval_metrics, after) == ({"test/weights": 0}, {"test/weights": 1})
+    assert submitted.metrics == {"grad_norm": 1.0} and submitted.num_tokens == 0

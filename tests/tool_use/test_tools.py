@@ -11,12 +11,14 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import ToolCall, ToolSpec
 from tinker_cookbook.tool_use import (
     FunctionTool,
+    Tool,
     ToolError,
     ToolInput,
     ToolRegistry,
     ToolResult,
     calculate,
     error_tool_result,
+    handle_tool_call,
     simple_tool_result,
     tool,
 )
@@ -210,9 +212,9 @@ def test_functions_that_cannot_be_declared_are_refused() -> None:
             tool(function)
 
 
-def test_a_registry_needs_tools_of_different_names() -> None:
-    with pytest.raises(ConfigurationError, match="tools is empty"):
-        ToolRegistry([])
+def test_a_registry_has_tools_of_different_names_if_any() -> None:
+    assert ToolRegistry([]).specs == []
+    assert "there are no tools" in str(asyncio.run(ToolRegistry([]).call(make_call("f", {}))).error)
     with pytest.raises(ConfigurationError, match="two tools named 'calculate'"):
         ToolRegistry([tool(calculate), tool(calculate)])
 
@@ -261,6 +263,21 @@ class TestMethodsAndResults:
         result = error_tool_result("no such page", error_type="not_found", should_stop=True)
         assert isinstance(result.error, ToolError) and result.should_stop and result.metadata == {"error": "not_found"}
         assert result.messages == [{"role": "tool", "content": "Error: no such page"}]
+
+    def test_a_subclass_of_tool_is_declared_by_its_properties(self) -> None:
+        class Search(Tool):
+            name, description, parameters_schema = "search", "Find it.", {"type": "object"}  # pyright: ignore
+
+            async def run(self, input: ToolInput) -> ToolResult:
+                return simple_tool_result("found")
+
+        tools = {"search": Search()}
+        assert tools["search"].to_spec() == ToolSpec(
+            name="search", description="Find it.", parameters={"type": "object"}
+        )
+        result = asyncio.run(handle_tool_call(tools, make_call("search", {}, "id1")))
+        assert result.messages == [{"role": "tool", "content": "found", "name": "search", "tool_call_id": "id1"}]
+        assert (repeat.description, repeat.parameters_schema) == tuple(repeat.to_spec().values())[1:]
 
     def test_a_tool_of_ones_own_class(self) -> None:
         class Echo:

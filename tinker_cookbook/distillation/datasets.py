@@ -168,7 +168,7 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
         default=None, doc="messages before every prompt, after the system prompt: examples"
     )
     max_prompt_tokens: int | None = chz.field(
-        default=None, doc="longer prompts are left out, and counted in a warning; None: no limit"
+        default=1024, doc="longer prompts are left out, and counted in a warning; None: no limit"
     )
     test_size: int = chz.field(
         default=0, doc="prompts held out as the test set (of test_dataset_name: used)", validator=chz.validators.ge(0)

@@ -310,3 +310,19 @@ async def build_policy_gradient_datums(
         "num_datums": float(len(data_D)),
     }
     return changed, {f"{PREFIX}/{key}": value for key, value in metrics.items()}
+
+
+async def compute_sdft_advantages(
+    data_D: list[tinker.Datum],
+    metadata_D: list[DatumMetadata],
+    teacher_client: SamplingClient,
+    teacher_prompts_P: list[tinker.ModelInput],
+    max_context_length: int = 32768,
+) -> dict[str, float]:
+    """`build_policy_gradient_datums` in place: the datums get its advantages. Returns its metrics."""
+    changed, metrics = await build_policy_gradient_datums(
+        data_D, metadata_D, teacher_client, teacher_prompts_P, max_context_length
+    )
+    for datum, other in zip(data_D, changed, strict=True):
+        datum.loss_fn_inputs["advantages"] = other.loss_fn_inputs["advantages"]
+    return metrics

@@ -36,6 +36,7 @@ from tinker_cookbook.distillation.demonstrations import (
     build_sdft_teacher_prompt,
     build_topk_distillation_datums,
     check_template,
+    compute_sdft_advantages,
     reverse_kl_custom_loss,
 )
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
@@ -71,6 +72,7 @@ __all__ = [
     "build_sdft_teacher_prompt",
     "build_topk_distillation_datums",
     "check_config",
+    "compute_sdft_advantages",
     "main",
     "reverse_kl_custom_loss",
 ]

@@ -56,22 +56,7 @@ class TeacherKL:
     ) -> tuple[list[tinker.Datum], dict[str, float]]:
         dataset_D = [_dataset(groups, metadata) for metadata in metadata_D]
         differences_D = await self._differences(data_D, dataset_D)
-        changed: list[tinker.Datum] = []
-        sums: dict[int, tuple[float, float]] = {}
-        for datum, dataset, difference_N in zip(data_D, dataset_D, differences_D, strict=True):
-            mask_N = datum.loss_fn_inputs["mask"].to_numpy().astype(np.float64)
-            change_N = teacher_advantages(difference_N, mask_N, self._coef, self._discount)
-            advantages_N = datum.loss_fn_inputs["advantages"].to_numpy() + change_N
-            changed.append(replace_inputs(datum, advantages=advantages_N.astype(np.float32)))
-            total, tokens = sums.get(dataset, (0.0, 0.0))
-            sums[dataset] = total + float((mask_N * difference_N).sum()), tokens + float(mask_N.sum())
-        total, tokens = (sum(values) for values in zip(*sums.values(), strict=True))
-        if tokens == 0:
-            return changed, {}
-        metrics = {"teacher_kl": total / tokens}
-        if len(self._teachers) > 1:
-            metrics |= {f"teacher_kl/dataset_{d}": own / count for d, (own, count) in sorted(sums.items()) if count}
-        return changed, metrics
+        return _penalised(data_D, differences_D, dataset_D, self._coef, self._discount, len(self._teachers) > 1)
 
     async def _differences(
         self, data_D: Sequence[tinker.Datum], dataset_D: Sequence[int]
@@ -86,10 +71,59 @@ class TeacherKL:
             for own, found in zip(of_dataset.values(), answers, strict=True)
             for i, lp in zip(own, found, strict=True)
         }
-        return [
-            datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - teacher_D[i]
-            for i, datum in enumerate(data_D)
-        ]
+        return [_difference(datum, teacher_D[i]) for i, datum in enumerate(data_D)]
+
+
+async def incorporate_kl_penalty(
+    data_D: list[tinker.Datum],
+    teacher_clients_D: Sequence[SamplingClient],
+    dataset_indices_D: Sequence[int],
+    kl_penalty_coef: float,
+    kl_discount_factor: float,
+) -> dict[str, float]:
+    """What TeacherKL does, in place and with a teacher per datum, for loops of one's own: the datums get its advantages.
+
+    Returns:
+        `teacher_kl`, and of each dataset `teacher_kl/dataset_<i>`.
+    """
+    answers = await gather_all(
+        compute_target_logprobs([datum], teacher) for datum, teacher in zip(data_D, teacher_clients_D, strict=True)
+    )
+    differences_D = [_difference(datum, found) for datum, (found,) in zip(data_D, answers, strict=True)]
+    changed, metrics = _penalised(data_D, differences_D, dataset_indices_D, kl_penalty_coef, kl_discount_factor, True)
+    for datum, other in zip(data_D, changed, strict=True):
+        datum.loss_fn_inputs["advantages"] = other.loss_fn_inputs["advantages"]
+    return metrics
+
+
+def _difference(datum: tinker.Datum, teacher_N: npt.NDArray) -> npt.NDArray[np.float64]:
+    return datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - teacher_N
+
+
+def _penalised(
+    data_D: Sequence[tinker.Datum],
+    differences_D: Sequence[npt.NDArray[np.float64]],
+    dataset_D: Sequence[int],
+    coef: float,
+    discount: float,
+    by_dataset: bool,
+) -> tuple[list[tinker.Datum], dict[str, float]]:
+    changed: list[tinker.Datum] = []
+    sums: dict[int, tuple[float, float]] = {}
+    for datum, dataset, difference_N in zip(data_D, dataset_D, differences_D, strict=True):
+        mask_N = datum.loss_fn_inputs["mask"].to_numpy().astype(np.float64)
+        change_N = teacher_advantages(difference_N, mask_N, coef, discount)
+        advantages_N = datum.loss_fn_inputs["advantages"].to_numpy() + change_N
+        changed.append(replace_inputs(datum, advantages=advantages_N.astype(np.float32)))
+        total, tokens = sums.get(dataset, (0.0, 0.0))
+        sums[dataset] = total + float((mask_N * difference_N).sum()), tokens + float(mask_N.sum())
+    total, tokens = (sum(values) for values in zip(*sums.values(), strict=True))
+    if tokens == 0:
+        return changed, {}
+    metrics = {"teacher_kl": total / tokens}
+    if by_dataset:
+        metrics |= {f"teacher_kl/dataset_{d}": own / count for d, (own, count) in sorted(sums.items()) if count}
+    return changed, metrics
 
 
 def _dataset(groups: Sequence[TrajectoryGroup], metadata: DatumMetadata) -> int:

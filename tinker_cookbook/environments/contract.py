@@ -4,7 +4,8 @@
     questions   dataset (rows with prompt or question) and rubric (funcs and weights)
     builder     build(sampling_client, service_client=, base_model=, training_client=), which gives a list of episodes
 
-An object with `build` is a builder, whatever else it has; one with dataset and rubric asks questions. Any of the methods may be
+An object with `build` is a builder, whatever else it has; one with dataset and rubric asks questions. One with dataset and step
+or with initial_observation and rubric, and no complete form, asks questions too (`mixed_forms`). Any of the methods may be
 async. `needs = ("training_client",)` says which clients it cannot do without.
 """
 
@@ -28,6 +29,8 @@ _FORMS: dict[Form, tuple[str, ...]] = {
     "episodes": ("initial_observation", "step"),
 }
 """What makes each form, the first that is complete counts."""
+_MIXED = (("dataset", "step"), ("initial_observation", "rubric"))
+"""What stands for questions where no form is complete."""
 
 CLIENTS = ("sampling_client", "service_client", "training_client", "base_model")
 """What `build` may take, and `needs` may name."""
@@ -38,7 +41,7 @@ def form_of(found: Any) -> Form | None:
     for form, names in _FORMS.items():
         if all(hasattr(found, name) for name in names):
             return form
-    return None
+    return "questions" if any(all(hasattr(found, name) for name in names) for names in _MIXED) else None
 
 
 def is_started(found: Any) -> bool:
@@ -70,20 +73,30 @@ class Questions:
     test_rows: list[Mapping[str, Any]]
     scoring: Scoring
     system_prompt: str
+    few_shot: tuple[Message, ...]
     needs: tuple[str, ...]
+
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """The whole conversation that a row is shown in."""
+        return prompt_messages(prompt_of(row), self.system_prompt, self.few_shot)
 
 
 def read_questions(found: Any, owner: str) -> Questions:
-    """Of an object with dataset and rubric; `eval_dataset` and `system_prompt` if it has them.
+    """Of an object with dataset and rubric; `eval_dataset`, `system_prompt` and `few_shot` if it has them.
 
     Raises ConfigurationError: a row without prompt, a function that takes what nothing gives, ...; nothing is called.
     """
-    evaluation = getattr(found, "eval_dataset", None)
+    evaluation, few_shot = getattr(found, "eval_dataset", None), getattr(found, "few_shot", None) or ()
+    if few_shot and not is_messages(few_shot):
+        raise ConfigurationError(
+            f"{owner}.few_shot is {few_shot!r:.200}; it is a list of messages with role and content"
+        )
     return Questions(
         _rows(found.dataset, f"{owner}.dataset"),
         [] if evaluation is None else _rows(evaluation, f"{owner}.eval_dataset"),
         Scoring.of(found.rubric, owner),
         getattr(found, "system_prompt", None) or "",
+        tuple(few_shot),
         read_needs(found, owner),
     )
 
@@ -124,8 +137,11 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
 
 def is_prompt(said: Any) -> bool:
     """Whether it is a text, or messages with role and content."""
-    if isinstance(said, str):
-        return bool(said)
+    return bool(said) if isinstance(said, str) else is_messages(said)
+
+
+def is_messages(said: Any) -> bool:
+    """Whether it is a list of at least one message with role and content."""
     return (
         isinstance(said, Sequence)
         and bool(said)
@@ -133,10 +149,11 @@ def is_prompt(said: Any) -> bool:
     )
 
 
-def prompt_messages(said: Any, system_prompt: str = "") -> list[Message]:
-    """The conversation of a prompt."""
+def prompt_messages(said: Any, system_prompt: str = "", few_shot: Sequence[Message] = ()) -> list[Message]:
+    """The conversation of a prompt: what the system says, examples of replies, and what is asked."""
     own: list[Message] = [{"role": "user", "content": said}] if isinstance(said, str) else [dict(m) for m in said]  # type: ignore[misc]
-    return [{"role": "system", "content": system_prompt}, *own] if system_prompt else own
+    system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, *few_shot, *own]
 
 
 INFO = (

@@ -1,7 +1,9 @@
 """An environment of the `load_environment` contract for a model: its dataset of groups."""
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +30,7 @@ from tinker_cookbook.environments.contract_groups import (
     copy_for_member,
     steps_env,
 )
+from tinker_cookbook.environments.mixed_forms import as_questions
 from tinker_cookbook.environments.multi_turn import MAX_TURNS
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import parameter_problem
@@ -48,7 +51,10 @@ class LoadedEnvironment(Environment):
         load, args: give it; None for an object that a script made.
         questions: of an object with dataset and rubric; None for the other forms.
         needs: the clients that it cannot do without.
+        only_evaluated: whether nothing trains on it, so that all of it may be evaluated.
     """
+
+    only_evaluated = False
 
     def __init__(
         self,
@@ -64,7 +70,19 @@ class LoadedEnvironment(Environment):
 
     def named(self, name: str) -> "LoadedEnvironment":
         """The same under another name."""
-        return LoadedEnvironment(name, self.found, self.load, self.args, self.questions, self.needs)
+        other = copy.copy(self)
+        if self.questions is not None:
+            other.questions = replace(self.questions, scoring=replace(self.questions.scoring, owner=name))
+        other.name = name
+        return other
+
+    def for_evaluation(self) -> "LoadedEnvironment":
+        """The same with a test set, whatever it has: of questions without `eval_dataset` it is `dataset`."""
+        other = copy.copy(self)
+        other.only_evaluated = True
+        if self.questions is not None and not self.questions.test_rows:
+            other.questions = replace(self.questions, test_rows=self.questions.rows)
+        return other
 
     def model_dump(self) -> dict[str, Any]:
         """For the config of a run, which is not to hold the rows."""
@@ -93,7 +111,7 @@ def loaded_environment(
     form = form_of(found)
     if form is None:
         raise ConfigurationError(f"env={name}: {what_lacks(found)}")
-    questions = read_questions(found, name) if form == "questions" else None
+    questions = read_questions(as_questions(found, name), name) if form == "questions" else None
     needs = check_build(found, name) if form == "builder" else read_needs(found, name)
     made = LoadedEnvironment(name, found, load, dict(args or {}), questions, needs)
     if form == "episodes":
@@ -191,4 +209,5 @@ class LoadedDatasetBuilder(RLDatasetBuilder):
             return ItemDataset(range(groups_per_batch * num_batches), group, groups_per_batch)
 
         training = episodes(self.group_size, self.groups_per_batch, self.num_batches, self.seed)
+        tested = tested or made.only_evaluated
         return training, episodes(1, self.num_test, 1, derive_seed(self.seed, "test")) if tested else None

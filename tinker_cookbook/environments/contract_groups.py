@@ -17,11 +17,13 @@ from tinker_cookbook.environments.contract import (
     form_of,
     is_prompt,
     prompt_messages,
-    prompt_of,
     what_lacks,
 )
+from tinker_cookbook.environments.failures import naming_what_was_given
 from tinker_cookbook.environments.multi_turn import EpisodeEnv, TurnResult
+from tinker_cookbook.environments.packages import load_environment
 from tinker_cookbook.environments.scoring import finite_number
+from tinker_cookbook.environments.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
@@ -53,15 +55,16 @@ class RubricEnv(OneTurnEnv):
         self._questions, self._row, self.max_prompt_tokens = questions, row, max_prompt_tokens
         self.instance_id = None if row.get("id") is None else str(row["id"])
         self.fields: dict[str, Any] = {
-            "prompt": prompt_of(row),
-            "completion": "",
+            "prompt": self.get_messages(),
+            "completion": [],
             "answer": row.get("answer"),
+            "task": row.get("task", "default"),
             "state": {},
             "info": info,
         }
 
     def get_messages(self) -> list[Message]:
-        return prompt_messages(prompt_of(self._row), self._questions.system_prompt)
+        return self._questions.messages(self._row)
 
     def get_reference_answer(self) -> str | None:
         answer = self._row.get("answer")
@@ -73,7 +76,7 @@ class RubricEnv(OneTurnEnv):
         return await super().step(action, extra=extra)
 
     async def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        self.fields["completion"] = reply.text
+        self.fields["completion"] = [{"role": "assistant", "content": reply.text}]
         self.fields["state"]["stopped"] = reply.stopped
         reward, metrics = await self._questions.scoring.score(self.fields)
         return reward, {**metrics, "stopped": float(reply.stopped), "context_overflow": 0.0}
@@ -134,7 +137,9 @@ class StepsEpisode:
         return prompt_messages(shown)
 
     async def step(self, message: Message) -> TurnResult:
-        found = await call_reward(self._step, get_text_content(message))
+        text = get_text_content(message)
+        with naming_what_was_given(f"step of {self._name}", self._env.step, {"action_text": text}):
+            found = await call_reward(self._step, text)
         return read_step(found, f"{self._name}: step")
 
     def _step(self, text: str) -> Any:
@@ -195,7 +200,8 @@ class LoadedPerGroup:
         self._load, self._args, self._owner = load, dict(args), owner
 
     async def episodes(self, count: int, number: int, seed: int, around: Surroundings) -> list[Any]:
-        return [self._load(**self._args, rng=random.Random(seed)) for _ in range(count)]
+        with verifiers_stands_in(load_environment):
+            return [self._load(**self._args, rng=random.Random(seed)) for _ in range(count)]
 
 
 class BuiltWithClients:

@@ -13,6 +13,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.problem_env import OneTurnEnv
+from tinker_cookbook.rl.rollout_runner import step_env
 from tinker_cookbook.rl.types import (
     STOP_METRIC_PREFIX,
     Action,
@@ -155,7 +156,7 @@ class IntuitionEnv(Env):
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         said, answer = read_reply(self.renderer, action)
-        result = await self.inner.step(answer, extra=extra)
+        result = await step_env(self.inner, answer, extra)
         self.turns.append(Turn(said.told, self._asked, answer))
         metrics: Metrics = {
             **result.metrics,

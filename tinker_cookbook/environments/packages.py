@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tinker_cookbook.environments.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import load_file, what_failed
 
@@ -63,6 +64,17 @@ def find_loader(said: str) -> Callable[..., Any] | None:
     return None
 
 
+def load_environment(env_id: str, **args: Any) -> Any:
+    """What the `load_environment` of a name, module, file or folder returns. Raises ConfigurationError if there is none."""
+    loader = find_loader(env_id)
+    if loader is None:
+        raise ConfigurationError(
+            f"env={env_id!r}: there is no such environment; known are {', '.join(installed_environments())}"
+        )
+    with verifiers_stands_in(load_environment):
+        return loader(**args)
+
+
 def _whose(entry: EntryPoint) -> str:
     return f"{entry.dist.name if entry.dist is not None else '?'} ({entry.value})"
 
@@ -93,7 +105,8 @@ def _is_module(said: str) -> bool:
 
 def _imported(said: str, load: Callable[[], Any]) -> Any:
     try:
-        return load()
+        with verifiers_stands_in(load_environment):
+            return load()
     except ConfigurationError:
         raise
     except Exception as error:  # whatever the user's code raises

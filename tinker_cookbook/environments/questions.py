@@ -9,6 +9,7 @@ import chz
 
 from tinker_cookbook.config_tree import fill
 from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDatasetBuilder
@@ -16,8 +17,9 @@ from tinker_cookbook.tasks.plain import PlainTask
 from tinker_cookbook.tasks.rewards import OwnRewardFn, RewardSpec
 from tinker_cookbook.tasks.single_turn import MakeGroup, SingleTurnDatasetBuilder, TaskDatasetBuilder
 from tinker_cookbook.tasks.types import Task, TaskItem
-from tinker_cookbook.tool_use.env import ToolUseEnv, tool_conversation
-from tinker_cookbook.tool_use.tools import Tool, ToolRegistry
+from tinker_cookbook.tool_use.agent_tool_message_env import AgentToolMessageEnv, tool_conversation
+from tinker_cookbook.tool_use.tools import ToolRegistry
+from tinker_cookbook.tool_use.types import Tool
 from tinker_cookbook.utils.reward_threads import call_reward
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
@@ -64,6 +66,8 @@ def tool_env(
     Raises:
         ConfigurationError: as `single_turn_env`; a function that cannot be a tool.
     """
+    if not tools:
+        raise ConfigurationError("tools is empty: give at least one tool, or use single_turn_env")
     ToolRegistry(tools)
     questions = _Questions(_dataset(dataset), _checked(reward_fn), system_prompt, test_dataset)
     return _QuestionsWithTools(questions, tuple(tools), max_turns)
@@ -148,13 +152,15 @@ class ToolDatasetBuilder(TaskDatasetBuilder):
     def shared_system_prompt(self) -> None:
         return None  # the declaration of the tools stands there, in the renderer's own way
 
-    def make_env(self, task: Task, item: TaskItem, renderer: Renderer) -> ToolUseEnv:
+    def make_env(self, task: Task, item: TaskItem, renderer: Renderer) -> AgentToolMessageEnv:
         """One episode. Raises RendererError for a renderer without tools, ConfigurationError for max_turns below 1."""
         registry = _registry(self.tools)
         *system, question = task.messages(item)
         prompt = get_text_content(system[0]) if system else ""
         messages = tool_conversation(renderer, registry, prompt, get_text_content(question))
-        return ToolUseEnv(messages, registry, partial(_grade, task, item), max_turns=self.max_turns)
+        return AgentToolMessageEnv(
+            registry, messages, self.max_turns, partial(_grade, task, item), tool_errors="answer"
+        )
 
     async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
         def of_size(group_size: int) -> MakeGroup:

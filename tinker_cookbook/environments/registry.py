@@ -15,7 +15,8 @@ from tinker_cookbook.environments.base import DatasetSettings, Environment, argu
 from tinker_cookbook.environments.contract import form_of, is_started, what_lacks
 from tinker_cookbook.environments.contract_dataset import loaded_environment
 from tinker_cookbook.environments.multi_turn import check_arguments, episodes_of
-from tinker_cookbook.environments.packages import LOADER, find_loader, installed_environments
+from tinker_cookbook.environments.packages import LOADER, find_loader, installed_environments, load_environment
+from tinker_cookbook.environments.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.rl.message_env import MessageEnv
@@ -137,7 +138,8 @@ def _called(load: Callable[..., Any], said: str, given: dict[str, Any]) -> Envir
         raise ConfigurationError(f"env={said}: {error}" + ("" if is_loader else f". {ENV_KIND.help()}")) from None
     drawn = {"rng": random.Random(0)} if "rng" in inspect.signature(load).parameters and "rng" not in given else {}
     try:
-        found = load(**given, **drawn)
+        with verifiers_stands_in(load_environment):
+            found = load(**given, **drawn)
     except TinkerCookbookError:
         raise
     except Exception as error:  # whatever the user's code raises; its traceback is the way to the line

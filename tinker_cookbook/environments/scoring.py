@@ -1,26 +1,54 @@
 """Rubrics of the `load_environment` contract: reward functions with weights, called by the names of their parameters.
 
-A function takes any of prompt, completion, answer, state and info, and says what one reply is worth. One that takes the plural
-names (prompts, completions, answers, states, infos) is called once per group, when all of its replies are there.
+A function takes any of prompt, completion, answer, task, state and info, and says what one reply is worth. One that takes the
+plural names (prompts, completions, ...) is called once per group, when all of its replies are there.
+
+A prompt and a completion are lists of messages, `[{"role": ..., "content": ...}]`; the reply is `completion[-1]["content"]`. A
+parameter that is annotated `str` (`list[str]` for a plural name) is given the text of the last message instead.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, get_args
 
+from tinker_cookbook.environments.failures import naming_what_was_given
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.utils.reward_threads import call_reward
 
-FIELDS = ("prompt", "completion", "answer", "state", "info")
+CONVERSATIONS = ("prompt", "completion")
+FIELDS = (*CONVERSATIONS, "answer", "task", "state", "info")
 """What a function of one reply may take."""
 GROUP_FIELDS = tuple(f"{name}s" for name in FIELDS)
 """What a function of a whole group may take: lists, in the order of the members."""
+
+
+class Messages(list[Message]):
+    """Messages that refuse to be read as a text: `answer in completion` would be false whatever was said."""
+
+    def __contains__(self, item: object) -> bool:
+        return super().__contains__(item) if not isinstance(item, str) else self._refuse("in")
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) if not isinstance(other, str) else self._refuse("==")
+
+    def __ne__(self, other: object) -> bool:
+        return super().__ne__(other) if not isinstance(other, str) else self._refuse("!=")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _refuse(self, operator: str) -> NoReturn:
+        raise TypeError(
+            f"a text {operator} a list of messages is never what is meant; annotate the parameter as `str` to be given the "
+            'text of the last message, or read [-1]["content"]'
+        )
 
 
 @dataclass(frozen=True)
@@ -42,6 +70,8 @@ class _Scorer:
     function: Callable[..., Any]
     weight: float
     takes: tuple[str, ...]
+    as_text: frozenset[str]
+    """of these, the conversations that it is given as text"""
 
 
 @dataclass(frozen=True)
@@ -50,10 +80,17 @@ class Scoring:
 
     of_reply: tuple[_Scorer, ...]
     of_group: tuple[_Scorer, ...]
+    owner: str
+    """what errors call the environment"""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """objects of the rubric that its functions may take by name, such as a parser"""
 
     @classmethod
     def of(cls, rubric: Any, owner: str) -> Scoring:
-        """From an object with `funcs` and `weights`, or a mapping. Raises ConfigurationError, which begins with `owner`."""
+        """From an object with `funcs` and `weights`, or a mapping; `class_objects`, if it has them, are given by name.
+
+        Raises ConfigurationError, which begins with `owner`.
+        """
         has = rubric.get if isinstance(rubric, Mapping) else partial(getattr, rubric)
         funcs, weights = has("funcs", None), has("weights", None)
         if not funcs:
@@ -63,20 +100,23 @@ class Scoring:
         funcs, weights = list(funcs), [1.0] * len(funcs) if weights is None else list(weights)
         if len(weights) != len(funcs):
             raise ConfigurationError(f"{owner}.rubric: {len(funcs)} funcs need as many weights, got {len(weights)}")
-        scorers = [_scorer(function, weight, owner) for function, weight in zip(funcs, weights, strict=True)]
+        own = dict(has("class_objects", None) or {})
+        scorers = [
+            _scorer(function, weight, owner, tuple(own)) for function, weight in zip(funcs, weights, strict=True)
+        ]
         if twice := {scorer.name for scorer in scorers if [s.name for s in scorers].count(scorer.name) > 1}:
             raise ConfigurationError(f"{owner}.rubric has two funcs called {min(twice)}, whose metrics would be one")
         of_group = tuple(scorer for scorer in scorers if set(scorer.takes) & set(GROUP_FIELDS))
-        return cls(tuple(scorer for scorer in scorers if scorer not in of_group), of_group)
+        return cls(tuple(scorer for scorer in scorers if scorer not in of_group), of_group, owner, own)
 
     async def score(self, fields: Mapping[str, Any]) -> tuple[float, Metrics]:
         """The reward of one reply, with each function's own value as the metric reward/<name>.
 
-        Raises DataValidationError for a function that returns something else than finite numbers.
+        Raises RewardError for a function that fails, DataValidationError for one that returns something else than finite numbers.
         """
         total, metrics = 0.0, {}
         for scorer in self.of_reply:
-            value, own = _value(scorer, await _call(scorer, fields))
+            value, own = _value(scorer, await self._call(scorer, fields))
             total, metrics = total + scorer.weight * value, metrics | own
         return total, metrics
 
@@ -85,7 +125,7 @@ class Scoring:
         plural = {f"{name}s": [fields[name] for fields in fields_G] for name in FIELDS}
         scores: list[tuple[float, Metrics]] = [(0.0, {}) for _ in fields_G]
         for scorer in self.of_group:
-            returned = await _call(scorer, plural)
+            returned = await self._call(scorer, plural)
             if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != len(fields_G):
                 raise DataValidationError(
                     f"rubric function {scorer.name} gave {returned!r:.200}; a function of a group gives a list of one number "
@@ -98,35 +138,68 @@ class Scoring:
             ]
         return scores
 
+    async def _call(self, scorer: _Scorer, fields: Mapping[str, Any]) -> Any:
+        given = {name: _as_taken(name, fields[name], scorer) for name in scorer.takes if name not in self.own}
+        given |= {name: self.own[name] for name in scorer.takes if name in self.own}
+        with naming_what_was_given(f"rubric function {scorer.name} of {self.owner}", scorer.function, given):
+            return await call_reward(partial(scorer.function, **given))
 
-def _scorer(function: Any, weight: Any, owner: str) -> _Scorer:
+
+def _as_taken(name: str, value: Any, scorer: _Scorer) -> Any:
+    """A field as a function is given it. Messages are its own copy."""
+    if name in scorer.as_text:
+        return [_text(messages) for messages in value] if name in GROUP_FIELDS else _text(value)
+    if name in CONVERSATIONS:
+        return Messages(copy.deepcopy(value))
+    return [Messages(copy.deepcopy(one)) for one in value] if name.removesuffix("s") in CONVERSATIONS else value
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return get_text_content(messages[-1])
+
+
+def _scorer(function: Any, weight: Any, owner: str, own: Sequence[str]) -> _Scorer:
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
         raise ConfigurationError(f"{owner}.rubric: {function!r} in funcs is no function")
     if not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigurationError(f"{owner}.rubric: the weight of {name} must be a finite number, got {weight!r}")
-    parameters = inspect.signature(function).parameters.values()
-    known = FIELDS + GROUP_FIELDS
+    parameters = _signature(function).parameters.values()
+    known = (*FIELDS, *GROUP_FIELDS, *own)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = tuple(p.name for p in named if p.name in known)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        takes = FIELDS
+        takes = (*FIELDS, *own) if not set(takes) & set(GROUP_FIELDS) else (*GROUP_FIELDS, *own)
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     unknown = positional + [p.name for p in named if p.name not in known and p.default is p.empty]
     if unknown:
+        also = f"{', '.join(own)}, " if own else ""
         raise ConfigurationError(
-            f"{owner}.rubric: {name} takes {unknown[0]}, which nothing gives; parameters are called {', '.join(FIELDS)}, or, "
-            f"for a function of a whole group, {', '.join(GROUP_FIELDS)}"
+            f"{owner}.rubric: {name} takes {unknown[0]}, which nothing gives; parameters are called {', '.join(FIELDS)}, "
+            f"{also}or, for a function of a whole group, {', '.join(GROUP_FIELDS)}"
         )
-    if set(takes) & set(FIELDS) and set(takes) & set(GROUP_FIELDS):
+    if {p.name for p in named} & set(FIELDS) and {p.name for p in named} & set(GROUP_FIELDS):
         raise ConfigurationError(
             f"{owner}.rubric: {name} takes {', '.join(takes)}: either one reply's fields or those of a group"
         )
-    return _Scorer(name, function, float(weight), takes)
+    as_text = frozenset(p.name for p in named if p.name in takes and _wants_text(p))
+    return _Scorer(name, function, float(weight), takes, as_text)
 
 
-async def _call(scorer: _Scorer, fields: Mapping[str, Any]) -> Any:
-    return await call_reward(partial(scorer.function, **{name: fields[name] for name in scorer.takes}))
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function, eval_str=True)
+    except Exception:  # an annotation that only a type checker can read stays the text that it is
+        return inspect.signature(function)
+
+
+def _wants_text(parameter: inspect.Parameter) -> bool:
+    """Whether the annotation is `str`, or a list of it for a plural name."""
+    said = parameter.annotation
+    if parameter.name in CONVERSATIONS:
+        return said in (str, "str")
+    is_conversation = parameter.name.removesuffix("s") in CONVERSATIONS
+    return is_conversation and (get_args(said) == (str,) or said in ("list[str]", "Sequence[str]"))
 
 
 def _value(scorer: _Scorer, returned: Any) -> tuple[float, Metrics]:

@@ -7,5 +7,6 @@ __getattr__, __dir__ = exports(
     {
         "evaluators": "Evaluator EvaluatorBuilder SamplingClientEvaluator SamplingClientEvaluatorBuilder "
         "TrainingClientEvaluator",
+        "tinker_cookbook.stores.eval_store": "BenchmarkResult EvalStore RunMetadata StoredTrajectory",
     },
 )

@@ -234,7 +234,8 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
 
     comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")
     swap: bool = chz.field(
-        default=True, doc="train on each comparison also with A and B exchanged, against a preference for a position"
+        default=False,
+        doc="train on each comparison also with A and B exchanged, against a preference for a position: twice the data",
     )
 
     @chz.validate

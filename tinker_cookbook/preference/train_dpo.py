@@ -22,7 +22,6 @@ from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.preference.dpo import (
     LOSS_METRICS,
     DPOEvaluator,
@@ -32,6 +31,7 @@ from tinker_cookbook.preference.dpo import (
     compute_reference_logprobs,
     dpo_loss_fn,
 )
+from tinker_cookbook.preference.dpo_by_hand import create_dpo_clients, do_update, print_example
 from tinker_cookbook.runs.config import CheckedData
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
@@ -41,7 +41,17 @@ from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
-__all__ = ["Config", "LossType", "check_config", "compute_dpo_loss", "main", "main_async"]
+__all__ = [
+    "Config",
+    "LossType",
+    "check_config",
+    "compute_dpo_loss",
+    "create_dpo_clients",
+    "do_update",
+    "main",
+    "main_async",
+    "print_example",
+]
 
 _checked: CheckedData[EpochData] = CheckedData()
 
@@ -99,7 +109,6 @@ def _read(config: Config) -> EpochData:
     backends.check_backend(config.backend, config.model_name, config.base_url)
     if (reference := config.named_reference()) is not None:
         reference.check("reference", config.backend, config.base_url)
-    warn_if_low(config.learning_rate, config.model_name)
     return EpochData(config, partial(check_pairs, context=model_info.get_context_length(config.model_name)))
 
 

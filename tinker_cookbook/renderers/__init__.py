@@ -1,6 +1,5 @@
 """Chat messages to model tokens and back. Start with `get_renderer(name, tokenizer)`."""
 
-from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, Renderer
 from tinker_cookbook.renderers.content import (
     classify_parse_failure,
     ensure_list,
@@ -20,6 +19,7 @@ from tinker_cookbook.renderers.registry import (
     register_renderer,
     unregister_renderer,
 )
+from tinker_cookbook.renderers.renderer import RenderContext, RenderedMessage, Renderer
 from tinker_cookbook.renderers.types import (
     AudioPart,
     Content,
@@ -27,7 +27,7 @@ from tinker_cookbook.renderers.types import (
     ImagePart,
     Message,
     MessageDelta,
-    ParseFailure,
+    ParseFailureKind,
     ParseTermination,
     Role,
     StreamingMessageHeader,
@@ -48,7 +48,7 @@ __all__ = [
     "ImagePart",
     "Message",
     "MessageDelta",
-    "ParseFailure",
+    "ParseFailureKind",
     "ParseTermination",
     "RenderContext",
     "RenderedMessage",

@@ -10,7 +10,6 @@ for reasoning, a default system prompt) is in its own file.
 
 import json
 
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import BlockScanner
 from tinker_cookbook.renderers.content import (
     assistant_message,
@@ -20,6 +19,7 @@ from tinker_cookbook.renderers.content import (
 )
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, Role, ToolCall, ToolSpec
 
 _START, _END = Token("<|im_start|>"), Token("<|im_end|>")
@@ -53,24 +53,25 @@ class ChatMLRenderer(EndTokenRenderer):
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         role = message["role"]
         if role == "assistant":
-            return self._opening(role, ctx), [self._assistant_body(message, ctx), _END]
+            return self._opening(message, ctx), [self._assistant_body(message, ctx), _END]
         if role == "tool":
             return self._tool_result(message, ctx)
         # The line break goes with the text: a tokenizer joins it with line breaks that the text begins with.
         return self._header(role, ctx), ["\n" + ensure_text(message["content"]), _END]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
-        return self._encode(self._opening(role, ctx))
+        return self._encode(self._opening(Message(role=role, content=""), ctx))
 
-    def _opening(self, role: Role, ctx: RenderContext) -> Row:
+    def _opening(self, message: Message, ctx: RenderContext) -> Row:
         """All that a prompt supplies of a message."""
-        return [*self._header(role, ctx), "\n", self._prompt_think_block(ctx) if role == "assistant" else ""]
+        block = self._prompt_think_block(message, ctx) if message["role"] == "assistant" else ""
+        return [*self._header(message["role"], ctx), "\n", block]
 
     def _header(self, role: Role, ctx: RenderContext) -> Row:
         # The line break after <|im_end|> belongs to the next header: the model stops at <|im_end|>.
         return ["\n" if ctx.idx else "", _START, role]
 
-    def _prompt_think_block(self, ctx: RenderContext) -> str:
+    def _prompt_think_block(self, message: Message, ctx: RenderContext) -> str:
         """The think block that the prompt supplies, so that it is never trained."""
         return ""
 

@@ -11,7 +11,7 @@ from tinker_cookbook.renderers.types import (
     Content,
     ContentPart,
     Message,
-    ParseFailure,
+    ParseFailureKind,
     ParseTermination,
     TextPart,
     ThinkingPart,
@@ -19,6 +19,10 @@ from tinker_cookbook.renderers.types import (
     UnparsedToolCall,
 )
 
+PARSE_FAILURE_DETAIL_MAX_CHARS = 16384
+UNTERMINATED_TOOL_BLOCK_ERROR = "unterminated tool block"
+"""How the error of a call that was opened and never closed begins."""
+_PART_KEYS = ("text", "thinking", "image", "audio")
 _CANONICAL_CALL = re.compile(r'\n\{"name": "([^"\\]+)", "arguments": (.*)\}\n', re.DOTALL)
 
 
@@ -98,7 +102,7 @@ def parse_pieces(
         if kind is BlockKind.TOOL_CALL:
             calls += read_calls(text)
         elif kind is BlockKind.UNCLOSED_TOOL_CALL:
-            calls.append(UnparsedToolCall(raw_text=tool_tags[0] + text, error=f"{tool_tags[1]} is missing"))
+            calls.append(unterminated(*tool_tags, text))
         elif kind is BlockKind.TEXT and last is not None and last["type"] == "text":
             last["text"] += text
         elif kind is BlockKind.TEXT:
@@ -170,11 +174,71 @@ def check_encodable(text: str) -> None:
         raise ValueError("an escape in it stands for half a character, which is no valid text") from None
 
 
-def classify_parse_failure(message: Message, termination: ParseTermination) -> ParseFailure | None:
-    """None for a usable message; otherwise whether its ending or its content is at fault."""
+def classify_parse_failure(message: Message, termination: ParseTermination) -> tuple[ParseFailureKind, str] | None:
+    """None for a usable message; otherwise whether its ending or its content is at fault, and what is wrong, in at most
+    PARSE_FAILURE_DETAIL_MAX_CHARS characters. An ending at fault says nothing certain of the content, and so comes first."""
     if not termination.is_clean:
-        return ParseFailure.STRUCTURAL
-    return ParseFailure.CONTENT if message.get("unparsed_tool_calls") else None
+        detail = f"the reply did not terminate cleanly ({termination.value}): no stop sequence or end of text ends it"
+        return ParseFailureKind.STRUCTURAL, detail
+    errors = [call.error for call in message.get("unparsed_tool_calls", [])]
+    return (ParseFailureKind.CONTENT, "\n".join(errors)[:PARSE_FAILURE_DETAIL_MAX_CHARS]) if errors else None
+
+
+def unterminated(open_marker: str, close_marker: str, body: str) -> UnparsedToolCall:
+    """The call in `open_marker + body`, which the end of the reply has left open."""
+    error = f"{UNTERMINATED_TOOL_BLOCK_ERROR}: {close_marker} is missing"
+    return UnparsedToolCall(raw_text=open_marker + body, error=error)
+
+
+def detect_unterminated_tool_block(content: str, open_marker: str, close_marker: str) -> UnparsedToolCall | None:
+    """The last block of `content` that is opened, when more are opened than closed; None otherwise."""
+    if content.count(open_marker) <= content.count(close_marker):
+        return None
+    return unterminated(open_marker, close_marker, content.rpartition(open_marker)[2])
+
+
+def has_thinking(content: Content) -> bool:
+    """Whether content holds reasoning: a thinking part, or a think tag that opens in a string."""
+    return THINK_OPEN in content if isinstance(content, str) else any(part["type"] == "thinking" for part in content)
+
+
+def without_thinking(message: Message) -> Message:
+    """The message without its thinking parts."""
+    content = message["content"]
+    if isinstance(content, str) or not has_thinking(content):
+        return message
+    kept = remove_thinking(content)
+    return {**message, "content": text_of(kept) if all(part["type"] == "text" for part in kept) else kept}
+
+
+def remove_thinking(parts: list[ContentPart]) -> list[ContentPart]:
+    """The parts that are no reasoning."""
+    return [part for part in parts if part["type"] != "thinking"]
+
+
+def content_to_jsonable(content: Content) -> str | list[dict[str, Any]]:
+    """Content as JSON can hold it. Of an image or a recording only a URL, path or data URI is kept, not one in memory.
+
+    Raises RendererError for a part of an unknown kind.
+    """
+    if isinstance(content, str):
+        return content
+    found: list[dict[str, Any]] = []
+    for part in content:
+        if part["type"] not in _PART_KEYS:
+            raise RendererError(f"a part of type {part['type']!r} is unknown; there are {', '.join(_PART_KEYS)}")
+        value = part.get(part["type"])
+        found.append({"type": part["type"], **({part["type"]: value} if isinstance(value, str) else {})})
+    return found
+
+
+def message_to_jsonable(message: Message) -> dict[str, Any]:
+    """A message with all its keys as JSON can hold it."""
+    found: dict[str, Any] = dict(message) | {"content": content_to_jsonable(message["content"])}
+    for key in ("tool_calls", "unparsed_tool_calls"):
+        if key in found:
+            found[key] = [call.model_dump(mode="json") for call in found[key]]
+    return found
 
 
 def split_hf_reasoning(text: str) -> tuple[str, str]:

@@ -1,11 +1,14 @@
 """Text to token ids, also so that text never becomes a control token; and back: in one go, or incrementally without ever
 emitting half a character."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import torch
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -94,3 +97,19 @@ class Utf8TokenDecoder:
             return ""
         known = decode_tokens(self._tokenizer, self._context) if self._context else ""
         return decode_tokens(self._tokenizer, self._context + self._pending)[len(known) :]
+
+
+def tokens_weights_from_strings_weights(
+    strings_weights: list[tuple[str, float]], tokenizer: Tokenizer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids int64 (N,), weights float32 (N,)) of texts that are encoded one by one, each with its weight.
+
+    The first is encoded with the tokens that the tokenizer adds to a text, such as BOS.
+    """
+    tokens: list[int] = []
+    weights: list[float] = []
+    for i, (string, weight) in enumerate(strings_weights):
+        encoded = tokenizer.encode(string, add_special_tokens=i == 0)
+        tokens += encoded
+        weights += [weight] * len(encoded)
+    return torch.tensor(tokens, dtype=torch.int64), torch.tensor(weights, dtype=torch.float32)

@@ -12,14 +12,14 @@ With `strip_thinking_from_history=False` reasoning is kept as written, for multi
 """
 
 import json
-import re
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockScanner
+from tinker_cookbook.renderers.call_sections import CallSection
 from tinker_cookbook.renderers.content import check_arguments, ensure_list, ensure_text, text_of, thinking_of
 from tinker_cookbook.renderers.formats import Row, Token
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import (
     Content,
     ContentPart,
@@ -37,7 +37,7 @@ _RESULT_BEGIN, _RESULT_END = Token("<｜tool▁output▁begin｜>"), Token("<｜
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALL_SEP = "<｜tool▁sep｜>"
-_CALL = re.compile(f"{CALL_BEGIN}(.*?){CALL_END}", re.DOTALL)
+_SECTION = CallSection(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END)
 # The wording that the model was trained with.
 _TOOLS_PROMPT = f"""## Tools
 You have access to the following tools:
@@ -54,12 +54,12 @@ Where:
 
 
 class DeepSeekV3DisableThinkingRenderer(OpenedThinkRenderer):
-    """The hybrid model told not to think. Reasoning to write is an error; think tags that it writes are text."""
+    """The hybrid model told not to think. Reasoning is left out; think tags that the model writes are text."""
 
     format_name, roles, calls_tools = "DeepSeek", ("system", "user", "assistant", "tool"), True
     bos, end = Token("<｜begin▁of▁sentence｜>"), _EOS
     control_tokens = (_EOS, _USER, _ASSISTANT, _RESULT_BEGIN, _RESULT_END)
-    tool_tags, thinking_renderer = (CALLS_BEGIN, CALLS_END), "deepseekv3_thinking"
+    tool_tags = (CALLS_BEGIN, CALLS_END)
     tags = (THINK_OPEN, THINK_CLOSE, CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, CALL_SEP)
     disables_thinking = True
     has_extension_property = True
@@ -72,7 +72,6 @@ class DeepSeekV3DisableThinkingRenderer(OpenedThinkRenderer):
         if role == "assistant":
             self._parts(message, ctx)
             parts = _parts_of(message["content"])
-            self._check_reasoning(thinking_of(parts), ctx)
             return self._header(ctx), [self._body(parts, ctx), _calls_text(message), _EOS]
         text = ensure_text(message["content"])
         if role == "user":
@@ -107,6 +106,12 @@ class DeepSeekV3DisableThinkingRenderer(OpenedThinkRenderer):
         )
         text = f"{system_prompt}\n\n{_TOOLS_PROMPT.format(declarations=declarations)}"
         return [Message(role="system", content=text)]
+
+    def without_reasoning(self, message: Message) -> Message:
+        if not self.disables_thinking:
+            return message
+        parts = _parts_of(message["content"])
+        return {**message, "content": text_of(parts)} if thinking_of(parts) else message
 
     # Reading --------------------------------------------------------------------------------------------------------
 
@@ -161,44 +166,20 @@ def _calls_text(message: Message) -> str:
         f"{CALL_BEGIN}{call.function.name}{CALL_SEP}{call.function.arguments}{CALL_END}"
         for call in message.get("tool_calls", [])
     ]
-    unparsed = [call.raw_text for call in message.get("unparsed_tool_calls", [])]
-    # What was read from inside a section goes back into one; a section that was never closed stands for itself.
-    calls += [raw for raw in unparsed if not raw.startswith(CALLS_BEGIN)]
-    section = CALLS_BEGIN + "".join(calls) + CALLS_END if calls else ""
-    return section + "".join(raw for raw in unparsed if raw.startswith(CALLS_BEGIN))
+    return _SECTION.text(calls, message)
 
 
 def parse_calls(section: str) -> list[ToolCall | UnparsedToolCall]:
     """The calls between the two tokens of a section, in order; whatever is no call comes as UnparsedToolCall."""
-    calls: list[ToolCall | UnparsedToolCall] = []
-    end = 0
-    for match in _CALL.finditer(section):
-        calls += _between_calls(section[end : match.start()])
-        calls.append(_parse_call(match.group(1)))
-        end = match.end()
-    return [*calls, *_between_calls(section[end:])]
+    return _SECTION.read(section, _read_call, f"{CALL_BEGIN}name{CALL_SEP}arguments{CALL_END}")
 
 
-def _between_calls(text: str) -> list[UnparsedToolCall]:
-    if not text.strip():
-        return []
-    error = (
-        f"{CALL_END} is missing" if CALL_BEGIN in text else f"expected {CALL_BEGIN}name{CALL_SEP}arguments{CALL_END}"
-    )
-    return [UnparsedToolCall(raw_text=text, error=error)]
-
-
-def _parse_call(body: str) -> ToolCall | UnparsedToolCall:
+def _read_call(body: str) -> ToolCall:
     name, sep, arguments = body.partition(CALL_SEP)
-    try:
-        if CALL_BEGIN in body:
-            raise ValueError(f"{CALL_END} is missing")
-        if not sep:
-            raise ValueError(f"{CALL_SEP} between name and arguments is missing")
-        if not name or name != name.strip():
-            raise ValueError(f"the tool name {name!r} is empty or has spaces around it")
-        check_arguments(arguments)
-    except ValueError as error:
-        return UnparsedToolCall(raw_text=CALL_BEGIN + body + CALL_END, error=str(error))
+    if not sep:
+        raise ValueError(f"{CALL_SEP} between name and arguments is missing")
+    if not name or name != name.strip():
+        raise ValueError(f"the tool name {name!r} is empty or has spaces around it")
+    check_arguments(arguments)
     # The arguments keep the model's own spelling, so that the call renders back.
     return ToolCall(function=ToolCall.FunctionBody(name=name, arguments=arguments))

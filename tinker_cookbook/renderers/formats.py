@@ -13,18 +13,16 @@ from itertools import groupby
 from typing import ClassVar
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, Renderer, text_chunk
-from tinker_cookbook.renderers.blocks import BlockKind, BlockScanner, Piece
+from tinker_cookbook.renderers.blocks import BlockScanner
 from tinker_cookbook.renderers.content import ensure_list
-from tinker_cookbook.renderers.decoding import Utf8TokenDecoder, decode_tokens, special_token_id
+from tinker_cookbook.renderers.decoding import decode_tokens, special_token_id
+from tinker_cookbook.renderers.renderer import RenderContext, RenderedMessage, Renderer, text_chunk
+from tinker_cookbook.renderers.streaming import StreamingParser
 from tinker_cookbook.renderers.types import (
     ContentPart,
     Message,
     MessageDelta,
     ParseTermination,
-    StreamingMessageHeader,
-    StreamingTextDelta,
-    StreamingThinkingDelta,
     TextPart,
     ToolSpec,
 )
@@ -179,11 +177,16 @@ class EndTokenRenderer(FormatRenderer):
         at = next((i for i, token in enumerate(response) if self._ends_message(token)), len(response))
         if at != len(response) - 1:
             return response[:at], ParseTermination.MALFORMED
-        stopped = response[at] == self._end_message_token
+        stopped = response[at] in self._stop_ids
         return response[:at], ParseTermination.STOP_SEQUENCE if stopped else ParseTermination.EOS
 
+    @property
+    def _stop_ids(self) -> tuple[int, ...]:
+        """The tokens by which the model itself ends a message."""
+        return (self._end_message_token,)
+
     def _ends_message(self, token: int) -> bool:
-        return token in (self._end_message_token, self.tokenizer.eos_token_id)
+        return token in self._stop_ids or token == self.tokenizer.eos_token_id
 
     def _ends_text(self, token: int) -> bool:
         """Whether nothing after `token` is shown in a stream."""
@@ -195,27 +198,26 @@ class EndTokenRenderer(FormatRenderer):
 
     def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:
         """Text and thinking as they settle; tool calls and the parsed Message come at the end."""
-        yield StreamingMessageHeader(role="assistant")
-        decoder, scanner = Utf8TokenDecoder(self.tokenizer), self._new_scanner()
-        seen: list[int] = []
-        ended = False
+        parser = _ReplyStream(self)
         for token in response:
-            seen.append(token)
-            # Tokens after an ending are read for the final verdict, but are no part of the message.
-            ended = ended or self._ends_text(token)
-            if not ended:
-                yield from _deltas(scanner.feed(decoder.decode([token])))
-        yield from _deltas(scanner.finish(decoder.flush()))
-        yield self._parse_response_for_streaming(seen)[0]
+            yield from parser.feed(token)
+        yield from parser.finish()
 
     def _parse_response_for_streaming(self, response: list[int]) -> tuple[Message, ParseTermination]:
         """What ends a stream."""
         return self.parse_response(response)
 
 
-def _deltas(pieces: list[Piece]) -> Iterator[MessageDelta]:
-    for piece in pieces:
-        if piece.kind is BlockKind.TEXT:
-            yield StreamingTextDelta(piece.text)
-        elif piece.kind is BlockKind.THINKING:
-            yield StreamingThinkingDelta(piece.text)
+class _ReplyStream(StreamingParser):
+    """A reply that ends, and is taken apart, as the renderer says."""
+
+    def __init__(self, renderer: EndTokenRenderer) -> None:
+        self._renderer = renderer
+        end, parse = renderer._end_message_token, renderer._parse_response_for_streaming
+        super().__init__(renderer.tokenizer, end, parse)
+
+    def _ends(self, token: int) -> bool:
+        return self._renderer._ends_text(token)
+
+    def _new_scanner(self) -> BlockScanner:
+        return self._renderer._new_scanner()

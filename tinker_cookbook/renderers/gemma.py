@@ -11,9 +11,9 @@ template would take it off too: so prompts extend each other.
 """
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.content import ensure_text
 from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, Role
 
 _START, _END = Token("<start_of_turn>"), Token("<end_of_turn>")

@@ -6,12 +6,13 @@
 (one line; there are no line breaks between messages). Each is a header, <|message|>, a body and an end token; responses
 are cut at token ids, so text that merely looks like a token is text. A thinking part is an `analysis` message. The last
 text part of an answer is its `final` message, and a text part before it, or before a tool call, is a `commentary`
-message. A tool call is a `commentary` message to functions.<name>; the model stops there, so an assistant message has
-one at most.
+message. A tool call is a `commentary` message to functions.<name>. The model stops there, so what it writes has one at
+most; a message of a data set may have several, one after the other.
 
 A system message of ours becomes Harmony's developer message (`# Instructions`). Harmony's own system message, with
-reasoning effort and date, comes first in every prompt, except with `reasoning_effort=None`. The date is a constant: a
-run that goes on tomorrow sees the prompts of today. Reasoning is forgotten once a final answer follows it, and kept
+reasoning effort and date, comes first in every prompt, except with `reasoning_effort=None`. Its date is today's, or that
+of the constructor; the renderers of the registry have a constant one, so that a run that goes on tomorrow sees the
+prompts of today. Reasoning is forgotten once a final answer follows it, and kept
 within a row of tool calls that is still going on.
 
 Tokens equal those of OpenAI's harmony library. The chat templates on the hub differ from it in small ways: they write
@@ -23,10 +24,10 @@ from dataclasses import dataclass
 from datetime import date
 
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.content import assistant_message, check_arguments, ensure_text, text_of, thinking_of
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import FormatRenderer, Row, Token
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import (
     ContentPart,
     Message,
@@ -47,7 +48,7 @@ END, RETURN, CALL = Token("<|end|>"), Token("<|return|>"), Token("<|call|>")
 STOPS, ENDINGS = (RETURN, CALL), (END, RETURN, CALL)
 REASONING_EFFORTS = ("low", "medium", "high")
 CONVERSATION_DATE = "2025-08-05"
-"""`Current date` in the system message, unless the constructor is given another: the day the models were released."""
+"""`Current date` in the system message of the renderers that get_renderer makes: the day the models were released."""
 
 _NAMESPACE = "functions"
 _TOOLS_HEADING = f"# Tools\n\n## {_NAMESPACE}\n\nnamespace {_NAMESPACE} {{"
@@ -94,9 +95,10 @@ class _HarmonyContext(RenderContext):
 
 
 class GptOssRenderer(FormatRenderer):
-    """reasoning_effort: "low", "medium", "high", or None for no system message. current_date: YYYY-MM-DD.
+    """reasoning_effort: "low", "medium", "high", or None for no system message. current_date: YYYY-MM-DD, or None for today.
 
-    Raises ConfigurationError for another value of either.
+    use_system_prompt says the same as reasoning_effort, for calls that give both; None: it follows.
+    Raises ConfigurationError for another value of any of them, and when the first two do not agree.
     """
 
     format_name, roles, calls_tools = "Harmony", ("system", "developer", "user", "assistant", "tool"), True
@@ -105,9 +107,19 @@ class GptOssRenderer(FormatRenderer):
     rewrites_last_message = True
 
     def __init__(
-        self, tokenizer: Tokenizer, reasoning_effort: str | None = "medium", current_date: str = CONVERSATION_DATE
+        self,
+        tokenizer: Tokenizer,
+        use_system_prompt: bool | None = None,
+        reasoning_effort: str | None = None,
+        current_date: str | None = None,
     ) -> None:
         super().__init__(tokenizer)
+        if use_system_prompt not in (None, reasoning_effort is not None):
+            raise ConfigurationError(
+                f"use_system_prompt={use_system_prompt!r} and reasoning_effort={reasoning_effort!r} do not agree: the "
+                "system prompt is written iff an effort is given"
+            )
+        current_date = date.today().isoformat() if current_date is None else current_date
         if reasoning_effort is not None and reasoning_effort not in REASONING_EFFORTS:
             raise ConfigurationError(
                 f"reasoning_effort={reasoning_effort!r} is unknown; choose one of {', '.join(REASONING_EFFORTS)}, or None"
@@ -142,7 +154,9 @@ class GptOssRenderer(FormatRenderer):
             if not text:
                 return header, []
             header += [START, "developer"]
-            text = text if text.startswith(_TOOLS_HEADING) else f"# Instructions\n\n{text}"
+            if not text.startswith(_TOOLS_HEADING):
+                # The line breaks stand between the instructions and the tools, and are there without tools too.
+                text = f"# Instructions\n\n{text}" + ("" if _TOOLS_HEADING in text else "\n\n")
         elif role == "tool":
             header += [START, f"{_NAMESPACE}.{_called_function(message, ctx)} to=assistant", CHANNEL, "commentary"]
         else:
@@ -160,11 +174,6 @@ class GptOssRenderer(FormatRenderer):
     def _assistant_row(self, message: Message, ctx: RenderContext) -> Row:
         """All that follows the first `<|start|>assistant`."""
         calls, unparsed = message.get("tool_calls", []), message.get("unparsed_tool_calls", [])
-        if len(calls) > 1:
-            raise RendererError(
-                f"message {ctx.idx} has {len(calls)} tool calls, but a gpt-oss model stops after each: "
-                "give every call an assistant message of its own, with its result after it"
-            )
         rows = self._part_rows(message, ctx, answers=not calls and not unparsed)
         for call in calls:
             recipient, kind = f" to={_NAMESPACE}.{call.function.name}", ["commentary ", CONSTRAIN, "json"]

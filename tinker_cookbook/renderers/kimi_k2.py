@@ -4,8 +4,8 @@
     <|im_user|>user<|im_middle|>What is 1+1?<|im_end|>
     <|im_assistant|>assistant<|im_middle|><think>Easy.</think>2<|im_end|>
 
-KimiK2Renderer is Kimi-K2-Thinking, which opens the think block itself; KimiK25Renderer is Kimi-K2.5 and K2.6, whose
-prompts open it. As in the chat templates, a conversation without a system message gets the default one, and the reasoning
+KimiK2Renderer is Kimi-K2-Thinking, which opens the think block itself; K2.5 and K2.6, whose prompts open it, are in
+kimi_k25.py and kimi_k26.py. As in the chat templates, a conversation without a system message gets the default one, and the reasoning
 of answers up to the last one without a tool call is forgotten; with `strip_thinking_from_history=False` it is kept, as
 with the preserve_thinking of K2.6, and prompts extend each other.
 
@@ -17,13 +17,12 @@ import json
 import re
 from typing import ClassVar
 
-from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockScanner
+from tinker_cookbook.renderers.call_sections import CallSection
 from tinker_cookbook.renderers.content import check_arguments, ensure_text, text_of, thinking_of
 from tinker_cookbook.renderers.formats import Row, Token
-from tinker_cookbook.renderers.kimi_tools import declare_typescript
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, Role, ToolCall, ToolSpec, UnparsedToolCall
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -31,7 +30,7 @@ _USER, _ASSISTANT, _SYSTEM = Token("<|im_user|>"), Token("<|im_assistant|>"), To
 _MIDDLE, _END = Token("<|im_middle|>"), Token("<|im_end|>")
 _CALLS_BEGIN, _CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL_BEGIN, _CALL_ARGUMENTS, _CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_CALL = re.compile(f"{re.escape(_CALL_BEGIN)}(.*?){re.escape(_CALL_END)}", re.DOTALL)
+_SECTION = CallSection(_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END)
 _ID = re.compile(r"(?:functions\.)?([^\s:<]+):\d+")
 _DEFAULT_SYSTEM_PROMPT = "You are Kimi, an AI assistant created by Moonshot AI."
 
@@ -62,12 +61,7 @@ class KimiK2Renderer(OpenedThinkRenderer):
             return header, [self._assistant_text(message, ctx), _END]
         if role != "tool":
             return header, [ensure_text(message["content"]), _END]
-        call_id = message.get("tool_call_id")
-        if not call_id:
-            raise RendererError(
-                f"message {ctx.idx}: a tool result lacks 'tool_call_id', which the Kimi format writes; give it the id "
-                "of the call that it answers"
-            )
+        call_id = message.get("tool_call_id", "")
         # In one piece with the text: a tokenizer joins its line break with those that the text begins with.
         return header, [f"## Return of {call_id}\n{ensure_text(message['content'])}", _END]
 
@@ -78,7 +72,12 @@ class KimiK2Renderer(OpenedThinkRenderer):
         """All that a prompt supplies of a message."""
         role = message["role"]
         token = {"user": _USER, "assistant": _ASSISTANT}.get(role, _SYSTEM)
-        header = [token, message.get("name") or role, _MIDDLE, self.prompt_block if role == "assistant" else ""]
+        header = [
+            token,
+            message.get("name") or role,
+            _MIDDLE,
+            self._supplied(message, ctx) if role == "assistant" else "",
+        ]
         opens = ctx.idx == 0 or (ctx.idx == 1 and (ctx.prev_message or {}).get("role") == "tool_declare")
         if opens and role not in ("system", "tool_declare"):
             return [_SYSTEM, "system", _MIDDLE, _DEFAULT_SYSTEM_PROMPT, _END, *header]
@@ -86,12 +85,17 @@ class KimiK2Renderer(OpenedThinkRenderer):
 
     def _assistant_text(self, message: Message, ctx: RenderContext) -> str:
         parts = self._parts(message, ctx)
-        reasoning, text = thinking_of(parts), text_of(parts)
-        self._check_reasoning(reasoning, ctx)
-        if self.strip_thinking_from_history and not ctx.in_last_assistant_turn:
-            reasoning = ""
-        block = f"{THINK_OPEN}{reasoning}{THINK_CLOSE}".removeprefix(self.prompt_block)
-        return block + text + _calls_text(message)
+        self._check_reasoning(thinking_of(parts), ctx)
+        block = self._block(message, ctx).removeprefix(self._supplied(message, ctx))
+        return block + text_of(parts) + _calls_text(message)
+
+    def _block(self, message: Message, ctx: RenderContext) -> str:
+        forgotten = self.strip_thinking_from_history and not ctx.in_last_assistant_turn
+        return f"{THINK_OPEN}{'' if forgotten else thinking_of(message['content'])}{THINK_CLOSE}"
+
+    def _supplied(self, message: Message, ctx: RenderContext) -> str:
+        """What the prompt supplies of the think block, which reasoning in history replaces where thinking is disabled."""
+        return self.prompt_block if self._block(message, ctx).startswith(self.prompt_block) else ""
 
     def _last_assistant_turn_start_index(self, messages: list[Message]) -> int:
         """Index after the last assistant message without a tool call that something follows."""
@@ -117,30 +121,7 @@ class KimiK2Renderer(OpenedThinkRenderer):
         return BlockScanner(self.tool_tags, line_breaks=None, opened=opened)
 
     def _read_calls(self, body: str) -> list[ToolCall | UnparsedToolCall]:
-        calls: list[ToolCall | UnparsedToolCall] = []
-        end = 0
-        for match in _CALL.finditer(body):
-            calls += _between_calls(body[end : match.start()])
-            calls.append(_read_call(match.group(1)))
-            end = match.end()
-        return [*calls, *_between_calls(body[end:])]
-
-
-class KimiK25Renderer(KimiK2Renderer):
-    """Kimi-K2.5 and K2.6, thinking: the prompt opens a think block."""
-
-    prompt_block = THINK_OPEN
-    thinking_renderer = "kimi_k25"
-
-    def _declaration(self, tools: list[ToolSpec]) -> str:
-        return declare_typescript(tools)
-
-
-class KimiK25DisableThinkingRenderer(KimiK25Renderer):
-    """Kimi-K2.5 and K2.6 told not to think: the prompt supplies an empty think block. Reasoning to write is an error."""
-
-    disables_thinking = True
-    prompt_block = THINK_OPEN + THINK_CLOSE
+        return _SECTION.read(body, _read_call, f"{_CALL_BEGIN}id{_CALL_ARGUMENTS}arguments")
 
 
 def _calls_text(message: Message) -> str:
@@ -148,29 +129,15 @@ def _calls_text(message: Message) -> str:
         f"{_CALL_BEGIN}{call.id or f'functions.{call.function.name}:{i}'}{_CALL_ARGUMENTS}{call.function.arguments}{_CALL_END}"
         for i, call in enumerate(message.get("tool_calls", []))
     ]
-    unparsed = [call.raw_text for call in message.get("unparsed_tool_calls", [])]
-    # What was read from inside a section goes back into one; a section that was never closed stands for itself.
-    calls += [raw for raw in unparsed if not raw.startswith(_CALLS_BEGIN)]
-    section = _CALLS_BEGIN + "".join(calls) + _CALLS_END if calls else ""
-    return section + "".join(raw for raw in unparsed if raw.startswith(_CALLS_BEGIN))
+    return _SECTION.text(calls, message)
 
 
-def _between_calls(text: str) -> list[UnparsedToolCall]:
-    if not text.strip():
-        return []
-    error = f"{_CALL_END} is missing" if _CALL_BEGIN in text else f"expected {_CALL_BEGIN}id{_CALL_ARGUMENTS}arguments"
-    return [UnparsedToolCall(raw_text=text, error=error)]
-
-
-def _read_call(body: str) -> ToolCall | UnparsedToolCall:
+def _read_call(body: str) -> ToolCall:
     call_id, separator, arguments = body.partition(_CALL_ARGUMENTS)
-    try:
-        name = _ID.fullmatch(call_id.strip())
-        if not separator:
-            raise ValueError(f"{_CALL_ARGUMENTS} between id and arguments is missing")
-        if name is None:
-            raise ValueError(f"the id {call_id!r} is not of the form functions.NAME:NUMBER")
-        check_arguments(arguments)
-    except ValueError as error:
-        return UnparsedToolCall(raw_text=_CALL_BEGIN + body + _CALL_END, error=str(error))
+    name = _ID.fullmatch(call_id.strip())
+    if not separator:
+        raise ValueError(f"{_CALL_ARGUMENTS} between id and arguments is missing")
+    if name is None:
+        raise ValueError(f"the id {call_id!r} is not of the form functions.NAME:NUMBER")
+    check_arguments(arguments)
     return ToolCall(id=call_id.strip(), function=ToolCall.FunctionBody(name=name.group(1), arguments=arguments.strip()))

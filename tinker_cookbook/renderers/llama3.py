@@ -11,9 +11,9 @@ As in the template, white space around system and user text is taken off. An ass
 wrote it, where the template would take it off too: so prompts extend each other.
 """
 
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.content import ensure_text
 from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message
 
 _HEADER_START, _HEADER_END = Token("<|start_header_id|>"), Token("<|end_header_id|>")

@@ -18,10 +18,10 @@ import re
 from collections.abc import Sequence
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.content import assistant_message, check_call, check_encodable, ensure_text, load_json
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, ToolCall, ToolSpec, UnparsedToolCall
 
 _TOOL_CALLS = "[TOOL_CALLS]"

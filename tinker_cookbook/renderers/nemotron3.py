@@ -7,8 +7,8 @@
 Nemotron3Renderer is for Nano and Super, Nemotron3UltraRenderer for Ultra and the 3.5 models, which put no line break
 around </think>. As in the chat template, an answer before the last question, and one without reasoning, has an empty
 block, `<think></think>`; with `strip_thinking_from_history=False` earlier reasoning is kept, as with the template's
-truncate_history_thinking=False. A thinking model that answers without reasoning has to close the block that the prompt
-opened, which is not how the template writes such an answer in history: only answers with reasoning extend their prompts.
+truncate_history_thinking=False. So an answer without reasoning does not go on from the prompt of a thinking model, which
+opens the block with a line break. The block of such an answer is not trained.
 
 `effort` is what the template adds to the last question, for models that know how to think less.
 """
@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from tinker_cookbook.renderers import xml_calls
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, LineBreaks
 from tinker_cookbook.renderers.content import ensure_text, text_of, thinking_of
 from tinker_cookbook.renderers.formats import Row
 from tinker_cookbook.renderers.qwen3_5 import TaggedCallsRenderer
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, Role, ToolSpec
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -34,7 +34,6 @@ class Nemotron3Renderer(TaggedCallsRenderer):
 
     format_name = "Nemotron"
     line_breaks = LineBreaks(after_open=1, before_close=1, after_close=1, before_call=1)
-    thinking_renderer = "nemotron3"
     trims_called_text: ClassVar[bool] = True
     """Whether white space around the text before an earlier tool call is taken off."""
 
@@ -65,7 +64,8 @@ class Nemotron3Renderer(TaggedCallsRenderer):
         reasoning, text = self._reasoning_and_text(message["content"])
         self._check_reasoning(reasoning, ctx)
         calls = self._calls(message, ctx)
-        written = self._written(reasoning, text, bool(calls), ctx).removeprefix(self._prompt_think_block(ctx))
+        written = self._written(reasoning, text, bool(calls), ctx)
+        written = written.removeprefix(self._prompt_think_block(message, ctx))
         return "\n".join([written, *calls, ""]) if calls else written
 
     def _written(self, reasoning: str, text: str, calls_tools: bool, ctx: RenderContext) -> str:
@@ -74,9 +74,17 @@ class Nemotron3Renderer(TaggedCallsRenderer):
             if calls_tools:
                 return _EMPTY_BLOCK + (text.strip() if self.trims_called_text else text)
             return f"{_EMPTY_BLOCK}{self._after_block if reasoning else ''}{text}".rstrip()
-        if reasoning or (ctx.is_last and not self.disables_thinking):
+        if reasoning:
             return (self._think_block(reasoning, ctx) + text).rstrip()
         return (_EMPTY_BLOCK + text).rstrip()
+
+    def _prompt_think_block(self, message: Message, ctx: RenderContext) -> str:
+        """Of an answer without reasoning also the empty block, which is not trained."""
+        reasoning, text = self._reasoning_and_text(message["content"])
+        written = self._written(reasoning, text, bool(self._calls(message, ctx)), ctx)
+        if written.startswith(_EMPTY_BLOCK):
+            return _EMPTY_BLOCK
+        return self.prompt_block if ctx.is_last and written.startswith(self.prompt_block) else ""
 
     def _think_block(self, reasoning: str, ctx: RenderContext) -> str:
         return f"{THINK_OPEN}\n{reasoning}{self._before_close}{THINK_CLOSE}{self._after_block}"
@@ -96,7 +104,7 @@ class Nemotron3Renderer(TaggedCallsRenderer):
 
 
 class Nemotron3DisableThinkingRenderer(Nemotron3Renderer):
-    """Nano and Super, told not to think. Reasoning to write is an error."""
+    """Nano and Super, told not to think."""
 
     disables_thinking = True
     prompt_block = _EMPTY_BLOCK
@@ -106,15 +114,42 @@ class Nemotron3UltraRenderer(Nemotron3Renderer):
     """Ultra and the 3.5 models, thinking."""
 
     line_breaks = LineBreaks(after_open=1, before_close=0, after_close=0, before_call=1)
-    thinking_renderer = "nemotron3_ultra"
     trims_called_text = False
 
 
 class Nemotron3UltraDisableThinkingRenderer(Nemotron3UltraRenderer):
-    """Ultra and the 3.5 models, told not to think. Reasoning to write is an error."""
+    """Ultra and the 3.5 models, told not to think."""
 
     disables_thinking = True
     prompt_block = _EMPTY_BLOCK
+
+
+class Nemotron3PreserveThinkingRenderer(Nemotron3Renderer):
+    """Nano and Super, thinking; the reasoning of earlier answers is kept."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, strip_thinking_from_history=False)
+
+
+class Nemotron3LowThinkingRenderer(Nemotron3Renderer):
+    """Super, asked to think less."""
+
+    def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True) -> None:
+        super().__init__(tokenizer, strip_thinking_from_history, effort="low")
+
+
+class Nemotron3UltraPreserveThinkingRenderer(Nemotron3UltraRenderer):
+    """Ultra and the 3.5 models, thinking; the reasoning of earlier answers is kept."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, strip_thinking_from_history=False)
+
+
+class Nemotron3UltraMediumThinkingRenderer(Nemotron3UltraRenderer):
+    """Ultra and 3.5 Super, asked to think less."""
+
+    def __init__(self, tokenizer: Tokenizer, strip_thinking_from_history: bool = True) -> None:
+        super().__init__(tokenizer, strip_thinking_from_history, effort="efficient")
 
 
 def _declaration(tool: ToolSpec) -> str:

@@ -8,7 +8,6 @@ passes for an answer. A stream takes it for reasoning throughout.
 from typing import ClassVar
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import (
     THINK_CLOSE,
     TOOL_CLOSE,
@@ -18,9 +17,10 @@ from tinker_cookbook.renderers.blocks import (
     LineBreaks,
     Piece,
 )
-from tinker_cookbook.renderers.content import assistant_message, parse_pieces, text_of
+from tinker_cookbook.renderers.content import assistant_message, parse_pieces, text_of, without_thinking
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import EndTokenRenderer
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, ParseTermination, ToolCall, UnparsedToolCall
 
 
@@ -29,12 +29,10 @@ class OpenedThinkRenderer(EndTokenRenderer):
 
     tool_tags: what opens and closes a tool call, or a section of them.
     line_breaks: as in BlockScanner.
-    thinking_renderer: the renderer of the same models that thinks, for the error when this one does not.
     """
 
     tool_tags: ClassVar[tuple[str, str]] = (TOOL_OPEN, TOOL_CLOSE)
     line_breaks: ClassVar[LineBreaks | None] = None
-    thinking_renderer: ClassVar[str] = ""
 
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
         """As in EndTokenRenderer; blocks without content are no part of the message."""
@@ -66,13 +64,11 @@ class OpenedThinkRenderer(EndTokenRenderer):
         """The calls in what stands between the tags, in order; whatever is no call comes as UnparsedToolCall."""
         raise NotImplementedError
 
+    def without_reasoning(self, message: Message) -> Message:
+        return without_thinking(message) if self.disables_thinking else message
+
     def _check_reasoning(self, reasoning: str, ctx: RenderContext) -> None:
         """Raises RendererError for reasoning that cannot be written."""
-        if reasoning and self.disables_thinking:
-            raise RendererError(
-                f"message {ctx.idx} holds reasoning, but this renderer disables thinking: "
-                f"remove its thinking part, or use the renderer {self.thinking_renderer}"
-            )
         if THINK_CLOSE in reasoning:
             raise RendererError(
                 f"message {ctx.idx}: its reasoning holds {THINK_CLOSE!r}, which would end it; remove it"

@@ -3,16 +3,15 @@
     <|im_start|>user\nWhat is 1+1?<|im_end|>\n
     <|im_start|>assistant\n<think>\nEasy.\n</think>\n\n2<|im_end|>
 
-Three renderers: Qwen3Renderer for the hybrid models in thinking mode, Qwen3DisableThinkingRenderer for the same
+Renderers: Qwen3Renderer for the hybrid models in thinking mode, Qwen3DisableThinkingRenderer for the same
 models told not to think (the prompt ends in an empty think block), Qwen3InstructRenderer for the models that never
 think. Each equals the chat template of its models, which forgets the thinking of earlier turns; with
 `strip_thinking_from_history=False` it is kept as written, for multi-turn RL, and prompts extend each other.
 """
 
-from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.chatml import ChatMLRenderer
-from tinker_cookbook.renderers.content import split_hf_reasoning, text_of, thinking_of
+from tinker_cookbook.renderers.content import split_hf_reasoning, text_of, thinking_of, without_thinking
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, ParseTermination
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -30,8 +29,6 @@ class Qwen3Renderer(ChatMLRenderer):
     def _think_block_and_text(self, content: Content, ctx: RenderContext) -> tuple[str, str]:
         if self.strip_thinking_from_history:
             return self._as_template_writes(content, ctx)
-        if isinstance(content, str) and self.disables_thinking:
-            self._think_block(split_hf_reasoning(content)[0], ctx)
         return super()._think_block_and_text(content, ctx)
 
     def _as_template_writes(self, content: Content, ctx: RenderContext) -> tuple[str, str]:
@@ -60,27 +57,49 @@ class Qwen3Renderer(ChatMLRenderer):
 
 
 class Qwen3DisableThinkingRenderer(Qwen3Renderer):
-    """Hybrid models told not to think: the prompt supplies an empty think block. Reasoning to write is an error."""
+    """Hybrid models told not to think: the prompt supplies an empty think block."""
 
     disables_thinking = True
 
-    def _prompt_think_block(self, ctx: RenderContext) -> str:
+    def without_reasoning(self, message: Message) -> Message:
+        content = message["content"]
+        if isinstance(content, str) and split_hf_reasoning(content)[0]:
+            return {**message, "content": split_hf_reasoning(content)[1]}
+        return without_thinking(message)
+
+    def _prompt_think_block(self, message: Message, ctx: RenderContext) -> str:
         return _EMPTY_THINK_BLOCK if ctx.is_last or not self.strip_thinking_from_history else ""
 
+    def _think_block_and_text(self, content: Content, ctx: RenderContext) -> tuple[str, str]:
+        if ctx.is_last or not self.strip_thinking_from_history:
+            content = self.without_reasoning(Message(role="assistant", content=content))["content"]
+        return super()._think_block_and_text(content, ctx)
+
     def _think_block(self, reasoning: str, ctx: RenderContext) -> str:
-        if reasoning:
-            raise RendererError(
-                f"message {ctx.idx} holds reasoning, but this renderer disables thinking: "
-                "remove its thinking part, or use the renderer qwen3"
-            )
-        return ""
+        # The prompt has supplied an empty one.
+        return super()._think_block(reasoning, ctx) if reasoning else ""
 
 
 class Qwen3InstructRenderer(Qwen3Renderer):
-    """Models that never think (Instruct-2507). A think block that is there all the same passes through as written."""
+    """Models that never think (Instruct-2507): thinking parts are left out, as in the template. A think block in a string, or
+    one that the model writes all the same, passes through as written."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, strip_thinking_from_history=False)
+
+    def without_reasoning(self, message: Message) -> Message:
+        return without_thinking(message)
+
+    def _think_block_and_text(self, content: Content, ctx: RenderContext) -> tuple[str, str]:
+        return "", text_of(content)
+
+
+class Qwen3VLRenderer(Qwen3Renderer):
+    """Qwen3-VL Thinking, text."""
+
+
+class Qwen3VLInstructRenderer(Qwen3InstructRenderer):
+    """Qwen3-VL Instruct, text."""
 
 
 def last_query_index(messages: list[Message], trims: bool = False) -> int:

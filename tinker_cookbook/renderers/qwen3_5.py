@@ -7,39 +7,21 @@ As in the chat template, white space around every text is taken off, an answer a
 empty if need be, and earlier answers have none. With `strip_thinking_from_history=False` every answer has its block, as
 with the template's preserve_thinking (Qwen3.6). An answer without reasoning is sampled after the open block, whose line
 break the tokenizer joins with the next one when the answer is history; so prompts are not certain to extend each other.
-
-Qwen38Renderer is Qwen3.8: it keeps the reasoning of earlier answers, and the effort of its reasoning is asked for at the
-beginning of the system message.
 """
 
 import json
-from dataclasses import replace
 from typing import ClassVar
 
-from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import xml_calls
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import LineBreaks
 from tinker_cookbook.renderers.chatml import ChatMLRenderer
-from tinker_cookbook.renderers.content import ensure_text, split_hf_reasoning, text_of, thinking_of
+from tinker_cookbook.renderers.content import ensure_text, split_hf_reasoning, text_of, thinking_of, without_thinking
 from tinker_cookbook.renderers.formats import Row
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
 from tinker_cookbook.renderers.qwen3 import last_query_index
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, Role, ToolCall, ToolSpec, UnparsedToolCall
 from tinker_cookbook.tokenizer_utils import Tokenizer
-
-EFFORTS = {
-    "xhigh": (
-        "Reasoning effort is set to xhigh. Please think carefully through the task, validate key assumptions, consider "
-        "plausible alternatives, and prioritize correctness, consistency, and clarity in the final answer."
-    ),
-    "medium": "",
-    "low": (
-        "Reasoning effort is set to low. Keep your thinking brief and focused, moving directly to the conclusion without "
-        "unnecessary elaboration."
-    ),
-}
-"""Reasoning effort -> how Qwen3.8 is asked for it."""
 
 
 class TaggedCallsRenderer(OpenedThinkRenderer, ChatMLRenderer):
@@ -59,15 +41,31 @@ class TaggedCallsRenderer(OpenedThinkRenderer, ChatMLRenderer):
         super().__init__(tokenizer)
         self.strip_thinking_from_history = strip_thinking_from_history
 
-    def _prompt_think_block(self, ctx: RenderContext) -> str:
-        return self.prompt_block if ctx.is_last or (self.disables_thinking and self._has_block(ctx)) else ""
+    def _prompt_think_block(self, message: Message, ctx: RenderContext) -> str:
+        if ctx.is_last:
+            return self.prompt_block
+        supplied = self.disables_thinking and self._has_block(ctx)
+        return self.prompt_block if supplied and not self._reasoning_and_text(message["content"])[0] else ""
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
-        return super()._get_generation_suffix(role, replace(ctx, is_last=True))
+        return self._encode([*self._header(role, ctx), "\n", self.prompt_block if role == "assistant" else ""])
 
     def _has_block(self, ctx: RenderContext) -> bool:
         """Whether this answer is written with a think block."""
         return True
+
+    def without_reasoning(self, message: Message) -> Message:
+        if not self.disables_thinking:
+            return message
+        content = message["content"]
+        if not isinstance(content, str):
+            return without_thinking(message)
+        reasoning, text = self._reasoning_and_text(content)
+        return {**message, "content": text} if reasoning else message
+
+    def _reasoning_and_text(self, content: Content) -> tuple[str, str]:
+        """As the template takes them apart."""
+        raise NotImplementedError
 
     def _calls(self, message: Message, ctx: RenderContext) -> list[str]:
         return xml_calls.call_texts(message, ctx, self.json_scalars)
@@ -76,11 +74,10 @@ class TaggedCallsRenderer(OpenedThinkRenderer, ChatMLRenderer):
         return [xml_calls.read_call(body)]
 
 
-class Qwen35Renderer(TaggedCallsRenderer):
+class Qwen3_5Renderer(TaggedCallsRenderer):
     """Models in thinking mode."""
 
     line_breaks = LineBreaks(after_open=1, before_close=1, after_close=2, before_call=2)
-    thinking_renderer = "qwen3_5"
 
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         if message["role"] == "assistant":
@@ -98,7 +95,7 @@ class Qwen35Renderer(TaggedCallsRenderer):
         reasoning, text = self._reasoning_and_text(message["content"])
         self._check_reasoning(reasoning, ctx)
         block = self._think_block(reasoning, ctx) if self._has_block(ctx) else ""
-        body = block.removeprefix(self._prompt_think_block(ctx)) + text
+        body = block.removeprefix(self._prompt_think_block(message, ctx)) + text
         calls = self._calls(message, ctx)
         return body + ("\n\n" if text and calls else "") + "\n".join(calls)
 
@@ -113,52 +110,8 @@ class Qwen35Renderer(TaggedCallsRenderer):
         return [Message(role="system", content=f"{declared}\n\n{system_prompt}" if system_prompt else declared)]
 
 
-class Qwen35DisableThinkingRenderer(Qwen35Renderer):
-    """Models told not to think: the prompt supplies an empty think block. Reasoning to write is an error."""
-
-    disables_thinking = True
-    prompt_block = "<think>\n\n</think>\n\n"
-
-
-class Qwen38Renderer(Qwen35Renderer):
-    """Qwen3.8. A string is text throughout, also a think block in it; an empty system message is left out."""
-
-    thinking_renderer = "qwen3_8_xhigh_reasoning"
-    json_scalars = True
-
-    def __init__(self, tokenizer: Tokenizer, reasoning_effort: str = "xhigh") -> None:
-        super().__init__(tokenizer, strip_thinking_from_history=False)
-        if reasoning_effort not in EFFORTS:
-            raise RendererError(f"reasoning_effort={reasoning_effort!r} is unknown; choose one of {', '.join(EFFORTS)}")
-        self.reasoning_effort = reasoning_effort
-
-    @property
-    def _instruction(self) -> str:
-        return "" if self.disables_thinking else EFFORTS[self.reasoning_effort]
-
-    def _arranged(self, messages: list[Message]) -> list[Message]:
-        opening = messages[:1]
-        says_nothing = opening and opening[0]["role"] == "system" and not ensure_text(opening[0]["content"]).strip()
-        return messages[1:] if says_nothing and not self._instruction else messages
-
-    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
-        if message["role"] == "system" and ctx.idx == 0:
-            text = f"{self._instruction}\n\n{ensure_text(message['content']).strip()}"
-            message = {**message, "content": text}
-        return super()._write(message, ctx)
-
-    def _header(self, role: Role, ctx: RenderContext) -> Row:
-        header = super()._header(role, ctx)
-        if ctx.idx == 0 and role != "system" and self._instruction:
-            return [*super()._header("system", ctx), f"\n{self._instruction}", self.end, "\n", *header]
-        return header
-
-    def _reasoning_and_text(self, content: Content) -> tuple[str, str]:
-        return ("", content.strip()) if isinstance(content, str) else super()._reasoning_and_text(content)
-
-
-class Qwen38DisableThinkingRenderer(Qwen38Renderer):
-    """Qwen3.8 told not to think."""
+class Qwen3_5DisableThinkingRenderer(Qwen3_5Renderer):
+    """Models told not to think: the prompt supplies an empty think block."""
 
     disables_thinking = True
     prompt_block = "<think>\n\n</think>\n\n"

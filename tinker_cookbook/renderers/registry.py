@@ -7,27 +7,43 @@ from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, full_reference, is_reference, load_object, parameter_problem
-from tinker_cookbook.renderers.base import Renderer
 from tinker_cookbook.renderers.chatml import Qwen25Renderer
 from tinker_cookbook.renderers.deepseek_v3 import DeepSeekV3DisableThinkingRenderer, DeepSeekV3ThinkingRenderer
+from tinker_cookbook.renderers.deepseek_v4_1 import (
+    DeepSeekV4_1DisableThinkingRenderer,
+    DeepSeekV4_1LowReasoningRenderer,
+    DeepSeekV4_1MaxReasoningRenderer,
+    DeepSeekV4_1Renderer,
+)
 from tinker_cookbook.renderers.gemma import GemmaRenderer
-from tinker_cookbook.renderers.gpt_oss import GptOssRenderer
-from tinker_cookbook.renderers.kimi_k2 import KimiK2Renderer, KimiK25DisableThinkingRenderer, KimiK25Renderer
+from tinker_cookbook.renderers.glm5_3 import Glm5_3HighReasoningRenderer, Glm5_3LowReasoningRenderer, Glm5_3Renderer
+from tinker_cookbook.renderers.gpt_oss import CONVERSATION_DATE, GptOssRenderer
+from tinker_cookbook.renderers.kimi_k2 import KimiK2Renderer
+from tinker_cookbook.renderers.kimi_k25 import KimiK25DisableThinkingRenderer, KimiK25Renderer
+from tinker_cookbook.renderers.kimi_k26 import KimiK26PreserveThinkingRenderer
+from tinker_cookbook.renderers.kimi_k31_pro import KimiK31ProRenderer
 from tinker_cookbook.renderers.llama3 import Llama3Renderer
 from tinker_cookbook.renderers.mistral import MistralRenderer, MistralV3Renderer
 from tinker_cookbook.renderers.nemotron3 import (
     Nemotron3DisableThinkingRenderer,
+    Nemotron3LowThinkingRenderer,
+    Nemotron3PreserveThinkingRenderer,
     Nemotron3Renderer,
     Nemotron3UltraDisableThinkingRenderer,
+    Nemotron3UltraMediumThinkingRenderer,
+    Nemotron3UltraPreserveThinkingRenderer,
     Nemotron3UltraRenderer,
 )
-from tinker_cookbook.renderers.qwen3 import Qwen3DisableThinkingRenderer, Qwen3InstructRenderer, Qwen3Renderer
-from tinker_cookbook.renderers.qwen3_5 import (
-    Qwen35DisableThinkingRenderer,
-    Qwen35Renderer,
-    Qwen38DisableThinkingRenderer,
-    Qwen38Renderer,
+from tinker_cookbook.renderers.qwen3 import (
+    Qwen3DisableThinkingRenderer,
+    Qwen3InstructRenderer,
+    Qwen3Renderer,
+    Qwen3VLInstructRenderer,
+    Qwen3VLRenderer,
 )
+from tinker_cookbook.renderers.qwen3_5 import Qwen3_5DisableThinkingRenderer, Qwen3_5Renderer
+from tinker_cookbook.renderers.qwen3_8 import Qwen3_8DisableThinkingRenderer, Qwen3_8Renderer
+from tinker_cookbook.renderers.renderer import Renderer
 from tinker_cookbook.renderers.role_colon import RoleColonRenderer
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -39,15 +55,15 @@ _BUILT_IN: dict[str, Callable[[Tokenizer], Renderer]] = {
     "qwen3": Qwen3Renderer,
     "qwen3_disable_thinking": Qwen3DisableThinkingRenderer,
     "qwen3_instruct": Qwen3InstructRenderer,
-    "qwen3_vl": Qwen3Renderer,
-    "qwen3_vl_instruct": Qwen3InstructRenderer,
-    "qwen3_5": Qwen35Renderer,
-    "qwen3_5_disable_thinking": Qwen35DisableThinkingRenderer,
-    "qwen3_5_preserve_thinking": partial(Qwen35Renderer, strip_thinking_from_history=False),
-    "qwen3_8_xhigh_reasoning": partial(Qwen38Renderer, reasoning_effort="xhigh"),
-    "qwen3_8_medium_reasoning": partial(Qwen38Renderer, reasoning_effort="medium"),
-    "qwen3_8_low_reasoning": partial(Qwen38Renderer, reasoning_effort="low"),
-    "qwen3_8_disable_thinking": Qwen38DisableThinkingRenderer,
+    "qwen3_vl": Qwen3VLRenderer,
+    "qwen3_vl_instruct": Qwen3VLInstructRenderer,
+    "qwen3_5": Qwen3_5Renderer,
+    "qwen3_5_disable_thinking": Qwen3_5DisableThinkingRenderer,
+    "qwen3_5_preserve_thinking": partial(Qwen3_5Renderer, strip_thinking_from_history=False),
+    "qwen3_8_xhigh_reasoning": partial(Qwen3_8Renderer, reasoning_effort="xhigh"),
+    "qwen3_8_medium_reasoning": partial(Qwen3_8Renderer, reasoning_effort="medium"),
+    "qwen3_8_low_reasoning": partial(Qwen3_8Renderer, reasoning_effort="low"),
+    "qwen3_8_disable_thinking": Qwen3_8DisableThinkingRenderer,
     "qwen2_5": Qwen25Renderer,
     "llama3": Llama3Renderer,
     "mistral": MistralRenderer,
@@ -56,30 +72,47 @@ _BUILT_IN: dict[str, Callable[[Tokenizer], Renderer]] = {
     "deepseekv3": DeepSeekV3DisableThinkingRenderer,
     "deepseekv3_disable_thinking": DeepSeekV3DisableThinkingRenderer,
     "deepseekv3_thinking": DeepSeekV3ThinkingRenderer,
+    "deepseekv4_1": DeepSeekV4_1Renderer,
+    "deepseekv4_1_low_reasoning": DeepSeekV4_1LowReasoningRenderer,
+    "deepseekv4_1_max_reasoning": DeepSeekV4_1MaxReasoningRenderer,
+    "deepseekv4_1_disable_thinking": DeepSeekV4_1DisableThinkingRenderer,
+    "deepseekv4_1_preserve_thinking": partial(DeepSeekV4_1Renderer, strip_thinking_from_history=False),
+    "glm5_3_max_reasoning": Glm5_3Renderer,
+    "glm5_3_high_reasoning": Glm5_3HighReasoningRenderer,
+    "glm5_3_low_reasoning": Glm5_3LowReasoningRenderer,
     "kimi_k2": KimiK2Renderer,
     "kimi_k25": KimiK25Renderer,
     "kimi_k25_disable_thinking": KimiK25DisableThinkingRenderer,
     "kimi_k26": KimiK25Renderer,
     "kimi_k26_disable_thinking": KimiK25DisableThinkingRenderer,
-    "kimi_k26_preserve_thinking": partial(KimiK25Renderer, strip_thinking_from_history=False),
+    "kimi_k26_preserve_thinking": KimiK26PreserveThinkingRenderer,
+    "kimi_k31_pro_max_reasoning": KimiK31ProRenderer,
+    "kimi_k31_pro_high_reasoning": partial(KimiK31ProRenderer, reasoning_effort="high"),
+    "kimi_k31_pro_low_reasoning": partial(KimiK31ProRenderer, reasoning_effort="low"),
+    "kimi_k31_pro_disable_thinking": partial(KimiK31ProRenderer, support_thinking=False),
+    "kimi_k31_pro_no_reasoning_effort": partial(KimiK31ProRenderer, reasoning_effort=None),
     "nemotron3": Nemotron3Renderer,
     "nemotron3_disable_thinking": Nemotron3DisableThinkingRenderer,
-    "nemotron3_preserve_thinking": partial(Nemotron3Renderer, strip_thinking_from_history=False),
-    "nemotron3_low_thinking": partial(Nemotron3Renderer, effort="low"),
+    "nemotron3_preserve_thinking": Nemotron3PreserveThinkingRenderer,
+    "nemotron3_low_thinking": Nemotron3LowThinkingRenderer,
     "nemotron3_ultra": Nemotron3UltraRenderer,
     "nemotron3_ultra_disable_thinking": Nemotron3UltraDisableThinkingRenderer,
-    "nemotron3_ultra_preserve_thinking": partial(Nemotron3UltraRenderer, strip_thinking_from_history=False),
-    "nemotron3_ultra_medium_thinking": partial(Nemotron3UltraRenderer, effort="efficient"),
+    "nemotron3_ultra_preserve_thinking": Nemotron3UltraPreserveThinkingRenderer,
+    "nemotron3_ultra_medium_thinking": Nemotron3UltraMediumThinkingRenderer,
     "gpt_oss_no_sysprompt": partial(GptOssRenderer, reasoning_effort=None),
-    "gpt_oss_low_reasoning": partial(GptOssRenderer, reasoning_effort="low"),
-    "gpt_oss_medium_reasoning": partial(GptOssRenderer, reasoning_effort="medium"),
-    "gpt_oss_high_reasoning": partial(GptOssRenderer, reasoning_effort="high"),
+    "gpt_oss_low_reasoning": partial(GptOssRenderer, reasoning_effort="low", current_date=CONVERSATION_DATE),
+    "gpt_oss_medium_reasoning": partial(GptOssRenderer, reasoning_effort="medium", current_date=CONVERSATION_DATE),
+    "gpt_oss_high_reasoning": partial(GptOssRenderer, reasoning_effort="high", current_date=CONVERSATION_DATE),
 }
-UNVERIFIED = frozenset({"qwen2_5", "mistral", "mistral_v3", "gemma"})
-"""Built-in renderers of families that the reference package does not have. They are checked against the chat templates, as
-the tests state them, but against nobody's output."""
+UNVERIFIED = frozenset(
+    {"qwen2_5", "mistral", "mistral_v3", "gemma", *(name for name in _BUILT_IN if name.startswith("kimi_k31_pro"))}
+)
+"""Built-in renderers of families that the reference package does not have, or that it leaves to a package that cannot be had.
+They are checked against the chat templates, as the tests state them, but against nobody's output."""
 VERIFIED = frozenset(_BUILT_IN) - UNVERIFIED
 """Built-in renderers that are compared with recorded output of the reference package (tests/reference)."""
+ELSEWHERE = ("tml_v0",)
+"""Renderers whose format only another package writes."""
 _registered: dict[str, RendererFactory] = {}
 
 
@@ -119,6 +152,11 @@ def get_renderer(
         renderer = _registered[name](tokenizer, image_processor)
     elif is_reference(name):
         renderer = _own_renderer(name, tokenizer, image_processor)
+    elif name in ELSEWHERE:
+        raise ConfigurationError(
+            f"renderer_name={name!r}: the format of the Inkling models is not published, only the package tml-renderers "
+            "writes it; register a renderer that calls it (register_renderer), or choose another model"
+        )
     elif name not in _BUILT_IN:
         raise ConfigurationError(
             f"renderer_name={name!r} is unknown; known names: {', '.join(known_renderer_names())}; or your own: "

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from tinker_cookbook.renderers import Renderer, get_text_content
+from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.renderers import Message, ParseTermination, Renderer, get_text_content
 from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 
 def strip_stop(renderer: Renderer, tokens: Sequence[int]) -> list[int]:
@@ -42,3 +44,21 @@ def reply_text(renderer: Renderer, tokens: Sequence[int]) -> str:
     """What the reply says, as rewards and judges read it: the message's text, without reasoning that the renderer sets apart."""
     message, _ = renderer.parse_response(list(tokens))
     return get_text_content(message)
+
+
+def parse_response_for_stop_token(
+    response: list[int], tokenizer: Tokenizer, stop_token: int
+) -> tuple[Message, ParseTermination]:
+    """The text before `stop_token` as an assistant message; without it all of the text, and MALFORMED (cut off).
+
+    Raises RendererError when `stop_token` is there more than once: the sampler was given other stops.
+    """
+    if response.count(stop_token) > 1:
+        raise RendererError(
+            f"the stop token {stop_token} is in the response {response.count(stop_token)} times, so it did not stop the "
+            "sampler: give get_stop_sequences() to SamplingParams.stop"
+        )
+    stopped = stop_token in response
+    text = decode_tokens(tokenizer, response[: response.index(stop_token)] if stopped else response)
+    termination = ParseTermination.STOP_SEQUENCE if stopped else ParseTermination.MALFORMED
+    return Message(role="assistant", content=text), termination

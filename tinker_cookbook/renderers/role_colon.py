@@ -12,10 +12,10 @@ A response ends where the model begins the next user message. There are no speci
 from dataclasses import replace
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext, RenderedMessage, text_chunk
 from tinker_cookbook.renderers.content import ensure_text
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import FormatRenderer, Row
+from tinker_cookbook.renderers.renderer import RenderContext, RenderedMessage, text_chunk
 from tinker_cookbook.renderers.types import Message, ParseTermination
 
 _STOP = "\n\nUser:"

@@ -1,6 +1,6 @@
 """The vocabulary of chat: messages, their parts, tool calls, and the two enums that callers of a renderer meet.
 
-Plain data only. How messages become tokens is in base.py and the family files; how content is read is in content.py.
+Plain data only. How messages become tokens is in renderer.py and the family files; how content is read is in content.py.
 """
 
 from dataclasses import dataclass
@@ -39,22 +39,28 @@ class AudioPart(TypedDict):
     """A recording, for models that hear."""
 
     type: Literal["audio"]
-    audio: str
-    """A URL, a file path or a data URI."""
+    audio: str | bytes
+    """Encoded bytes, a URL, a file path or a data URI."""
+    format: NotRequired[Literal["wav", "mp3", "flac"]]
+    num_frames: NotRequired[int]
+    sample_rate: NotRequired[int]
+    """per second"""
 
 
 ContentPart: TypeAlias = TextPart | ThinkingPart | ImagePart | AudioPart
 Content: TypeAlias = str | list[ContentPart]
 
 
-class ToolCall(BaseModel):
-    """A call that the model asks for. `arguments` stays the JSON text that the model wrote, so that it renders back."""
+class StrictBase(BaseModel):
+    """A model that cannot be changed, and that refuses keys which it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    class FunctionBody(BaseModel):
-        model_config = ConfigDict(frozen=True, extra="forbid")
 
+class ToolCall(StrictBase):
+    """A call that the model asks for. `arguments` stays the JSON text that the model wrote, so that it renders back."""
+
+    class FunctionBody(StrictBase):
         name: str
         arguments: str
 
@@ -63,10 +69,8 @@ class ToolCall(BaseModel):
     function: FunctionBody
 
 
-class UnparsedToolCall(BaseModel):
+class UnparsedToolCall(StrictBase):
     """A tool call block that could not be read: its text as written, tags included, and what is wrong with it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     raw_text: str
     error: str
@@ -125,7 +129,7 @@ class ParseTermination(StrEnum):
         return self is ParseTermination.STOP_SEQUENCE
 
 
-class ParseFailure(StrEnum):
+class ParseFailureKind(StrEnum):
     """Why a response is not a usable message."""
 
     STRUCTURAL = "structural"

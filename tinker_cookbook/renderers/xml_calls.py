@@ -9,9 +9,9 @@ import json
 import re
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.base import RenderContext
 from tinker_cookbook.renderers.blocks import TOOL_CLOSE, TOOL_OPEN
 from tinker_cookbook.renderers.content import check_arguments, check_encodable
+from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, ToolCall, UnparsedToolCall
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*", re.DOTALL)

@@ -8,6 +8,8 @@ __getattr__, __dir__ = exports(
         "types": "Action ActionExtra Env EnvGroupBuilder InitialObservationOverflow Logprobs Logs Metrics "
         "Observation RLDataset RLDatasetBuilder RolloutError StepResult StopReason Trajectory "
         "TrajectoryGroup Transition",
+        "dataset_utils": "EpochCycledRLDataset cycle_permutation epoch_batch_index",
+        "interleaved": "InterleavedRLDatasetBuilder",
         "rollout_strategy": "FailFast MinViableGroup RetryOnFailure RolloutStrategy",
     },
 )

@@ -86,21 +86,27 @@ def check_discount(loss_fn: str | OwnLossFn, kl_discount_factor: float) -> None:
         )
 
 
+def remove_mask(datum: tinker.Datum) -> tinker.Datum:
+    """A copy without `mask`, which no loss takes: it is for our own metrics, and advantages are 0 where it is."""
+    inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
+    return dataclasses.replace(datum, loss_fn_inputs=inputs)
+
+
 def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:
-    """The datum as the loss takes it. `mask` is for our own metrics (advantages are 0 where it is); gspo averages over it.
+    """The datum as the loss takes it: without its mask, over which gspo averages.
 
     Raises DataValidationError for a datum without the provenance that the loss needs.
     """
-    inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
+    given = remove_mask(datum)
     if loss_fn == "gspo":
-        inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
+        given.loss_fn_inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
     if loss_fn == STABLE_REINFORCE and datum.loss_fn_input_spans is None:
         raise DataValidationError(
             f"loss_fn={loss_fn} needs to know which sample every token of a datum comes from, and one of this datum's actions "
             "has no sequence_id (TokensWithLogprobs.sequence_id): a completer of your own must set it, or train with another "
             "loss, ppo for example"
         )
-    return dataclasses.replace(datum, loss_fn_inputs=inputs)
+    return given
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import chz
 
 from tinker_cookbook import backends
-from tinker_cookbook.config_tree import default_of
+from tinker_cookbook.config_tree import default_of, with_default
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
@@ -142,7 +142,7 @@ class RLOptions(UpdateOptions):
     on_zero_advantages: ZeroAdvantages = chz.field(
         default="stop",
         doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
-        "skip: never; raise: the first ends the run",
+        "skip: none does, nor that the whole run trained nothing; raise: the first ends the run",
     )
     max_zero_advantage_steps: int = chz.field(
         default=3, doc="on_zero_advantages=stop: so many in a row end the run", validator=chz.validators.gt(0)
@@ -209,6 +209,8 @@ class Config(RLOptions, RunConfig):
     learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    # The recipes here stop such a run; a script of one's own finds its end where it expects it, with a warning.
+    on_zero_advantages: ZeroAdvantages = with_default(RLOptions, "on_zero_advantages", "skip")
     num_epochs: int = chz.field(
         default=1,
         doc="passes over the dataset's batches; max_steps may end the run before",

@@ -423,10 +423,13 @@ class Loop:
             return
         self.records.wait()
         if self.progress.trained_tokens == 0:
-            raise TrainingError(
+            told = (
                 f"the run has come to its end and trained nothing: none of its {self.end} batches had a token with an "
                 f"advantage; logs.log in {self.session.run.log_path} has the rewards of the first"
             )
+            if self.config.on_zero_advantages != "skip":
+                raise TrainingError(told)
+            logger.warning("%s", told)
         if due := self.rounds.at_end():
             final = await self._run_evaluators(due, self.end)
             self.session.run.logger.log_metrics(

@@ -1,24 +1,26 @@
 """Environments that speak in messages, and the adapter that puts them before a policy of tokens.
 
 EnvFromMessageEnv parses what the policy sampled, renders what the env answers, and decides what happens to replies that are
-cut off, cannot be read, or fill the context. The ids that the policy sampled stay as they are in every later prompt
-(`continue_prompt`), so that a whole episode is one datum where the renderer has the extension property.
+cut off, have no end, or fill the context; a message env itself meets tool calls that cannot be read. The ids that the policy
+sampled stay as they are in every later prompt (`continue_prompt`), so that a whole episode is one datum where the renderer has
+the extension property.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, ParseFailure, Renderer, classify_parse_failure
-from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
+from tinker_cookbook.renderers import Message, ParseFailureKind, ParseTermination, Renderer
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.renderers.renderer import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolErrors, ToolExecution
-from tinker_cookbook.rl.rollout_runner import seam
+from tinker_cookbook.rl.rollout_runner import MissingSeamError, seam
 from tinker_cookbook.rl.shared_prompt import SharedPrompt
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
@@ -33,6 +35,8 @@ from tinker_cookbook.rl.types import (
     StopReason,
 )
 from tinker_cookbook.utils.lazy import tinker
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,16 +59,13 @@ class MessageEnv(ABC):
     extend each other token for token; an env that rewrites earlier messages has its prompts rendered anew.
     """
 
-    takes_unparsed_calls: bool = False
-    """whether `step` takes replies with tool calls that cannot be parsed (`unparsed_tool_calls`), and says so to the model"""
-
     @abstractmethod
     async def initial_observation(self) -> list[Message]:
         """The conversation that the policy is to go on with."""
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStepResult:
-        """Take the policy's reply."""
+        """Take the policy's reply, which has its end. Tool calls in it that cannot be read are its `unparsed_tool_calls`."""
 
     async def observe_truncated_response(self, message: Message) -> list[Message] | None:
         """Take a reply that was cut off, as far as it goes (terminate_on_length=False).
@@ -96,20 +97,20 @@ class _Turn:
 class EnvFromMessageEnv(Env):
     """A MessageEnv for a policy over tokens.
 
-    Each transition reports `parse_error`, `max_tokens_reached` and `context_overflow`, 0 or 1.
+    What becomes of a reply is reported where it happens: metric `parse_error`, `max_tokens_reached` or `context_overflow`, 1.
 
     Args:
-        failed_parse_reward: reward of a reply that cannot be parsed. Unused with a `parse_error_policy`, and for tool calls
-            of an env that `takes_unparsed_calls`.
-        terminate_on_parse_error: such a reply ends the episode. If False it goes to the env as far as it could be read,
-            and `failed_parse_reward` is added to what the env gives. Unused with a `parse_error_policy`.
+        failed_parse_reward: reward of a reply without its end (malformed as a whole). Unused with a `parse_error_policy`.
+        terminate_on_parse_error: such a reply ends the episode. If False the env does not hear of it, and the policy is asked
+            again from the same prompt; a limit on turns is what ends that. Unused with a `parse_error_policy`.
         max_trajectory_tokens: longest prompt plus `max_generation_tokens`. A first prompt beyond it is an
-            InitialObservationOverflow; a later one ends the episode, and `context_overflow_reward` replaces the reward
-            of the turn that led there.
+            InitialObservationOverflow with stop reason max_tokens; a later one ends the episode, and
+            `context_overflow_reward` replaces the reward of the turn that led there.
         max_generation_tokens: room to keep for the next reply; None keeps none.
         terminate_on_length: a reply that was cut off ends the episode with `context_overflow_reward`. If False the env
             may go on with it (`observe_truncated_response`); one that does not ends all the same.
-        parse_error_policy: tool calls that cannot be read are answered with a message, as the policy says.
+        parse_error_policy: what a reply without its end is worth, and, for a message env that reads tool calls
+            (`set_parse_error_policy`), what becomes of calls that cannot be read.
         rollout_limits: offered to `run_rollout`, which enforces them unless it is given others.
     """
 
@@ -137,7 +138,8 @@ class EnvFromMessageEnv(Env):
         self._prompt = tinker.ModelInput.empty()
         self._stop: StopCondition = self.renderer.get_stop_sequences()
         self._last: _Turn | None = None
-        self._errors_in_a_row = 0
+        if self.parse_error_policy is not None:
+            self.set_parse_error_policy(self.parse_error_policy)
         self.shared_prompt = SharedPrompt()
         """Renders the first prompt. Members of a group have one together."""
 
@@ -147,8 +149,18 @@ class EnvFromMessageEnv(Env):
         return copy.deepcopy(self._conversation)
 
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None:
-        """For `run_rollout`: takes the place of the policy that the env was made with."""
+        """For `run_rollout`: takes the place of the policy that the env was made with. The message env is told too."""
         self.parse_error_policy = policy
+        tell = getattr(self.message_env, "set_parse_error_policy", None)
+        if tell is not None:
+            tell(policy)
+        elif policy.max_consecutive > 0:
+            logger.warning(
+                "ParseErrorPolicy.max_consecutive=%d: %s reads no tool calls (it has no set_parse_error_policy), so none is "
+                "answered; the policy holds for replies without their end",
+                policy.max_consecutive,
+                type(self.message_env).__name__,
+            )
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
         """For `run_rollout`, as the next two: told to the message env. Raises ConfigurationError if it has no tools."""
@@ -162,64 +174,68 @@ class EnvFromMessageEnv(Env):
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         self._show(await self.message_env.initial_observation())
-        if self._overflows():
-            return InitialObservationOverflow(self.context_overflow_reward, self._flags("context_overflow"))
-        return self._prompt, self._stop
+        if not self._overflows():
+            return self._prompt, self._stop
+        told = (
+            f"the first prompt ({self._prompt.length} tokens) with max_generation_tokens={self.max_generation_tokens} is too "
+            f"long for the model's context window, max_trajectory_tokens={self.max_trajectory_tokens}"
+        )
+        metrics = _flagged("max_tokens_reached", StopReason.MAX_TOKENS)
+        return InitialObservationOverflow(self.context_overflow_reward, metrics, {"initial_observation_overflow": told})
 
-    async def add_messages(self, messages: list[Message]) -> tuple[tinker.ModelInput, StopCondition]:
-        """For the hooks of `run_rollout`: messages into the conversation before the next reply."""
-        self._show(await self._added(messages))
+    async def inject_messages(self, messages: list[Message]) -> tuple[tinker.ModelInput, StopCondition]:
+        """For the hooks of `run_rollout`: messages into the conversation before the next reply.
+
+        Raises:
+            MissingSeamError: the message env takes none.
+        """
+        conversation = await self.message_env.add_messages(messages)
+        if conversation is None:
+            raise MissingSeamError(
+                f"{type(self.message_env).__name__} does not support message injection, which the hook on_turn_begin needs; "
+                "override its add_messages"
+            )
+        self._show(conversation)
         return self._prompt, self._stop
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        cut_off = (extra or {}).get("stop_reason") == "length"
+        if cut_off and self.terminate_on_length:
+            return self._cut_off()
         message, termination = self.renderer.parse_response(action)
+        if not cut_off and not termination.is_clean:
+            return self._without_end(termination)
         self._last = _Turn(self._prompt, list(action), [*self._conversation, copy.deepcopy(message)])
-        if (extra or {}).get("stop_reason") == "length":
-            flags = self._flags("max_tokens_reached")
-            cut = None if self.terminate_on_length else await self.message_env.observe_truncated_response(message)
-            if cut is None:
-                return self._end(self.context_overflow_reward, StopReason.MAX_TOKENS, flags)
-            return self._go_on(cut, 0.0, flags)
-        failure = classify_parse_failure(message, termination)
-        if failure is None:
-            self._errors_in_a_row = 0
-            return await self._step_env(message, 0.0, self._flags())
-        if self.parse_error_policy is not None:
-            return await self._answer_error(message, failure, self.parse_error_policy)
-        if failure is ParseFailure.CONTENT and self.message_env.takes_unparsed_calls:
-            return await self._step_env(message, 0.0, self._flags("parse_error"))
-        if self.terminate_on_parse_error:
-            return self._end(self.failed_parse_reward, StopReason.PARSE_ERROR, self._flags("parse_error"))
-        return await self._step_env(message, self.failed_parse_reward, self._flags("parse_error"))
+        if not cut_off:
+            return await self._step_env(message)
+        going_on = await self.message_env.observe_truncated_response(message)
+        return self._cut_off() if going_on is None else self._go_on(going_on, 0.0, {})
 
-    async def _step_env(self, message: Message, extra_reward: float, flags: Metrics) -> StepResult:
+    async def _step_env(self, message: Message) -> StepResult:
         result = await self.message_env.step(message)
-        reward, metrics = result.reward + extra_reward, flags | result.metrics
         if result.episode_done:
             self._show(result.next_messages)
-            return StepResult(reward, True, self._prompt, self._stop, metrics, result.logs)
-        return self._go_on(result.next_messages, reward, metrics, result.logs, result.next_stop_condition)
+            return StepResult(result.reward, True, self._prompt, self._stop, result.metrics, result.logs)
+        return self._go_on(result.next_messages, result.reward, result.metrics, result.logs, result.next_stop_condition)
 
-    async def _answer_error(self, message: Message, failure: ParseFailure, policy: ParseErrorPolicy) -> StepResult:
-        metrics = self._flags("parse_error")
+    def _cut_off(self) -> StepResult:
+        return self._end(self.context_overflow_reward, _flagged("max_tokens_reached", StopReason.MAX_TOKENS))
+
+    def _without_end(self, termination: ParseTermination) -> StepResult:
+        policy = self.parse_error_policy
+        if policy is None and not self.terminate_on_parse_error:
+            return StepResult(self.failed_parse_reward, False, self._prompt, self._stop, {"parse_error": 1.0})
+        metrics = _flagged("parse_error", StopReason.PARSE_ERROR)
+        if policy is None:
+            return self._end(self.failed_parse_reward, metrics)
         if policy.mask_error_turns:
-            metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1
-        self._errors_in_a_row += 1
-        if failure is ParseFailure.STRUCTURAL or self._errors_in_a_row > policy.max_consecutive:
-            reward = policy.terminal_reward - policy.penalty_per_error
-            return self._end(reward, StopReason.PARSE_ERROR, metrics)
-        errors = "; ".join(call.error for call in message.get("unparsed_tool_calls", []))
-        answer: Message = {"role": "user", "content": policy.retry_message(errors)}
-        return self._go_on(await self._added([message, answer]), -policy.penalty_per_error, metrics)
-
-    async def _added(self, messages: list[Message]) -> list[Message]:
-        conversation = await self.message_env.add_messages(messages)
-        if conversation is None:
-            raise ConfigurationError(
-                f"{type(self.message_env).__name__} takes no messages from outside, which a ParseErrorPolicy with "
-                "max_consecutive > 0 and the hook on_turn_begin need; override its add_messages"
-            )
-        return conversation
+            metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1.0
+        told = f"the reply has no end that the renderer knows ({termination}), so that nothing can follow it"
+        return self._end(
+            policy.terminal_reward,
+            metrics,
+            {"parse_failure_kind": ParseFailureKind.STRUCTURAL.value, "parse_failure_detail": told},
+        )
 
     def _go_on(
         self,
@@ -231,13 +247,12 @@ class EnvFromMessageEnv(Env):
     ) -> StepResult:
         self._show(messages, stop)
         if self._overflows():
-            metrics = metrics | {"context_overflow": 1.0}
-            return self._end(self.context_overflow_reward, StopReason.CONTEXT_OVERFLOW, metrics, logs)
+            metrics = metrics | _flagged("context_overflow", StopReason.CONTEXT_OVERFLOW)
+            return self._end(self.context_overflow_reward, metrics, logs)
         return StepResult(reward, False, self._prompt, self._stop, metrics, logs or {})
 
-    def _end(self, reward: float, reason: StopReason, metrics: Metrics, logs: Logs | None = None) -> StepResult:
-        metrics = {**metrics, STOP_METRIC_PREFIX + reason.value: 1}
-        return StepResult(reward, True, self._prompt, self._stop, metrics, logs or {})
+    def _end(self, reward: float, metrics: Metrics, logs: Logs | None = None) -> StepResult:
+        return StepResult(reward, True, tinker.ModelInput.empty(), self._stop, metrics, logs or {})
 
     def _show(self, messages: list[Message], stop: StopCondition | None = None) -> None:
         """Make `messages` the conversation and render it, from the last reply on where that is possible."""
@@ -257,8 +272,10 @@ class EnvFromMessageEnv(Env):
         limit = self.max_trajectory_tokens
         return limit is not None and self._prompt.length + (self.max_generation_tokens or 0) > limit
 
-    def _flags(self, raised: str | None = None) -> Metrics:
-        return {name: float(name == raised) for name in ("parse_error", "max_tokens_reached", "context_overflow")}
+
+def _flagged(flag: str, reason: StopReason) -> Metrics:
+    """Metrics of a turn that ended the episode."""
+    return {flag: 1.0, STOP_METRIC_PREFIX + reason.value: 1.0}
 
 
 def continue_prompt(
@@ -276,7 +293,7 @@ def continue_prompt(
         None when the format cannot go on like this: the renderer lacks the extension property, or the messages that follow
         do not begin with what ended the response (role_colon, where only a user may follow). Render anew then.
     """
-    if not renderer.has_extension_property:
+    if getattr(renderer, "has_extension_property", False) is not True:  # a renderer of one's own need not know of it
         return None
     stand_in: Message = {"role": "assistant", "content": "."}
     if calls := reply.get("tool_calls"):

@@ -13,8 +13,24 @@ from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout, finished_groups
 from tinker_cookbook.rl.transcripts import ShownGroup, eval_page, write_page
-from tinker_cookbook.rl.types import STOP_METRIC_PREFIX, EnvGroupBuilder, RLDataset, TrajectoryGroup
+from tinker_cookbook.rl.types import (
+    PARSE_ERROR_MASKED_METRIC_KEY,
+    STOP_METRIC_PREFIX,
+    EnvGroupBuilder,
+    RLDataset,
+    TrajectoryGroup,
+)
 from tinker_cookbook.utils.intervals import clustered_mean
+
+_OF_EPISODES = (
+    ZERO_REWARD_METRIC_KEY,
+    "max_tokens_reached",
+    "context_overflow",
+    "max_turns",
+    "max_tool_calls",
+    "tool_stopped",
+)
+_OF_TURNS = ("parse_error", PARSE_ERROR_MASKED_METRIC_KEY)
 
 
 def compute_trajectory_metrics(
@@ -54,8 +70,8 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "trained_fraction": sum(sum(group.is_trained()) for group in groups) / len(trajectories),
         **_fractions_by_group(groups),
     }
-    # A metric is averaged over those who report it: won_if_correct, say, comes from correct debaters alone. How an episode
-    # ended is reported by those that ended so, and is a share of all.
+    # A metric is averaged over those who report it: won_if_correct, say, comes from correct debaters alone. What is reported
+    # only where it happened is a share of all: of episodes, how they ended; of turns, that one could not be parsed.
     reported: defaultdict[str, list[float]] = defaultdict(list)
     by_group: defaultdict[str, list[list[float]]] = defaultdict(list)
     for group in groups:
@@ -72,11 +88,9 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         if key in reported:
             interval = clustered_mean(by_group[key], low, high)
             metrics |= {f"{key}_low": interval.low, f"{key}_high": interval.high}
-    of_all = {key for key in reported if key.startswith(STOP_METRIC_PREFIX) or key == ZERO_REWARD_METRIC_KEY}
-    return metrics | {
-        key: sum(values) / (len(trajectories) if key in of_all else len(values))
-        for key, values in sorted(reported.items())
-    }
+    shares = dict.fromkeys(_OF_EPISODES, len(trajectories)) | dict.fromkeys(_OF_TURNS, len(transitions))
+    shares |= dict.fromkeys((key for key in reported if key.startswith(STOP_METRIC_PREFIX)), len(trajectories))
+    return metrics | {key: sum(values) / shares.get(key, len(values)) for key, values in sorted(reported.items())}
 
 
 def _fractions_by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

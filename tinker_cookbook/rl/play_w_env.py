@@ -18,6 +18,18 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker
 
 
+async def get_async_input(prompt: str, multiline: bool = False) -> str:
+    """What is typed on the terminal, a line, or several up to an empty one; the event loop goes on meanwhile. Raises EOFError."""
+    return await asyncio.to_thread(_typed, input, prompt, multiline)
+
+
+def _typed(read_line: Callable[[str], str], prompt: str, multiline: bool) -> str:
+    lines = [read_line(prompt)]
+    while multiline and (line := read_line("")):
+        lines.append(line)
+    return "\n".join(lines)
+
+
 class ManualPolicy(TokenCompleter):
     """A policy whose completions are typed. They have no logprobs, so they cannot be trained on.
 
@@ -59,12 +71,8 @@ class ManualPolicy(TokenCompleter):
         return TokensWithLogprobs(tokens, None, reason)
 
     def _read(self) -> str:
-        if not self._multiline:
-            return self._read_line("your reply: ")
-        lines = [self._read_line("your reply (end with an empty line): ")]
-        while line := self._read_line(""):
-            lines.append(line)
-        return "\n".join(lines)
+        prompt = "your reply (end with an empty line): " if self._multiline else "your reply: "
+        return _typed(self._read_line, prompt, self._multiline)
 
 
 async def play_env(

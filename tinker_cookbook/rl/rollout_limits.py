@@ -50,45 +50,56 @@ class RolloutLimits:
     sampling_turn_timeout_seconds: float | None = _limit("seconds of one sampling call; beyond it the rollout fails")
 
 
-RETRY_MESSAGE = (
-    "Your last message could not be read: {error}\nWrite it again in the required format, changing nothing else."
+DEFAULT_RETRY_MESSAGE_TEMPLATE = (
+    "Your last message has a formatting issue and could not be read: {details}\n"
+    "Write it again in the required format, changing nothing else."
 )
+
+MAX_DETAILS = 16384
+"""Characters of an error that the model is told; an error may quote the whole reply."""
 
 
 @chz.chz(typecheck=True)
 class ParseErrorPolicy:
     """What an env does with a reply that cannot be parsed.
 
-    A reply without its end (cut off, or malformed as a whole) ends the episode: nothing can follow it. A reply whose tool
-    calls cannot be read is answered with a message that says so, up to `max_consecutive` times in a row.
+    A reply without its end (cut off, or malformed as a whole) ends the episode with `terminal_reward`: nothing can follow it. A
+    reply none of whose tool calls can be read is answered with a message that says so, up to `max_consecutive` times in a row.
     """
 
     max_consecutive: int = chz.field(
         default=0, doc="how many such replies in a row are answered; 0: none", validator=not_negative
     )
-    retry_message_template: str = chz.field(default=RETRY_MESSAGE, doc="the answer; {error} is what is wrong")
+    retry_message_template: str = chz.field(
+        default=DEFAULT_RETRY_MESSAGE_TEMPLATE, doc="the answer; {details} is what is wrong"
+    )
     penalty_per_error: float = chz.field(
-        default=0.0, doc="taken from the reward of each such turn; at least 0", validator=not_negative
+        default=0.0,
+        doc="taken from the reward of each turn that is answered so; at least 0",
+        validator=not_negative,
     )
     terminal_reward: float = chz.field(default=0.0, doc="reward of the turn that ends the episode for this reason")
     mask_error_turns: bool = chz.field(default=False, doc="do not train on the tokens of such replies")
 
     @chz.validate
     def _check(self) -> None:
+        template = self.retry_message_template
         try:
-            self.retry_message(error="...")
+            told = self.retry_message(details="...")
         except (KeyError, IndexError, ValueError) as error:
             raise ConfigurationError(
-                f"retry_message_template={self.retry_message_template!r}: {{error}} is the only placeholder it may have "
+                f"retry_message_template={template!r}: {{details}} is the only placeholder it may have "
                 f"({type(error).__name__}: {error}); write braces as {{{{ and }}}}"
             ) from error
+        if told == self.retry_message(details=""):
+            raise ConfigurationError(f"retry_message_template={template!r}: must contain {{details}}, what was wrong")
 
-    def retry_message(self, error: str) -> str:
-        """The text that answers a reply with this error."""
-        return self.retry_message_template.format(error=error)
+    def retry_message(self, details: str) -> str:
+        """The text that answers a reply with this error, of which it quotes the first MAX_DETAILS characters."""
+        return self.retry_message_template.format(details=details[:MAX_DETAILS])
 
 
-LIMIT_STOP_REASONS: tuple[str, ...] = (
+DEFAULT_LIMIT_STOP_REASONS: tuple[str, ...] = (
     StopReason.MAX_TOKENS.value,
     StopReason.MAX_SAMPLED_TOKENS.value,
     StopReason.MAX_TURNS.value,
@@ -107,20 +118,18 @@ class TerminationRewardPolicy:
 
     zero_reward_on_limit: bool = chz.field(default=False, doc="lower the total reward of such a rollout to at most 0")
     limit_stop_reasons: tuple[str, ...] = chz.field(
-        default=LIMIT_STOP_REASONS, doc="the stop reasons that count as a limit"
+        default=DEFAULT_LIMIT_STOP_REASONS, doc="the stop reasons that count as a limit"
     )
     skip_grading_on_timeout: bool = chz.field(
-        default=False, doc="do not grade a group all of whose members timed out (needs zero_reward_on_limit)"
+        default=False,
+        doc="do not grade a group all of whose members timed out, where zero_reward_on_limit bounds them by 0 anyway",
     )
-    grader_timeout_seconds: float | None = _limit("seconds that grading a group may take")
-
-    @chz.validate
-    def _check(self) -> None:
-        if self.skip_grading_on_timeout and not self.zero_reward_on_limit:
-            raise ConfigurationError(
-                "skip_grading_on_timeout=True with zero_reward_on_limit=False: an ungraded group would count as worth 0 "
-                "unasked; set zero_reward_on_limit=True too"
-            )
+    grader_timeout_seconds: float | None = _limit("seconds that a grading may take")
+    pass_all_messages_to_grader: bool = chz.field(
+        default=False,
+        doc="an env with this policy that grades messages (AgentToolMessageEnv) grades the whole conversation; "
+        "otherwise what the episode added to the messages it began with",
+    )
 
     def clamps(self, stop_reason: str | None) -> bool:
         """Whether a rollout that stopped for this reason is worth at most 0."""

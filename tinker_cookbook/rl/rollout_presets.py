@@ -14,14 +14,16 @@ from tinker_cookbook.rl.rollout_limits import (
     not_negative,
 )
 from tinker_cookbook.rl.rollout_runner import RolloutHooks
-from tinker_cookbook.rl.rollout_strategy import FailFast, RetryOnFailure, RolloutStrategy
+from tinker_cookbook.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure, RolloutStrategy
 
 
 @chz.chz(typecheck=True)
 class RolloutConfig:
     """How rollouts are run: those of a training run and its evaluations (`rl.train.Config.rollout`), or of one group."""
 
-    limits: RolloutLimits | None = chz.field(default=None, doc="bounds of a rollout; None: those of the env, if any")
+    limits: RolloutLimits = chz.field(
+        default_factory=RolloutLimits, doc="bounds of a rollout; where none is set, those of the env, if any"
+    )
     parse_errors: ParseErrorPolicy | None = chz.field(
         default=None, doc="what to do with replies that cannot be parsed; None: what the env does"
     )
@@ -84,6 +86,23 @@ def agentic() -> RolloutConfig:
     return RolloutConfig(
         limits=RolloutLimits(max_turns=10, max_trajectory_tokens=65536, max_tool_calls=30),
         parse_errors=ParseErrorPolicy(max_consecutive=2),
-        termination=TerminationRewardPolicy(zero_reward_on_limit=True, grader_timeout_seconds=900.0),
+        termination=TerminationRewardPolicy(
+            zero_reward_on_limit=True, skip_grading_on_timeout=True, grader_timeout_seconds=900.0
+        ),
         tool_execution="sequential",
     )
+
+
+def default_rollout_config_for_model(model_name: str) -> RolloutConfig:
+    """What an env that is told its model, and no settings, goes by: `agentic` for Inkling models, `simple` for others."""
+    return agentic() if _made_for_agents(model_name) else simple()
+
+
+def default_rollout_strategy_for_model(model_name: str) -> RolloutStrategy:
+    """What a failing rollout means where nothing says it: MinViableGroup for Inkling models, FailFast for others."""
+    return MinViableGroup() if _made_for_agents(model_name) else FailFast()
+
+
+def _made_for_agents(model_name: str) -> bool:
+    """Inkling is a model for tools over many turns, under each of its names (sizes, and ":peft:" for long contexts)."""
+    return model_name.startswith("thinkingmachines/Inkling")

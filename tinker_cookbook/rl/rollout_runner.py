@@ -12,9 +12,11 @@ in one metric stop/<reason> of its last transition.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
@@ -23,11 +25,13 @@ from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import (
     STOP_METRIC_PREFIX,
+    Action,
     ActionExtra,
     Env,
     InitialObservationOverflow,
     Logs,
     Metrics,
+    StepResult,
     StopReason,
     Trajectory,
     Transition,
@@ -41,6 +45,10 @@ if TYPE_CHECKING:
 
 TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
 """On the last transition: how many replies were cut off and the rollout went on. Absent when none was."""
+
+
+class MissingSeamError(ConfigurationError, TypeError):
+    """A setting or a hook wants of an env what it has no method for."""
 
 
 class SamplingTurnTimeoutError(RolloutTimeoutError):
@@ -68,15 +76,16 @@ class RolloutHooks:
     async def on_turn_begin(self, state: RolloutState) -> list[Message] | None:
         """Messages to put into the conversation before this turn.
 
-        The env must have `async add_messages(messages)`, which returns the prompt with them and what stops a reply.
+        The env must have `async inject_messages(messages)`, which returns the prompt with them and what stops a reply.
         """
         return None
 
     async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
         """The reason to record, or None to go on.
 
-        Asked when the env ends the episode and when `max_turns` or a budget of tokens does; going on then means one turn
-        without that limit. Not asked about a timeout or a first prompt that is too long: these cannot be undone.
+        Asked when the env ends the episode, and between turns when `max_turns`, a budget of tokens or the rollout's time does;
+        going on then means one turn without that limit, from the prompt that the env gave last. Not asked about a timeout
+        within a turn or a first prompt that is too long: these cannot be undone.
         """
         return reason
 
@@ -155,12 +164,12 @@ async def run_rollout(
         has a single empty one: it counts in its group's baseline and gives no data.
 
     Raises:
-        ConfigurationError: `max_tool_calls`, `parse_errors`, sequential tool calls or a hook's messages, and an env that
+        MissingSeamError: `max_tool_calls`, `parse_errors`, sequential tool calls or a hook's messages, and an env that
             cannot take them.
         SamplingTurnTimeoutError: a sampling call took longer than its limit.
     """
     if config is not None:
-        limits = limits if limits is not None else config.limits
+        limits = limits if limits is not None or config.limits == RolloutLimits() else config.limits
         parse_errors = parse_errors if parse_errors is not None else config.parse_errors
         hooks = hooks if hooks is not None or config.hooks is None else config.hooks()
     if limits is None:
@@ -178,14 +187,27 @@ async def run_rollout(
 
 
 def seam(env: Env | MessageEnv, method: str, wanted_by: str) -> Any:
-    """A method that not every env has. Raises ConfigurationError when a setting wants it and this one lacks it."""
+    """A method that not every env has. Raises MissingSeamError when a setting wants it and this one lacks it."""
     found = getattr(env, method, None)
     if found is None:
-        raise ConfigurationError(
+        raise MissingSeamError(
             f"{wanted_by}: {type(env).__name__} has no method {method} and so cannot do this; use EnvFromMessageEnv (and "
-            "ToolUseEnv for tools), add the method, or leave the setting out"
+            "AgentToolMessageEnv for tools), add the method, or leave the setting out"
         )
     return found
+
+
+@lru_cache(maxsize=256)
+def _takes_extra(env_class: type[Env]) -> bool:
+    parameters = inspect.signature(env_class.step).parameters.values()  # once per class, not by catching a TypeError
+    return any(parameter.name == "extra" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+async def step_env(env: Env, action: Action, extra: ActionExtra | None) -> StepResult:
+    """`env.step`. An env whose class declares `step(self, action)`, as the cookbook's first ones did, is not told `extra`."""
+    if _takes_extra(type(env)):
+        return await env.step(action, extra=extra)
+    return await env.step(action)
 
 
 class _Rollout:
@@ -227,6 +249,7 @@ class _Rollout:
             if self.truncations:
                 last[TRUNCATION_METRIC_KEY] = self.truncations
             last[STOP_METRIC_PREFIX + self.reason] = 1
+            self.transitions[-1].episode_done = True
             await self.hooks.on_artifacts(self._state())
         self.transitions[-1].notes += self.notes.take()
         return Trajectory(self.transitions, self.observation, stop_reason=self.reason)
@@ -244,15 +267,18 @@ class _Rollout:
 
     async def _turn(self) -> None:
         limits = self.limits
-        if limits.rollout_timeout_seconds is not None and self.clock() - self.started >= limits.rollout_timeout_seconds:
-            self.reason = StopReason.ROLLOUT_TIMEOUT.value  # the env held up the loop, so that no timer could fire
+        seconds = limits.rollout_timeout_seconds
+        late = (
+            seconds is not None and self.clock() - self.started >= seconds
+        )  # the env held up the loop: no timer fired
+        if late and await self._ends(StopReason.ROLLOUT_TIMEOUT.value):
             return
         spent = limits.max_turns is not None and len(self.transitions) >= limits.max_turns
         if spent and await self._ends(StopReason.MAX_TURNS.value):
             return
         if messages := await self.hooks.on_turn_begin(self._state()):
-            add_messages = seam(self.env, "add_messages", "messages of on_turn_begin")
-            self.observation, self.stop = await add_messages(messages)
+            inject = seam(self.env, "inject_messages", "message injection by on_turn_begin")
+            self.observation, self.stop = await inject(messages)
         room = self._room()
         exhausted = [reason for reason, tokens in room.items() if tokens <= 1]  # one token is no useful turn
         if exhausted and await self._ends(exhausted[0].value):
@@ -284,8 +310,7 @@ class _Rollout:
             return await call_policy(self.policy, self.observation, self.stop, max_tokens)
 
     async def _step(self, action: TokensWithLogprobs) -> None:
-        extra: ActionExtra = {"stop_reason": action.stop_reason}
-        result = await self.env.step(action.tokens, extra=extra)
+        result = await step_env(self.env, action.tokens, {"stop_reason": action.stop_reason})
         told = stop_reason_from_metrics(result.metrics)
         metrics = _without_stop(result.metrics)
         transition = Transition(
@@ -294,14 +319,13 @@ class _Rollout:
         self.transitions.append(transition)
         self.sampled_tokens += len(action.tokens)
         following = result.next_observation
-        if following is not None:
+        if following is not None and (following.length or not result.episode_done):
             self.observation = following
         if result.next_stop_condition is not None:
             self.stop = result.next_stop_condition
         if result.episode_done:
-            if following is None:
-                self.observation = tinker.ModelInput.empty()
             if await self._ends(told or StopReason.COMPLETED.value):
+                self.observation = following if following is not None else tinker.ModelInput.empty()
                 await self.hooks.on_grade(self._state())
                 return
             transition.episode_done = False

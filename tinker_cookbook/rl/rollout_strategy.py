@@ -17,7 +17,7 @@ import chz
 
 from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, GroupFailedError, RolloutTimeoutError
+from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, RolloutTimeoutError
 from tinker_cookbook.rl.rollout_limits import not_negative
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, EpisodeEnv, RolloutError, Trajectory
@@ -46,7 +46,7 @@ class RolloutStrategy(ABC):
     A strategy of one's own calls make_envs and returns trajectories with their envs. If it raises, it has cleaned up.
     """
 
-    catches_group_errors: bool = True
+    catches_group_errors: bool = False
     """whether a group that failed is counted and left out (GroupFailedError); otherwise its error ends the run"""
 
     @abstractmethod
@@ -60,8 +60,6 @@ class RolloutStrategy(ABC):
 class FailFast(RolloutStrategy):
     """The first failure cancels the group and is raised itself, with a note that says whose it was."""
 
-    catches_group_errors = False
-
     async def execute(
         self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: "RolloutConfig | None" = None
     ) -> RolloutResult:
@@ -71,6 +69,8 @@ class FailFast(RolloutStrategy):
 @chz.chz(typecheck=True)
 class RetryOnFailure(RolloutStrategy):
     """Failed members are run again in fresh envs, in up to `max_retries` further rounds; then the group has failed."""
+
+    catches_group_errors = True
 
     max_retries: int = chz.field(default=3, doc="further rounds for members that failed", validator=not_negative)
     per_rollout_timeout: float | None = chz.field(
@@ -156,14 +156,20 @@ class _Rounds:
                     members = [member for i in sorted(self.done) for member in self.done[i]]
                     trajectories, envs = [t for t, _ in members], [env for _, env in members]
                     return RolloutResult(trajectories, envs, self._counted(), cleanups.pop_all())
-            tries = f"{len(builders)} round{'s' if len(builders) > 1 else ''}"
-            came = f"{len(self.done)} of {self.size} members" if self.size is not None else "no env"
-            errors = self._counted()
-            raise GroupFailedError(
-                f"group of {describe_group(self.builder)} given up after {tries}: {came} came through. "
-                f"Last error: {errors[-1].error_type}: {errors[-1].error_message}",
-                errors,
-            ) from self.errors[-1]
+            raise self._given_up(len(builders)) from self.errors[-1]
+
+    def _given_up(self, rounds: int) -> GroupFailedError:
+        tries = f"{rounds} round{'s' if rounds > 1 else ''}"
+        came = "no env"
+        if self.size is not None:
+            needed = self.size if self.builder.coordinated else self.needed(self.size)
+            came = f"{len(self.done)}/{self.size} members, below the minimum viable group size {needed},"
+        errors = self._counted()
+        return GroupFailedError(
+            f"group of {describe_group(self.builder)} given up after {tries}: {came} came through. "
+            f"Last error: {errors[-1].error_type}: {errors[-1].error_message}",
+            errors,
+        )
 
     def _counted(self) -> list[RolloutError]:
         return [rollout_error(error) for error in self.errors]
@@ -179,25 +185,32 @@ class _Rounds:
                 error.add_note("in make_envs")
                 self._count(error)
                 return
-            if self.size not in (None, len(envs)):
-                raise DataValidationError(
-                    f"make_envs of {describe_group(builder)} made {self.size} envs, and on a retry {len(envs)}; it must "
-                    "make the same members each time, or be `coordinated`"
-                )
-            self.size = len(envs)
-            missing = [i for i in range(len(envs)) if i not in self.done]
+            fresh = self._fresh(envs, as_a_whole)
             play = self._play if as_a_whole else self._outcome
             try:
-                outcomes = await gather_all(play(envs[i], i, attempt) for i in missing)
+                outcomes = await gather_all(play(env, i, attempt) for i, env in fresh.items())
             except Exception as error:
                 self._count(error)
                 return
-            for i, outcome in zip(missing, outcomes, strict=True):
+            for i, outcome in zip(fresh, outcomes, strict=True):
                 if isinstance(outcome, Exception):
                     self._count(outcome)
                 else:
                     self.done[i] = outcome
             cleanups.push_async_callback(own.pop_all().aclose)
+
+    def _fresh(self, envs: Sequence[Env], as_a_whole: bool) -> dict[int, Env]:
+        """Which env plays which missing member.
+
+        A builder that makes as many as before makes the same members. One that makes another number on a retry has members
+        that are all alike: its envs go to the missing ones in order, and members for whom there is none wait for the next round.
+        """
+        if self.size is None or as_a_whole:
+            self.size = len(envs)
+        missing = [i for i in range(self.size) if i not in self.done]
+        if len(envs) == self.size:
+            return {i: envs[i] for i in missing}
+        return dict(zip(missing, envs, strict=False))
 
     async def _play(self, env: Env, member: int, attempt: int) -> list[tuple[Trajectory, Env]]:
         """One env's rollout. An error gets a note that names member and env.

@@ -43,7 +43,7 @@ from tinker_cookbook.utils.reward_threads import in_reward_threads
 logger = logging.getLogger(__name__)
 
 ZERO_REWARD_METRIC_KEY = "zero_reward_on_limit"
-"""Group metric, 1, of members whose total reward a TerminationRewardPolicy bounds by 0."""
+"""Group metric, 1, of members whose total reward a TerminationRewardPolicy has lowered to 0."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,9 @@ async def _grade(
         dataset_index=builder.dataset_index,
     )
     for i, (trajectory, total) in enumerate(zip(trajectories, group.get_total_rewards(), strict=True)):
-        if termination.clamps(trajectory.stop_reason):
+        if termination.clamps(trajectory.stop_reason) and total > 0:  # lowered to 0 by way of the final reward
             group.metrics_G[i] = {**group.metrics_G[i], ZERO_REWARD_METRIC_KEY: 1}
-            if total > 0:  # lowered to 0 by way of the final reward
-                group.final_rewards_G[i] = -sum(transition.reward for transition in trajectory.transitions)
+            group.final_rewards_G[i] = -sum(transition.reward for transition in trajectory.transitions)
     group.trained_G = builder.select_trained(trajectories, envs)
     group.member_info_G = builder.describe_members(envs)
     group.roles_G = builder.member_roles(envs)

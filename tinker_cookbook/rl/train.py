@@ -22,6 +22,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.ahead import check_order
 from tinker_cookbook.rl.algorithms import LOSS_FNS
+from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
@@ -45,6 +46,7 @@ __all__ = [
     "Penalty",
     "StreamMinibatchConfig",
     "WrappedTrajectoryGroup",
+    "_remove_mask",  # its name in loops of the cookbook
     "check_config",
     "do_async_training",
     "do_sync_training",

@@ -214,7 +214,8 @@ class EnvGroupBuilder(ABC):
     @abstractmethod
     async def make_envs(self) -> Sequence[Env]:
         """Fresh envs, the same members in the same order each time: a retry takes the place of a failed member from
-        another call. What it opens it may keep on `self`: a retry calls it, and then `cleanup`, on a copy of the builder.
+        another call (one that makes another number gives envs that will do for any member). What it opens it may keep on
+        `self`: a retry calls it, and then `cleanup`, on a copy of the builder.
         """
 
     def with_clients(self, clients: RunClients) -> Self:

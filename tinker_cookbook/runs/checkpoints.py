@@ -27,8 +27,8 @@ class CheckpointRecord:
     """
 
     name: str
-    batch: int
-    """The next batch to run."""
+    batch: int | None = None
+    """The next batch to run; None in records of older or other programs, from which a loop here cannot go on."""
     epoch: int | None = None
     state_path: str | None = None
     """Weights and optimizer state, to go on training from."""
@@ -42,7 +42,7 @@ class CheckpointRecord:
     def __post_init__(self) -> None:
         for key, types, expected in (
             ("name", str, "a string"),
-            ("batch", int, "an integer"),
+            ("batch", int | None, "an integer or null"),
             ("epoch", int | None, "an integer or null"),
             ("state_path", str | None, "a string or null"),
             ("sampler_path", str | None, "a string or null"),
@@ -52,7 +52,7 @@ class CheckpointRecord:
             value = getattr(self, key)
             if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
                 raise CheckpointError(f"checkpoint {self.name!r}: {key} must be {expected}, got {value!r}")
-        if self.batch < 0:
+        if self.batch is not None and self.batch < 0:
             raise CheckpointError(f"checkpoint {self.name!r}: batch must not be negative, got {self.batch}")
         if clash := _FIELDS & self.extra.keys():
             raise CheckpointError(f"checkpoint {self.name!r}: extra must not contain {sorted(clash)}; use the fields")
@@ -68,8 +68,8 @@ class CheckpointRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of the line: `extra` is spread out; what is None or false is left out."""
-        line: dict[str, Any] = {"name": self.name, "batch": self.batch}
-        for key in ("epoch", "final", "state_path", "sampler_path"):
+        line: dict[str, Any] = {"name": self.name}
+        for key in ("batch", "epoch", "final", "state_path", "sampler_path"):
             value = getattr(self, key)
             if value is not None and value is not False:
                 line[key] = value
@@ -80,12 +80,11 @@ class CheckpointRecord:
         """The record of a line; keys that are no fields go to `extra`.
 
         Raises:
-            CheckpointError: `name` or `batch` is missing, or a field has the wrong type.
+            CheckpointError: `name` is missing, or a field has the wrong type.
         """
-        for key in ("name", "batch"):
-            if key not in line:
-                raise CheckpointError(f"checkpoint line without {key!r}: {dict(line)!r}")
-        known = {key: value for key, value in line.items() if key in _FIELDS}
+        if "name" not in line:
+            raise CheckpointError(f"checkpoint line without 'name': {dict(line)!r}")
+        known = {key: value for key, value in line.items() if key in _FIELDS and value is not None}
         return cls(**known, extra={key: value for key, value in line.items() if key not in _FIELDS})
 
 

@@ -133,7 +133,7 @@ class RunConfig(RunOptions):
     model_name: str = chz.field(
         doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
     )
-    recipe_name: str = chz.field(doc="name of the recipe, for metadata")
+    recipe_name: str = chz.field(default="script", doc="name of the recipe, for metadata")
 
     @property
     def session_display_name(self) -> str | None:

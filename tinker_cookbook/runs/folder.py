@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.misc_utils import iteration_name
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,6 @@ def open_folder(path: str | Path, field: str) -> Path:
 def iteration_folder(log_path: Path, step: int) -> Path:
     """Where what is written of a single step lies, its rollouts, transcripts and timing."""
     return log_path / iteration_name(step)
-
-
-def iteration_name(step: int) -> str:
-    """What the folder of a single step is called."""
-    return f"iteration_{step:06d}"
 
 
 @contextmanager

@@ -56,8 +56,9 @@ class Session:
         """The next step, counted over epochs."""
         if self.record is None:
             return 0
-        epoch = self.record.epoch or 0
-        return epoch * steps_per_epoch + self.record.batch if steps_per_epoch is not None else self.record.batch
+        epoch, batch = self.record.epoch or 0, self.record.batch
+        assert batch is not None  # checked before its weights were loaded
+        return epoch * steps_per_epoch + batch if steps_per_epoch is not None else batch
 
     @contextmanager
     def traced_step(self, step: int) -> Generator[None]:
@@ -211,6 +212,11 @@ async def _from_last_checkpoint(
     newest_error: Exception | None = None
     for record in reversed(records):
         path = record.state_path or ""
+        if record.batch is None:
+            raise CheckpointError(
+                f"{run.log_path}: checkpoint {record.name!r} does not say which batch is the next one, so that its run cannot go "
+                f"on; start another one from its weights, with another log_path and load_checkpoint_path={path}"
+            )
         try:
             client = await service.create_training_client_from_state_with_optimizer(path, user_metadata=metadata)
         except Exception as error:

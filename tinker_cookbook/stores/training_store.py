@@ -11,13 +11,13 @@ from typing import Any
 
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME, CheckpointRecord, parse_checkpoints
-from tinker_cookbook.runs.folder import iteration_name
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, METADATA_BASE_NAME
 from tinker_cookbook.runs.vocabulary import VOCABULARY_BASE_NAME, parse_vocabulary
 from tinker_cookbook.stores.incremental import IncrementalReader
 from tinker_cookbook.stores.storage import Storage, storage_join
 from tinker_cookbook.utils.files import json_bytes, json_line, parse_json_object, parse_jsonl, without_torn_tail
 from tinker_cookbook.utils.loggers import metrics_row
+from tinker_cookbook.utils.misc_utils import iteration_name
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME, naming_fix_of_metrics
 
 _ITERATION = re.compile(r"iteration_(\d+)")

@@ -6,8 +6,8 @@ __getattr__, __dir__ = exports(
     __name__,
     {
         "types": "ChatDatasetBuilder ChatDatasetBuilderCommonConfig SupervisedDataset SupervisedDatasetBuilder",
-        "data": "FromConversationFileBuilder StreamingSupervisedDatasetFromHFDataset "
-        "SupervisedDatasetFromHFDataset conversation_to_datum",
+        "data": "FromConversationFileBuilder HFDatasetSource InterleavedChatDatasetBuilder "
+        "StreamingSupervisedDatasetFromHFDataset SupervisedDatasetFromHFDataset conversation_to_datum",
         "common": "compute_bpb compute_mean_nll datum_from_model_input_weights datum_from_tokens_weights",
     },
 )

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.renderers.base import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.renderer import merge_text_chunks, text_chunk
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
 
@@ -42,21 +42,10 @@ def datum_from_model_input_weights(
         )
     chunks = _cut(model_input.chunks, max_length)
     length = sum(chunk.length for chunk in chunks)
-    if length < 2:
-        raise DataValidationError(f"{length} positions are left: an example needs two, a token and its target")
-    last = chunks[-1]
-    if not isinstance(last, tinker.EncodedTextChunk):
-        raise DataValidationError(f"the example ends in a {last.type} chunk, which cannot be predicted; cut it off")
-
-    # Targets at the positions of a media chunk are placeholders and must carry no weight.
+    model_input, targets = create_rightshifted_model_input_and_leftshifted_targets(chunks)
     is_text = torch.tensor(
         [isinstance(chunk, tinker.EncodedTextChunk) for chunk in chunks for _ in range(chunk.length)]
     )
-    tokens = [
-        token
-        for chunk in chunks
-        for token in (chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [0] * chunk.length)
-    ]
     shifted = weights[1:length].to(torch.float32)
     if bool((shifted[~is_text[1:]] != 0).any()):
         raise DataValidationError("weights select positions of a media chunk; give those weight 0")
@@ -69,14 +58,38 @@ def datum_from_model_input_weights(
             )
         shifted = shifted / total
 
-    inputs = [*chunks[:-1], text_chunk(list(last.tokens[:-1]))]
     return tinker.Datum(
-        model_input=tinker.ModelInput(chunks=[chunk for chunk in inputs if chunk is not None]),
+        model_input=model_input,
         loss_fn_inputs={
-            "target_tokens": tinker.TensorData.from_torch(torch.tensor(tokens[1:], dtype=torch.int64)),
+            "target_tokens": tinker.TensorData.from_torch(torch.tensor(targets, dtype=torch.int64)),
             "weights": tinker.TensorData.from_torch(shifted),
         },
     )
+
+
+def create_rightshifted_model_input_and_leftshifted_targets(
+    chunks: Sequence[tinker.ModelInputChunk],
+) -> tuple[tinker.ModelInput, list[int]]:
+    """All but the last token as input, all but the first as targets: N-1 of each.
+
+    Targets at the positions of a media chunk are 0, placeholders that must carry no weight.
+
+    Raises:
+        DataValidationError: there are fewer than two positions, or a media chunk comes last.
+    """
+    length = sum(chunk.length for chunk in chunks)
+    if length < 2:
+        raise DataValidationError(f"{length} positions are left: an example needs two, a token and its target")
+    last = chunks[-1]
+    if not isinstance(last, tinker.EncodedTextChunk):
+        raise DataValidationError(f"the example ends in a {last.type} chunk, which cannot be predicted; cut it off")
+    tokens = [
+        token
+        for chunk in chunks
+        for token in (chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [0] * chunk.length)
+    ]
+    inputs = [*chunks[:-1], text_chunk(list(last.tokens[:-1]))]
+    return tinker.ModelInput(chunks=[chunk for chunk in inputs if chunk is not None]), tokens[1:]
 
 
 def datum_from_tokens_weights(

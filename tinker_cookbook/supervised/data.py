@@ -6,17 +6,19 @@ Reading is left to `conversations`, several datasets at once to `mixture`, the h
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import chz
 
+from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import ShuffledItems, hold_out
 from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.common import Reduction, check_context, datum_from_model_input_weights
-from tinker_cookbook.supervised.conversations import read_conversations, shared_system_prompt
+from tinker_cookbook.supervised.conversations import MESSAGES, conversation, read_conversations, shared_system_prompt
 from tinker_cookbook.supervised.types import (
     ChatDatasetBuilder,
     ChatDatasetBuilderCommonConfig,
@@ -24,7 +26,7 @@ from tinker_cookbook.supervised.types import (
     SupervisedDataset,
     rows_to_datums,
 )
-from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.lazy import np, tinker
 
 if TYPE_CHECKING:
     import datasets
@@ -271,6 +273,105 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages), bad)
         training.shared_system_prompt = shared_system_prompt(row.messages for row in train)
         return training, held_out
+
+
+@chz.chz(typecheck=True)
+class HFDatasetSource:
+    """One of the datasets of an InterleavedChatDatasetBuilder."""
+
+    path: str = chz.field(doc="Dataset id on the hub (owner/name), or a folder with its files.")
+    name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
+    split: str = chz.field(default="train", doc="Split to read.")
+    weight: float | None = chz.field(
+        default=None, doc="Share of the rows; 0: left out. None, then for all: by the number of rows."
+    )
+    message_field: str = chz.field(default=MESSAGES, doc="Column that holds the list of messages.")
+
+    def rows(self) -> datasets.Dataset:
+        """The split, with its conversations in the column MESSAGES alone. Raises ConfigurationError if it cannot be had."""
+        found = hub.load(self.path, self.split, self.name)
+        if self.message_field not in found.column_names:
+            raise ConfigurationError(
+                f"message_field={self.message_field!r}: {self.path}[{self.split}] has the columns {found.column_names}"
+            )
+        chosen = found.select_columns([self.message_field])
+        return chosen if self.message_field == MESSAGES else chosen.rename_column(self.message_field, MESSAGES)
+
+
+@chz.chz(typecheck=True)
+class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
+    """Conversations of several datasets in one shuffled order, each drawn with its share (`datasets.interleave_datasets`).
+
+    The test set is held out of the sources' rows before they are interleaved, which may repeat rows: no row is in both. Its rows
+    are drawn with the sources' shares, one source after another, as long as a source keeps a row to train on.
+    """
+
+    sources: list[HFDatasetSource] = chz.field(doc="The datasets.")
+    test_size: int = chz.field(default=0, doc="Rows held out as the test set; 0: no test set.", validator=not_negative)
+    shuffle_seed: int = chz.field(default=0, doc="Seed of what is held out and of the order.")
+    stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = chz.field(
+        default="all_exhausted", doc="When an epoch ends, and whether sources that end before are begun again."
+    )
+
+    @chz.validate
+    def _check_weights(self) -> None:
+        given = [source.weight for source in self.sources if source.weight is not None]
+        if not self.sources or len(given) not in (0, len(self.sources)):
+            raise ConfigurationError(
+                f"sources: {len(given)} of {len(self.sources)} have a weight; give at least one source, and a weight to all "
+                "or to none"
+            )
+        if given and not (all(0 <= weight < math.inf for weight in given) and sum(given) > 0):
+            raise ConfigurationError(f"weights {given}: must be finite and not negative, and one of them above 0")
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        import datasets
+
+        by_rows = self.sources[0].weight is None
+        used = [source for source in self.sources if source.weight != 0]
+        rows, test = [source.rows() for source in used], None
+        if self.test_size:
+            rows, test = self._hold_out(rows, [source.weight for source in used])
+        weights = [
+            float(len(own)) if by_rows else float(source.weight or 0) for own, source in zip(rows, used, strict=True)
+        ]
+        shares = [weight / sum(weights) for weight in weights]
+        mixed = datasets.interleave_datasets(
+            rows, probabilities=shares, seed=self.shuffle_seed, stopping_strategy=self.stopping_strategy
+        )
+        return self._table(mixed), None if test is None else self._table(test)
+
+    def _hold_out(
+        self, rows: list[datasets.Dataset], weights: Sequence[float | None]
+    ) -> tuple[list[datasets.Dataset], datasets.Dataset]:
+        import datasets
+
+        spare = [len(own) - 1 for own in rows]
+        if self.test_size > sum(spare):
+            raise ConfigurationError(
+                f"test_size={self.test_size}: {sum(spare)} rows can be held out so that each source keeps one to train on"
+            )
+        rng, counts = np.random.default_rng(self.shuffle_seed), [0] * len(rows)
+        for _ in range(self.test_size):
+            left = [len(own) - count for own, count in zip(rows, counts, strict=True)]
+            chances = [(n if w is None else w) if n > 1 else 0 for n, w in zip(left, weights, strict=True)]
+            chances = np.array(chances) / sum(chances)
+            counts[int(rng.choice(len(rows), p=chances))] += 1
+        shuffled = [own.shuffle(seed=int(rng.integers(0, 2**32))) for own in rows]
+        held_out = datasets.concatenate_datasets(
+            [own.take(count) for own, count in zip(shuffled, counts, strict=True) if count]
+        )
+        training = [own.skip(count) for own, count in zip(shuffled, counts, strict=True)]
+        return training, held_out.shuffle(seed=self.shuffle_seed)
+
+    def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
+        convert, config = conversation_mapper(self), self.common_config
+        return SupervisedDatasetFromHFDataset(
+            rows,
+            config.batch_size,
+            flatmap_fn=lambda row: convert(conversation(row, MESSAGES)),
+            bad=BadRows(config.on_bad_row),
+        )
 
 
 def warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:

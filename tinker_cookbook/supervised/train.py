@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import chz
@@ -11,7 +13,7 @@ from tinker_cookbook import backends, model_info
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.data.rows import located
 from tinker_cookbook.display import example_text
-from tinker_cookbook.eval.evaluators import TrainingClientEvaluator, forward_logprobs
+from tinker_cookbook.eval.evaluators import Evaluator, TrainingClientEvaluator, forward_logprobs, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.runs.config import CheckedData
@@ -27,6 +29,7 @@ from tinker_cookbook.supervised.epochs import (
 )
 from tinker_cookbook.supervised.types import ChatDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils import trace
 from tinker_cookbook.utils.lazy import tinker
 
 SHOWN_TOKENS = 512
@@ -74,6 +77,31 @@ def _check_lengths(context: int | None, data: list[tinker.Datum], where: str) ->
         raise ConfigurationError(f"{where} of the dataset is empty; a batch needs at least one datum")
     with located(where):
         check_context(data, context)
+
+
+@dataclass
+class SubmittedBatch:
+    """A batch on its way, in a loop of one's own: what is waited for, and what its row is to say."""
+
+    fwd_bwd_future: Awaitable[tinker.ForwardBackwardOutput]
+    optim_step_future: Awaitable[tinker.OptimStepResponse]
+    metrics: Metrics
+    data: list[tinker.Datum]
+    step: int
+    epoch_idx: int
+    batch_idx: int
+    eval_metrics: dict[str, float] | None = None
+    """of evaluations before this step; None: there was none"""
+    infrequent_eval_metrics: dict[str, float] | None = None
+    num_tokens: int = 0
+    """positions that the model reads"""
+
+
+@trace.scope
+async def run_evals(evaluators: Sequence[Evaluator], training_client: TrainingClient, step: int) -> dict[str, float]:
+    """`run_evaluators` before step `step` is submitted, so at the weights that the steps before it left."""
+    trace.update_scope_context({"step": step})
+    return await run_evaluators(evaluators, training_client)
 
 
 class NLLEvaluator(TrainingClientEvaluator):

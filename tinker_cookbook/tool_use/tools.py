@@ -1,4 +1,4 @@
-"""What a tool is: a name, a declaration for the model, and a call. Typed Python functions become tools as they are.
+"""Typed Python functions become tools as they are, and the calls of a reply are answered.
 
     @tool
     def add(a: int, b: Annotated[int, "the second summand"]) -> str:
@@ -17,49 +17,21 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Annotated, Any, Protocol, Self, get_args, get_origin, get_type_hints, runtime_checkable
+from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import ContentPart, Message, Renderer, ToolCall, ToolSpec, get_text_content
 from tinker_cookbook.rl.rollout_limits import ToolExecution
+from tinker_cookbook.tool_use.types import Tool, ToolError, ToolInput, ToolResult
 from tinker_cookbook.utils.misc_utils import gather_all
 
 logger = logging.getLogger(__name__)
 
 ERROR_PREFIX = "Error: "
-
-
-class ToolError(Exception):
-    """A call cannot be answered; the text goes to the model, and should say how to do better."""
-
-
-@dataclass(frozen=True)
-class ToolInput:
-    """A call as a tool gets it."""
-
-    arguments: dict[str, Any]
-    call_id: str | None = None
-
-
-@dataclass
-class ToolResult:
-    """What a call came to."""
-
-    messages: list[Message]
-    """what the model sees of it"""
-    should_stop: bool = False
-    """end the episode here"""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """of the turn"""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """for programs; the model does not see it"""
-    error: Exception | None = None
-    """why the call could not be answered: a ToolError for what the model did wrong; another one was raised inside the tool"""
 
 
 def simple_tool_result(
@@ -90,24 +62,6 @@ def error_tool_result(
     )
     result.error = ToolError(error_msg)
     return result
-
-
-@runtime_checkable
-class Tool(Protocol):
-    """Anything with a name, a declaration and a call."""
-
-    @property
-    def name(self) -> str:
-        """By which the model calls it."""
-        ...
-
-    def to_spec(self) -> ToolSpec:
-        """Name, description and JSON schema of the parameters, as shown to the model."""
-        ...
-
-    async def run(self, input: ToolInput) -> ToolResult:
-        """Answer a call. Raises ToolError for what the model can do better."""
-        ...
 
 
 class FunctionTool:
@@ -147,6 +101,16 @@ class FunctionTool:
             decorated = False
         return (_named, (module, name)) if decorated else (FunctionTool, (self.function, self.name))
 
+    @property
+    def description(self) -> str:
+        """The docstring, as shown to the model."""
+        return self._spec["description"]
+
+    @property
+    def parameters_schema(self) -> dict[str, Any]:
+        """JSON schema of the parameters, as shown to the model."""
+        return self._spec["parameters"]
+
     def to_spec(self) -> ToolSpec:
         return self._spec
 
@@ -175,16 +139,46 @@ def _named(module: str, name: str) -> Any:
     return attrgetter(name)(importlib.import_module(module))
 
 
-class ToolRegistry:
-    """The tools of an environment, by name. A plain function becomes a FunctionTool.
+async def handle_tool_call(tools: Mapping[str, Tool], tool_call: ToolCall) -> ToolResult:
+    """What answers a call; its messages name the tool and the call.
+
+    A call that cannot be made is answered with what is wrong (`ToolResult.error`), and so is any other exception inside a tool.
+
+    Args:
+        tools: by name.
 
     Raises:
-        ConfigurationError: two tools of one name, none at all, or a function that cannot be a tool.
+        ConfigurationError: a tool raised it; another try cannot mend a setting.
+    """
+    name, arguments = tool_call.function.name, tool_call.function.arguments
+    try:
+        if name not in tools:
+            known = f"the tools are {', '.join(sorted(tools))}" if tools else "there are no tools"
+            raise ToolError(f"there is no tool {name!r}; {known}")
+        result = await tools[name].run(ToolInput(_parse_arguments(name, arguments), tool_call.id))
+    except ConfigurationError:
+        raise
+    except ToolError as error:
+        result = error_tool_result(str(error))
+    except Exception as error:
+        logger.warning("tool %s failed on %s", name, arguments, exc_info=error)
+        result = error_tool_result(f"{name} failed: {type(error).__name__}: {error}")
+        result.error = error
+    answered: Message = {"role": "tool", "content": "", "name": name}
+    if tool_call.id is not None:
+        answered["tool_call_id"] = tool_call.id
+    result.messages = [{**answered, **message} if message["role"] == "tool" else message for message in result.messages]
+    return result
+
+
+class ToolRegistry:
+    """The tools of an environment, by name; there may be none. A plain function becomes a FunctionTool.
+
+    Raises:
+        ConfigurationError: two tools of one name, or a function that cannot be a tool.
     """
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]]):
-        if not tools:
-            raise ConfigurationError("tools is empty: give at least one tool")
         self._tools: dict[str, Tool] = {}
         for given in tools:
             tool = given if isinstance(given, Tool) else FunctionTool(given)
@@ -197,27 +191,7 @@ class ToolRegistry:
         return [tool.to_spec() for tool in self._tools.values()]
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """What answers a call; its messages name the tool and the call."""
-        name, arguments = call.function.name, call.function.arguments
-        try:
-            if name not in self._tools:
-                raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self._tools))}")
-            result = await self._tools[name].run(ToolInput(_parse_arguments(name, arguments), call.id))
-        except ConfigurationError:
-            raise
-        except ToolError as error:
-            result = error_tool_result(str(error))
-        except Exception as error:
-            logger.warning("tool %s failed on %s", name, arguments, exc_info=error)
-            result = error_tool_result(f"{name} failed: {type(error).__name__}: {error}")
-            result.error = error
-        known: Message = {"role": "tool", "content": "", "name": name}
-        if call.id is not None:
-            known["tool_call_id"] = call.id
-        result.messages = [
-            {**known, **message} if message["role"] == "tool" else message for message in result.messages
-        ]
-        return result
+        return await handle_tool_call(self._tools, call)
 
     async def call_all(self, calls: Sequence[ToolCall], execution: ToolExecution = "parallel") -> list[ToolResult]:
         """Results in the order of the calls, whether these run at once or one after the other."""

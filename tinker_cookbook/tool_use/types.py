@@ -1,5 +1,58 @@
-"""Re-exports tool_use/tools.py, for scripts that import this path."""
+"""What a tool is, what it is asked, and what it answers."""
 
-from tinker_cookbook.tool_use.tools import Tool, ToolInput, ToolResult
+from __future__ import annotations
 
-__all__ = ["Tool", "ToolInput", "ToolResult"]
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from tinker_cookbook.renderers import Message, ToolSpec
+
+
+class ToolError(Exception):
+    """A call cannot be answered; the text goes to the model, and should say how to do better."""
+
+
+@dataclass(frozen=True)
+class ToolInput:
+    """A call as a tool gets it."""
+
+    arguments: dict[str, Any]
+    call_id: str | None = None
+
+
+@dataclass
+class ToolResult:
+    """What a call came to."""
+
+    messages: list[Message]
+    """what the model sees of it"""
+    should_stop: bool = False
+    """end the episode here"""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """of the turn"""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """for programs; the model does not see it"""
+    error: Exception | None = None
+    """why the call could not be answered: a ToolError for what the model did wrong; another one was raised inside the tool"""
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """Anything with a name, a declaration and a call."""
+
+    @property
+    def name(self) -> str:
+        """By which the model calls it."""
+        ...
+
+    def to_spec(self) -> ToolSpec:
+        """Name, description and JSON schema of the parameters, as shown to the model.
+
+        A subclass need not write it if it has `description` and `parameters_schema`.
+        """
+        described: Any = self
+        return ToolSpec(name=self.name, description=described.description, parameters=described.parameters_schema)
+
+    async def run(self, input: ToolInput) -> ToolResult:
+        """Answer a call. Raises ToolError for what the model can do better."""
+        ...

@@ -49,7 +49,8 @@ def exports(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], An
     They are the package's `__all__`, too.
 
     Args:
-        places: module below the package -> the names it has, with spaces between; "" stands for the module itself.
+        places: module below the package, or the whole name of one elsewhere -> the names it has, with spaces between; ""
+            stands for the module itself.
     """
     homes = {name: module for module, names in places.items() for name in names.split() or [module]}
 
@@ -58,7 +59,8 @@ def exports(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], An
             return sorted(homes)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{homes[name]}")
-        return module if name == homes[name] else getattr(module, name)
+        home = homes[name]
+        module = importlib.import_module(home if home.startswith("tinker_cookbook.") else f"{package}.{home}")
+        return module if name == home else getattr(module, name)
 
     return get, lambda: sorted(homes)

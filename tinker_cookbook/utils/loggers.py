@@ -19,6 +19,23 @@ class Logger(ABC):
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Record the metrics of one step."""
 
+    def enable_event_steps(self) -> None:  # noqa: B027
+        """From now on rows come in any order, each with the step that it is of: for what is measured beside the training.
+
+        Only W&B has to know, which otherwise refuses a step that is behind another.
+        """
+
+    def log_metrics_event(
+        self, metrics: Metrics, step: int, step_metric: str, metric_axes: Mapping[str, str] | None = None
+    ) -> None:
+        """Record what was measured at a step that may be long past.
+
+        Args:
+            step_metric: the metric that says the step, and over which these are drawn.
+            metric_axes: metrics that are drawn over others -> those.
+        """
+        self.log_metrics({**metrics, step_metric: step}, step)
+
     def log_hparams(self, config: Any) -> None:  # noqa: B027 - most loggers have nothing to do here
         """Record the config of the run."""
 

@@ -1,11 +1,13 @@
 """Small helpers that several loops need: timing, waiting for many things, and a few functions on lists and dicts."""
 
 import asyncio
+import importlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from tinker_cookbook.exceptions import ConfigurationError
@@ -50,18 +52,43 @@ def safezip(*iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     return zip(*lists, strict=True)
 
 
-def dict_mean(list_of_dicts: Sequence[dict[str, float | int]]) -> dict[str, float]:
-    """The mean of each key over the dicts that have it, keys in order of first appearance."""
+def dict_mean(list_of_dicts: Sequence[Mapping[str, float | int | None]]) -> dict[str, float]:
+    """The mean of each key over the dicts that have it, keys in order of first appearance. None is as if the key were absent."""
     values: dict[str, list[float | int]] = {}
     for row in list_of_dicts:
         for key, value in row.items():
-            values.setdefault(key, []).append(value)
+            if value is not None:
+                values.setdefault(key, []).append(value)
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
 
 
 def all_same(xs: Sequence[Any]) -> bool:
     """Whether all items are equal; true for none and for one."""
     return all(item == xs[0] for item in xs)
+
+
+def lookup_func(path_to_func: str, default_module: str | None = None) -> Any:
+    """What `package.module:name` names, or `name` alone in the default module. Raises ConfigurationError for other forms.
+
+    ImportError and AttributeError say that there is no such module, or no such name in it.
+    """
+    module, colon, name = path_to_func.rpartition(":")
+    module = module if colon else default_module or ""
+    if not module or not name or ":" in module:
+        raise ConfigurationError(
+            f"path_to_func={path_to_func!r}: must be package.module:name, or a name of a known module"
+        )
+    return getattr(importlib.import_module(module), name)
+
+
+def iteration_name(step: int) -> str:
+    """What the folder of a single step is called."""
+    return f"iteration_{step:06d}"
+
+
+def iteration_dir(log_path: str | Path | None, step: int) -> Path | None:
+    """The folder of a single step in a run's; None where there is no folder of the run."""
+    return Path(log_path, iteration_name(step)) if log_path else None
 
 
 def split_list(lst: Sequence[T], num_splits: int) -> list[list[T]]:

@@ -14,14 +14,33 @@ import chz
 from rich import get_console
 from rich.console import Console
 
-from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.utils.files import append_jsonl, read_jsonl, write_json
 from tinker_cookbook.utils.loggers import Logger, Metrics, dump_config, metrics_row
 from tinker_cookbook.utils.reward_list import RewardListLogger
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.run_store import RunStore
 from tinker_cookbook.utils.step_line import KEY_METRICS, step_line
-from tinker_cookbook.utils.trackers import make_tracker, tracker_names
+from tinker_cookbook.utils.trackers import NeptuneLogger, TrackioLogger, WandbLogger, make_tracker, tracker_names
+
+__all__ = [
+    "LOGS_BASE_NAME",
+    "METRICS_BASE_NAME",
+    "JsonLogger",
+    "Logger",
+    "MultiplexLogger",
+    "NeptuneLogger",
+    "PrettyPrintLogger",
+    "TrackerConfig",
+    "TrackioLogger",
+    "WandbLogger",
+    "configure_logging_module",
+    "dump_config",
+    "naming_fix_of_metrics",
+    "read_metrics",
+    "setup_logging",
+    "tracker_settings",
+]
 
 METRICS_BASE_NAME = "metrics.jsonl"
 LOGS_BASE_NAME = "logs.log"
@@ -33,7 +52,7 @@ class TrackerConfig:
 
     trackers: str | None = chz.field(
         default=None,
-        doc="trackers that get metrics and rollouts, divided by commas: wandb, trackio, tensorboard (extras of these names); "
+        doc="trackers that get metrics, divided by commas: wandb, trackio, tensorboard, neptune (extras of these names); "
         "None: wandb where wandb_project is given",
     )
     wandb_project: str | None = chz.field(default=None, doc="project of W&B or trackio")
@@ -151,6 +170,18 @@ class MultiplexLogger(Logger):
         for child in self.loggers:
             child.log_metrics(metrics, step)
 
+    def enable_event_steps(self) -> None:
+        """Pass on to each."""
+        for child in self.loggers:
+            child.enable_event_steps()
+
+    def log_metrics_event(
+        self, metrics: Metrics, step: int, step_metric: str, metric_axes: Mapping[str, str] | None = None
+    ) -> None:
+        """Log to each."""
+        for child in self.loggers:
+            child.log_metrics_event(metrics, step, step_metric, metric_axes)
+
     def log_hparams(self, config: Any) -> None:
         """Log to each."""
         for child in self.loggers:
@@ -188,6 +219,8 @@ class MultiplexLogger(Logger):
     def close(self) -> None:
         """Close each, also when one of them fails; then raise the first failure."""
         failures: list[Exception] = []
+        if self in _opened:
+            _opened.remove(self)
         on_close, self.on_close = self.on_close, None
         for close in (*(child.close for child in self.loggers), on_close):
             try:
@@ -197,6 +230,21 @@ class MultiplexLogger(Logger):
                 failures.append(error)
         if failures:
             raise failures[0]
+
+
+_opened: list[MultiplexLogger] = []
+"""Of `setup_logging`, not closed yet, the newest last."""
+
+
+def log_metrics(metrics: Metrics, step: int | None = None) -> None:
+    """Log to the loggers that `setup_logging` made last and that are not closed.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    if not _opened:
+        raise ConfigurationError("log_metrics: no logger is open; call setup_logging first, or log to one of your own")
+    _opened[-1].log_metrics(metrics, step)
 
 
 def setup_logging(
@@ -238,4 +286,5 @@ def setup_logging(
     except BaseException:
         multiplex.close()
         raise
+    _opened.append(multiplex)
     return multiplex

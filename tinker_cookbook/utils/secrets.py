@@ -23,7 +23,11 @@ _FIELD = (
     r"|(?:auth|access|bearer|api|hf)_token)"
 )
 _FIELD_NAME = re.compile(rf"(?i){_FIELD}")
-_ASSIGNED = re.compile(rf"(?i)(?<![\w.\-])({_FIELD}=)(?!None\b)[^\s&'\",;)]+")
+# What stands for a key in an instruction: tml-..., <key>, $NAME, YOUR_KEY.
+_PLACEHOLDER = r"(?:[^\s&'\",;)]*(?:\.\.\.|…)|<|\$|your[_\-]|None\b)"
+_ASSIGNED = re.compile(rf"(?i)(?<![\w.\-])({_FIELD}=['\"]?)(?!{_PLACEHOLDER})[^\s&'\",;)]+")
+_KEY = re.compile(r"(?<![\w\-])(?:tml-|sk-|hf_)[\w\-]{12,}")
+"""Keys of the hosted service, of OpenAI and those who do as it does, of the Hugging Face hub: wherever they stand."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
 _IN_QUERY = re.compile(r"(?i)([?&](?:[a-z_-]*(?:key|token|secret|password))=)[^&\s'\"]+")
 
@@ -54,6 +58,7 @@ def _without(value: Any, secrets: Sequence[str], by_name: bool) -> Any:
 def _redact_text(text: str, secrets: Sequence[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
+    text = _KEY.sub(HIDDEN, text)
     if "://" in text:
         text = _IN_ADDRESS.sub(HIDDEN, text)
     return _ASSIGNED.sub(rf"\1{HIDDEN}", _IN_QUERY.sub(rf"\1{HIDDEN}", text)) if "=" in text else text
@@ -67,9 +72,13 @@ def _is_secret_name(name: str) -> bool:
 def _secrets() -> list[str]:
     """The longest first, so that none is left in part."""
     found = {os.environ[name] for name in os.environ if _is_secret_name(name)}
-    return sorted(
-        (value for value in found if len(value) >= _SHORTEST and not value.isdecimal()), key=len, reverse=True
-    )
+    return sorted((value for value in found if _may_be_secret(value)), key=len, reverse=True)
+
+
+def _may_be_secret(value: str) -> bool:
+    """Numbers (of tokens) and files (which hold a key) are none, and an instruction that names them stays readable."""
+    is_file = value.startswith(("/", "~")) and os.path.exists(os.path.expanduser(value))
+    return len(value) >= _SHORTEST and not value.isdecimal() and not is_file
 
 
 class RedactingFormatter(logging.Formatter):

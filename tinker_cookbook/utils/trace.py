@@ -29,6 +29,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import wraps
 from html import escape
 from pathlib import Path
@@ -64,8 +65,20 @@ class IterationWindow:
         self.end: float | None = None
         self.spans: list[SpanRecord] = []
 
+    def record_span(self, name: str, start_time: float, end_time: float) -> None:
+        """Add a span that was timed elsewhere, by `time.perf_counter()` of this process."""
+        self.spans.append(SpanRecord(name, start_time, end_time))
+
+    def merge_spans(self, spans: Sequence[SpanRecord]) -> None:
+        """Add spans of another window."""
+        self.spans.extend(spans)
+
     def get_timing_metrics(self) -> dict[str, float]:
-        """Seconds: `time/NAME` of a span that occurred once, `time/NAME:{total,count,mean,max}` of others, and `time/total`."""
+        """Those of `aggregate`, and `time/total`: seconds from the beginning of the step to its end."""
+        return {**self.aggregate(), "time/total": (self.end or time.perf_counter()) - self.start}
+
+    def aggregate(self) -> dict[str, float]:
+        """Seconds: `time/NAME` of a span that occurred once, `time/NAME:{total,count,mean,max}` of others."""
         durations: dict[str, list[float]] = {}
         for span in self.spans:
             durations.setdefault(span.name, []).append(span.end - span.start)
@@ -77,7 +90,7 @@ class IterationWindow:
             else:
                 statistics = {"total": total, "count": len(found), "mean": total / len(found), "max": max(found)}
                 metrics |= {f"{key}:{statistic}": value for statistic, value in statistics.items()}
-        return {**metrics, "time/total": (self.end or time.perf_counter()) - self.start}
+        return metrics
 
     def get_span_dicts(self) -> list[dict[str, Any]]:
         """Name, duration, and start and end counted from the beginning of the step, in seconds."""
@@ -91,15 +104,47 @@ class IterationWindow:
             for span in self.spans
         ]
 
+    def save_timing(self, step: int, *, store: Any) -> None:
+        """Append the step and its spans to a store (`stores.TrainingRunStore`); None: nothing is kept."""
+        if store is not None:
+            store.write_timing_spans(step, self.get_span_dicts())
+
     def write_spans_jsonl(self, path: str | Path, step: int) -> None:
         """Append a line with the step and its spans."""
         append_jsonl(Path(path), {"step": step, "spans": self.get_span_dicts()})
 
 
-class _EventFile:
+class EventType(StrEnum):
+    """What an event says: a span begins, it ends, or what a row is called."""
+
+    BEGIN = "B"
+    END = "E"
+    METADATA = "M"
+
+
+@dataclass
+class TraceEvent:
+    """A line of the file, in Chrome's trace format. `ts` is in microseconds."""
+
+    name: str
+    ph: EventType
+    pid: int
+    tid: int
+    ts: float
+    args: dict[str, Any] = field(default_factory=dict)
+    cat: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is written; without a category where there is none."""
+        own = {key: getattr(self, key) for key in ("name", "ph", "pid", "tid", "ts", "args", "cat")}
+        return {key: value for key, value in own.items() if value is not None} | {"ph": self.ph.value}
+
+
+class TraceCollector:
     """Writes events as they come, and to the disk at least every `flush_interval_sec` while they come."""
 
-    def __init__(self, path: Path, flush_interval_sec: float) -> None:
+    def __init__(self, flush_interval_sec: float = 1.0, output_file: str | Path = EVENTS_BASE_NAME) -> None:
+        path = Path(output_file).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._interval, self._flushed = flush_interval_sec, time.monotonic()
@@ -108,19 +153,27 @@ class _EventFile:
         self._tasks: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self._rows = 0
 
-    def event(self, phase: str, name: str, timestamp: float, args: Mapping[str, Any]) -> None:
-        """The beginning ("B") or end ("E") of a span in the task or thread that calls."""
+    def event(self, phase: EventType, name: str, timestamp: float, args: Mapping[str, Any]) -> None:
+        """The beginning or end of a span in the task or thread that calls. `timestamp`: seconds of `time.perf_counter()`."""
         with self._lock:
             if self._file.closed:
                 return
             process, row, task = self._place()
-            common = {"name": name, "ph": phase, "pid": process, "tid": row, "ts": timestamp * 1e6}
-            self._write({**common, "cat": "async" if task else "sync", "args": to_jsonable(dict(args))})
-            if time.monotonic() - self._flushed >= self._interval:
-                self._file.flush()
-                self._flushed = time.monotonic()
+            category = "async" if task else "sync"
+            self._write(TraceEvent(name, phase, process, row, timestamp * 1e6, to_jsonable(dict(args)), category))
 
-    def close(self) -> None:
+    def add_event(self, event: TraceEvent) -> None:
+        """An event of one's own, as it is."""
+        with self._lock:
+            if not self._file.closed:
+                self._write(event)
+
+    def get_timestamp(self) -> float:
+        """Now, in the microseconds of `TraceEvent.ts`."""
+        return time.perf_counter() * 1e6
+
+    def shutdown(self) -> None:
+        """Write what is outstanding, and nothing more."""
         with self._lock:
             self._file.close()
 
@@ -141,22 +194,26 @@ class _EventFile:
         return process, self._tasks[task], True
 
     def _name(self, kind: str, process: int, row: int, name: str) -> None:
-        self._write({"name": kind, "ph": "M", "pid": process, "tid": row, "ts": 0, "args": {"name": name}})
+        self._write(TraceEvent(kind, EventType.METADATA, process, row, 0, {"name": name}))
 
-    def _write(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps(event) + "\n")
+    def _write(self, event: TraceEvent) -> None:
+        self._file.write(json.dumps(event.to_dict()) + "\n")
+        if time.monotonic() - self._flushed >= self._interval:
+            self._file.flush()
+            self._flushed = time.monotonic()
 
 
-_events: _EventFile | None = None
+_events: TraceCollector | None = None
 _window: ContextVar[IterationWindow | None] = ContextVar("trace_window", default=None)
-_scope: ContextVar[ScopeContext | None] = ContextVar("trace_scope", default=None)
+trace_context: ContextVar[ScopeContext | None] = ContextVar("trace_scope", default=None)
+"""The innermost open span's own."""
 
 
 def trace_init(flush_interval_sec: float = 1.0, output_file: str | Path = EVENTS_BASE_NAME) -> None:
     """Write the spans of this process to `output_file` from now on, after what it has, until `trace_shutdown` or the exit."""
     global _events
     trace_shutdown()
-    _events = _EventFile(Path(output_file).expanduser(), flush_interval_sec)
+    _events = TraceCollector(flush_interval_sec, output_file)
     atexit.register(trace_shutdown)
 
 
@@ -166,12 +223,12 @@ def trace_shutdown() -> None:
     events, _events = _events, None
     if events is not None:
         atexit.unregister(trace_shutdown)
-        events.close()
+        events.shutdown()
 
 
 def get_scope_context() -> ScopeContext:
     """The innermost open span's own; outside of any span one that nobody reads."""
-    return _scope.get() or ScopeContext()
+    return trace_context.get() or ScopeContext()
 
 
 def update_scope_context(values: Mapping[str, Any]) -> None:
@@ -214,17 +271,17 @@ def scope_span_sync(name: str) -> Iterator[None]:
         yield
         return
     context = ScopeContext()
-    token = _scope.set(context)
+    token = trace_context.set(context)
     start = time.perf_counter()
     if events is not None:
-        events.event("B", name, start, {})
+        events.event(EventType.BEGIN, name, start, {})
     try:
         yield
     finally:
         end = time.perf_counter()
-        _scope.reset(token)
+        trace_context.reset(token)
         if events is not None:
-            events.event("E", name, end, context.attributes)
+            events.event(EventType.END, name, end, context.attributes)
         if window is not None:
             window.spans.append(SpanRecord(name, start, end))
 
@@ -292,5 +349,10 @@ def main(argv: Sequence[str]) -> None:
     print(f"wrote {convert(*argv)} events to {argv[1]}; open it at https://ui.perfetto.dev")
 
 
-if __name__ == "__main__":
+def convert_jsonl_to_json_main() -> None:
+    """`main` with the arguments of the process, for an entry point."""
     main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    convert_jsonl_to_json_main()

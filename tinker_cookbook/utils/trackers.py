@@ -1,8 +1,9 @@
-"""Trackers of other people: Weights & Biases, trackio, TensorBoard. Their packages are imported when one is asked for."""
+"""Trackers of other people: W&B, trackio, TensorBoard, Neptune. Their packages are imported when one is asked for."""
 
 import difflib
 import importlib
 import json
+import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ WANDB_ID_BASE_NAME = "wandb_id"
 TRACKIO_NAME_BASE_NAME = "trackio_name"
 TENSORBOARD_FOLDER = "tensorboard"
 ROLLOUTS = "rollouts"
-NAMES = ("wandb", "trackio", "tensorboard")
+NAMES = ("wandb", "trackio", "tensorboard", "neptune")
 
 
 def tracker_names(trackers: str | None, project: str | None) -> list[str]:
@@ -46,8 +47,11 @@ def make_tracker(name: str, project: str | None, run_name: str | None, log_dir: 
     """One of NAMES, with a project where it needs one. Raises ConfigurationError: its package is not installed."""
     if name == "tensorboard":
         return TensorBoardLogger(log_dir)
-    assert project is not None
-    return (WandbLogger if name == "wandb" else TrackioLogger)(project, run_name, log_dir)
+    if name == "neptune":
+        return NeptuneLogger(project, log_dir=log_dir, neptune_name=run_name)
+    if name == "trackio":
+        return TrackioLogger(project, log_dir=log_dir, trackio_name=run_name)
+    return WandbLogger(project, log_dir=log_dir, wandb_name=run_name)
 
 
 class _TrackerLogger(Logger):
@@ -89,21 +93,61 @@ class _TrackerLogger(Logger):
 class WandbLogger(_TrackerLogger):
     """Sends metrics to Weights & Biases. A resumed run continues the same W&B run, whose id is kept in the folder.
 
+    Args:
+        config: the run's config, as `log_hparams` takes it.
+        log_dir: the run's folder; None for a run that is never resumed.
+        wandb_name: what the run is called.
+
     Raises:
         ConfigurationError: the package wandb is not installed.
     """
 
     config_options: ClassVar[Mapping[str, Any]] = {"allow_val_change": True}
 
-    def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        project: str | None = None,
+        config: Any = None,
+        log_dir: str | Path | None = None,
+        wandb_name: str | None = None,
+    ) -> None:
         self._wandb = _require("wandb", f"wandb_project={project!r}", "trackers and wandb_project unset")
         self._run = self._wandb.init(
             project=project,
-            name=name,
+            name=wandb_name,
             dir=str(log_dir) if log_dir is not None else None,
             id=_remembered(Path(log_dir) / WANDB_ID_BASE_NAME, uuid4().hex) if log_dir is not None else None,
             resume="allow",
         )
+        self._event_steps = False
+        if config is not None:
+            self.log_hparams(config)
+
+    def enable_event_steps(self) -> None:
+        """Rows are then numbered as they come; that of a step is drawn over the metric `training/step`."""
+        if not self._event_steps:
+            self._event_steps = True
+            self._run.define_metric("training/step")
+            self._run.define_metric("*", step_metric="training/step", step_sync=False)
+
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Log one step."""
+        if not self._event_steps:
+            return super().log_metrics(metrics, step)
+        self._run.log(dict(metrics) | ({} if step is None else {"training/step": step}), commit=True)
+
+    def log_metrics_event(
+        self, metrics: Metrics, step: int, step_metric: str, metric_axes: Mapping[str, str] | None = None
+    ) -> None:
+        """Log a row that is drawn over `step_metric`."""
+        self.enable_event_steps()
+        axes = {name: (metric_axes or {}).get(name, step_metric) for name in metrics}
+        for axis in {step_metric, *axes.values()}:
+            self._run.define_metric(axis)
+        for name, axis in axes.items():
+            if name not in axes.values():
+                self._run.define_metric(name, step_metric=axis, step_sync=False)
+        self.log_metrics({**metrics, step_metric: step})
 
     @property
     def _package(self) -> Any:
@@ -118,25 +162,81 @@ class TrackioLogger(_TrackerLogger):
     """Sends metrics to trackio. A resumed run continues the same trackio run, whose name is kept in the folder.
 
     Args:
-        name: what the run is called; None for the name of its folder. Eight random characters are added, because
-            trackio would take two runs of one name for the same.
+        config: the run's config, as `log_hparams` takes it.
         log_dir: the run's folder; None for a run that is never resumed.
+        trackio_name: what the run is called; None for the name of its folder. Eight random characters are added, because
+            trackio would take two runs of one name for the same.
 
     Raises:
         ConfigurationError: the package trackio is not installed.
     """
 
-    def __init__(self, project: str, name: str | None = None, log_dir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        project: str | None = None,
+        config: Any = None,
+        log_dir: str | Path | None = None,
+        trackio_name: str | None = None,
+    ) -> None:
         self._trackio = _require("trackio", f"trackers=trackio, wandb_project={project!r}", "trackers unset")
-        stem = name or (Path(log_dir).resolve().name if log_dir is not None else "run")
+        stem = trackio_name or (Path(log_dir).resolve().name if log_dir is not None else "run")
         unique = f"{stem}-{uuid4().hex[:8]}"
         if log_dir is not None:
             unique = _remembered(Path(log_dir) / TRACKIO_NAME_BASE_NAME, unique)
-        self._run = self._trackio.init(project=project, name=unique, resume="allow", embed=False)
+        self._run = self._trackio.init(project=project or "default", name=unique, resume="allow", embed=False)
+        if config is not None:
+            self.log_hparams(config)
 
     @property
     def _package(self) -> Any:
         return self._trackio
+
+
+class NeptuneLogger(Logger):
+    """Sends metrics to Neptune; its token is read from NEPTUNE_API_TOKEN. Texts among the metrics are left out.
+
+    Args:
+        project: `workspace/project`.
+        config: the run's config, as `log_hparams` takes it.
+        log_dir: where Neptune keeps what it has not sent yet.
+        neptune_name: what the experiment is called.
+
+    Raises:
+        ConfigurationError: the package neptune-scale is not installed, or there is no token.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        config: Any = None,
+        log_dir: str | Path | None = None,
+        neptune_name: str | None = None,
+    ) -> None:
+        package = _require("neptune_scale", f"trackers=neptune, wandb_project={project!r}", "trackers unset", "neptune")
+        if not os.environ.get("NEPTUNE_API_TOKEN"):
+            raise ConfigurationError("trackers=neptune: NEPTUNE_API_TOKEN is not set; set it, or leave trackers unset")
+        folder = None if log_dir is None else str(log_dir)
+        self._run = package.Run(project=project, log_directory=folder, experiment_name=neptune_name)
+        if config is not None:
+            self.log_hparams(config)
+
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+        """Log one step; rows without a step go to the run's attributes."""
+        if step is None:
+            return self._run.log_configs(dict(metrics))
+        return self._run.log_metrics({k: v for k, v in metrics.items() if not isinstance(v, str)}, step=step)
+
+    def log_hparams(self, config: Any) -> None:
+        """Set the config of the experiment."""
+        self._run.log_configs(dump_config(config), flatten=True)
+
+    def get_logger_url(self) -> str | None:
+        """The page of the run."""
+        return self._run.get_run_url()
+
+    def close(self) -> None:
+        """Send what is outstanding."""
+        self._run.close()
 
 
 class TensorBoardLogger(Logger):
@@ -199,13 +299,13 @@ class TensorBoardLogger(Logger):
             self._writer = None
 
 
-def _require(package: str, setting: str, otherwise: str) -> Any:
+def _require(package: str, setting: str, otherwise: str, extra: str | None = None) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise ConfigurationError(
             f"{setting}: the package {package} is not installed. "
-            f"Install it with pip install 'tinker-cookbook-local[{package}]', or leave {otherwise}"
+            f"Install it with pip install 'tinker-cookbook-local[{extra or package}]', or leave {otherwise}"
         ) from error
 
 

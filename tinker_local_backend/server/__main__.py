@@ -4,12 +4,8 @@ python -m tinker_local_backend.server model=Qwen/Qwen3-4B-Instruct-2507
 python -m tinker_local_backend.server models=A,B host=0.0.0.0 port=8000 api_keys_file=keys.txt
 """
 
-import re
-import sys
-
-import chz
-
-from tinker_local_backend.errors import LocalBackendError
+from tinker_local_backend.command import fail, parse
+from tinker_local_backend.errors import EngineClosedError, LocalBackendError
 from tinker_local_backend.replicas.launch import refuse
 from tinker_local_backend.server.config import ServerConfig
 
@@ -19,22 +15,16 @@ def main(config: ServerConfig) -> None:
         refuse("the server")
         from tinker_local_backend.server.run import serve
     except LocalBackendError as error:
-        sys.exit(str(error))
+        fail(error)
     except ModuleNotFoundError as error:
-        sys.exit(f"{error}; the server needs its extra: pip install 'tinker-cookbook-local[server]'")
+        fail(f"{error}; the server needs its extra: pip install 'tinker-cookbook-local[server]'")
     try:
         serve(config)
+    except EngineClosedError as error:
+        fail(error, code=1)
     except LocalBackendError as error:
-        sys.exit(str(error))
-
-
-def parse() -> ServerConfig:
-    """The config of the command line. A value that is out of range is told in one line."""
-    try:
-        return chz.entrypoint(ServerConfig)
-    except ValueError as error:
-        sys.exit(re.sub(r"^Expected X_(\w+) to ", r"\1 must ", str(error)))
+        fail(error)
 
 
 if __name__ == "__main__":
-    main(parse())
+    main(parse(ServerConfig))

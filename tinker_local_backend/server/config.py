@@ -6,8 +6,10 @@ from pathlib import Path
 
 import chz
 
+from tinker_local_backend import environment
 from tinker_local_backend.engine.refusals import check_model_name
 from tinker_local_backend.errors import RequestError
+from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage.paths import local_home
 
 MIB = 1 << 20
@@ -17,7 +19,10 @@ MIB = 1 << 20
 class ServerConfig:
     """What is served, where, to whom, and how much of it at a time."""
 
-    model: str | None = chz.field(default=None, doc="base model: a directory or a Hugging Face id")
+    model: str | None = chz.field(
+        default=None,
+        doc="base model: a directory or a Hugging Face id; default without `models`: TINKER_DEBATE_BASE_MODEL",
+    )
     models: str | None = chz.field(default=None, doc="several base models, separated by commas, instead of `model`")
     host: str = chz.field(default="127.0.0.1", doc="address to bind; other than loopback needs API keys")
     port: int = chz.field(default=8000, doc="port to bind; 0 takes a free one", validator=chz.validators.ge(0))
@@ -92,8 +97,13 @@ class ServerConfig:
 
     @property
     def model_names(self) -> list[str]:
-        names = [self.model] if self.model is not None else (self.models or "").split(",")
-        return [name.strip() for name in names if name.strip()]
+        if self.model is not None:
+            names = [self.model]
+        elif self.models is not None:
+            names = self.models.split(",")
+        else:
+            names = [environment.read("TINKER_DEBATE_BASE_MODEL") or ""]
+        return [shipped_model(name.strip()) for name in names if name.strip()]
 
     @property
     def home_path(self) -> Path:
@@ -106,7 +116,8 @@ class ServerConfig:
 
 def check_config(config: ServerConfig, has_keys: bool) -> None:
     """Raise RequestError or ModelLoadError, naming the key, the value and the fix."""
-    if (config.model is None) == (config.models is None):
+    both = config.model is not None and config.models is not None
+    if both or (config.models is None and not config.model_names):
         raise RequestError("give model=NAME or models=A,B (one of the two): the base models to serve")
     if not config.model_names:
         raise RequestError(f"models={config.models!r} names no model")

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.server.access import Access, read_keys
 from tinker_local_backend.server.app import make_app
 from tinker_local_backend.server.config import ServerConfig, check_config
@@ -34,7 +34,8 @@ TICKS_PER_LOOK = 10
 
 
 def serve(config: ServerConfig) -> None:
-    """Run until SIGINT or SIGTERM. Raises LocalBackendError for what prevents a start."""
+    """Run until SIGINT or SIGTERM. Raises LocalBackendError for what prevents a start, and EngineClosedError when the engine
+    dies."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
     access = Access(read_keys(config.api_keys_file, os.environ), config.home_path)
     check_config(config, access.has_keys)
@@ -81,7 +82,9 @@ async def _serve(config: ServerConfig, access: Access) -> None:
         engine_died = link.died.is_set()
         await link.close()
     if engine_died:
-        raise RequestError("the engine's process ended by itself; its last words are above. Start the server again")
+        raise EngineClosedError(
+            "the engine's process ended by itself; its last words are above. Start the server again"
+        )
 
 
 def _bind(config: ServerConfig) -> socket.socket:

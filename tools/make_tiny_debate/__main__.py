@@ -15,6 +15,7 @@ import chz
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from tinker_cookbook.cli_utils import run_recipe
 from tools.make_tiny_debate.corpus import KINDS, Turns
 from tools.make_tiny_debate.figures import measure
 from tools.make_tiny_debate.trails import WORLD
@@ -155,4 +156,4 @@ def main(config: CLIConfig) -> None:
 
 
 if __name__ == "__main__":
-    chz.nested_entrypoint(main)
+    run_recipe(CLIConfig, main)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import chz
 
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.utils.files import write_jsonl
 from tools.make_tiny_debate.trails import split, trail
@@ -32,4 +33,4 @@ def main(config: CLIConfig) -> None:
 
 
 if __name__ == "__main__":
-    chz.nested_entrypoint(main)
+    run_recipe(CLIConfig, main)

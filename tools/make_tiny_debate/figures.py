@@ -13,6 +13,8 @@ from pathlib import Path
 import chz
 import torch
 
+from tinker_cookbook.backends import check_backend
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.prompts import OPPONENT
 from tinker_cookbook.debate.step_judges import CHECK_SYSTEM
 from tinker_cookbook.tasks.collatz import (
@@ -189,8 +191,9 @@ class CLIConfig:
 
 
 def main(config: CLIConfig) -> None:
+    check_backend("local", config.model, field="model")
     print(table(measure(config.model, config.seed, config.samples)))
 
 
 if __name__ == "__main__":
-    chz.nested_entrypoint(main)
+    run_recipe(CLIConfig, main)

@@ -12,6 +12,7 @@ import time
 import chz
 import torch
 
+from tinker_cookbook.cli_utils import run_recipe
 from tools.make_tiny_model import corpus
 from tools.make_tiny_model.figures import measure, table
 from tools.make_tiny_model.folder import check_replaceable, write_folder
@@ -70,4 +71,4 @@ def main(config: CLIConfig) -> None:
 
 
 if __name__ == "__main__":
-    chz.nested_entrypoint(main)
+    run_recipe(CLIConfig, main)

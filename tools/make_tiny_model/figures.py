@@ -16,6 +16,8 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tinker_cookbook.backends import check_backend
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.summary import SUMMARY_SYSTEM
@@ -212,8 +214,9 @@ class CLIConfig:
 
 
 def main(config: CLIConfig) -> None:
+    check_backend("local", config.model, field="model")
     print(table(measure(config.model, config.seed, config.samples)))
 
 
 if __name__ == "__main__":
-    chz.nested_entrypoint(main)
+    run_recipe(CLIConfig, main)

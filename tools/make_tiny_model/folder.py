@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from tinker_cookbook.data.shipped import TINY_MODEL
 from tools.make_tiny_model.figures import table
 from tools.make_tiny_model.tokenizer import PAD, STOP, token_id
 
@@ -76,6 +77,7 @@ def write_folder(
         model.generation_config = GenerationConfig(
             eos_token_id=[stop, pad], pad_token_id=pad, do_sample=True, temperature=1.0
         )
+        setattr(model.config, TINY_MODEL, True)
         model.to(torch.bfloat16).save_pretrained(new)  # type: ignore[arg-type]
         tokenizer.save_pretrained(new)
         yield Unfinished(new)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pip._vendor.packaging.utils import canonicalize_name
 
+from tinker_local_backend.command import check_command
 from tools.wheels import folder, needs
 from tools.wheels.needs import Package, Target, WheelsError
 
@@ -148,4 +149,5 @@ def _imported(target: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    check_command()
     sys.exit(main())

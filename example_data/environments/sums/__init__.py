@@ -6,17 +6,17 @@ from tinker_cookbook.environments import Rubric
 from tinker_cookbook.tasks.types import parse_solution
 
 
-def right(completion, answer):
+def right(completion: str, answer: str) -> float:
     """1 for the sum between the tags."""
     return float(parse_solution(completion) == answer)
 
 
-def brief(completion):
+def brief(completion: str) -> float:
     """What each character costs, so that a right reply is not also a long one."""
     return -len(completion)
 
 
-def load_environment(highest: int = 9):
+def load_environment(highest: int = 9) -> SimpleNamespace:
     """Sums of two numbers up to `highest`; every seventh is kept for evaluations."""
     rows = [
         {"question": f"What is {a} + {b}?", "answer": str(a + b)}

@@ -17,8 +17,8 @@ Fields are sorted by name, required ones first. Schemas under `$defs` become int
 """
 
 import json
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.types import ToolSpec
@@ -44,12 +44,16 @@ _BOUNDS = {
 }
 
 
-def declare_typescript(tools: list[ToolSpec]) -> str:
-    """The content of the message that declares `tools`.
+def encode_tools_to_typescript_style(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The content of the message that declares `tools`, each `{"type": "function", "function": ToolSpec}`; "" for none.
 
-    Raises RendererError for a schema that the notation cannot say.
+    Raises RendererError for a tool that is no function, and for a schema that the notation cannot say.
     """
-    functions = "\n".join(_function(tool) for tool in tools)
+    if others := sorted({str(tool.get("type")) for tool in tools} - {"function"}):
+        raise RendererError(f"tools of type {', '.join(others)} cannot be declared: only functions can")
+    if not tools:
+        return ""
+    functions = "\n".join(_function(tool["function"]) for tool in tools)
     return f"# Tools\n\n## functions\nnamespace functions {{\n{functions}\n}}\n"
 
 

@@ -1,0 +1,159 @@
+"""Command lines of the earlier debate scripts, such as `--mode debate -n 256 --mock-judge`: a table of words, and what they run.
+
+`scripts/` has programs of the earlier names over it. `recipes.debate_rs_grpo` and `recipes.single_turn` take these flags too.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+RECIPES = {"debate": "recipes.debate_rs_grpo", "single_turn": "recipes.single_turn"}
+"""--mode -> what is run"""
+
+RUN_FLAGS = {
+    "--mode": "mode={}",
+    "--env": "task={}",
+    "--dataset": "dataset={}",
+    "--num-rollouts": "num_rollouts={}",
+    "-n": "num_rollouts={}",
+    "--num-groups": "num_groups={}",
+    "--steps": "max_steps={}",
+    "-s": "max_steps={}",
+    "--seed": "seed={}",
+    "--name": "name={}",
+    "--model": "model_name={}",
+    "--mock-judge": "judge=mock",
+    "--confidence-judge": "judge=confidence",
+    "--debate-train": "debate_train={}",
+    "--debate-grpo-reward": "debate_reward={}",
+    "--reward-fn": "reward_fn={}",
+    "--temperature": "temperature={}",
+    "--max-tokens": "max_tokens={}",
+    "--min-p": "min_p={}",
+    "--accept-min-reward": "accept_min_reward={}",
+    "--accept-require-parse": "accept_require_parse=true",
+    "--no-proxy": "",
+}
+"""Flag of scripts/train.py -> key of a recipe; {} is its value. There is no proxy to leave out."""
+
+LOGPROB_FLAGS = {
+    "--model": "model={}",
+    "--prompt": "prompt={}",
+    "--max-tokens": "max_tokens={}",
+    "--num-samples": "num_samples={}",
+    "--temperature": "temperatures={}",
+    "--top-k": "top_k={}",
+    "--top-p": "top_p={}",
+    "--min-p": "min_p={}",
+    "--seed": "seed={}",
+    "--tolerance": "tolerance={}",
+}
+"""Flag of scripts/check_local_sampling_logprobs.py -> key of tinker_local_backend.check_logprobs."""
+
+_LOG_ROOT = "TINKER_DEBATE_LOG_ROOT"
+
+
+class UnknownFlagError(ValueError):
+    """A flag that is none, or one without its value."""
+
+
+def to_keys(arguments: Sequence[str], flags: Mapping[str, str]) -> list[str]:
+    """The `key=value` arguments that flags stand for; what is one already stays.
+
+    Raises UnknownFlagError, which says which flags there are.
+    """
+    keys, rest = [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in flags:
+            if word.startswith("-") or not equals:
+                raise UnknownFlagError(
+                    f"{word!r} is not known; there are {', '.join(flags)}, and the recipe's own key=value"
+                )
+            keys.append(word)
+        elif "{}" not in flags[flag]:
+            if equals:
+                raise UnknownFlagError(f"{flag} takes no value, got {value!r}")
+            keys += [flags[flag]] if flags[flag] else []
+        elif not equals and (not rest or rest[0] in flags):
+            raise UnknownFlagError(f"{flag} needs a value")
+        else:
+            keys.append(flags[flag].format(value if equals else rest.pop(0)))
+    return keys
+
+
+def recipe_and_keys(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """What the flags of scripts/train.py run: a recipe's module, and its keys. Raises UnknownFlagError."""
+    keys = to_keys(arguments, RUN_FLAGS)
+    modes = [key.partition("=")[2] for key in keys if key.startswith("mode=")]
+    if not modes or modes[-1] not in RECIPES:
+        given = f"--mode {modes[-1]}" if modes else "no --mode"
+        raise UnknownFlagError(f"{given}: give --mode {' or --mode '.join(RECIPES)}")
+    return RECIPES[modes[-1]], [key for key in keys if not key.startswith("mode=")]
+
+
+def _habits(module: str, keys: Sequence[str]) -> list[str]:
+    """What scripts/train.py did unasked: write down every group, and train alike on every reply to a question."""
+    names = {key.partition("=")[0] for key in keys}
+    found = [] if "num_groups_to_log" in names else ["num_groups_to_log=-1"]
+    has_questions = "task=qa" in keys or "task" not in names
+    chosen = names & {"preset", "accept_min_reward"} or any(name.startswith("advantage") for name in names)
+    if module == RECIPES["single_turn"] and has_questions and not chosen:
+        found.append("advantage.baseline=constant")
+    return found
+
+
+def run(module: str, keys: Sequence[str]) -> None:
+    """Say which command this is, and run it."""
+    print(f"Runs: python -m {shlex.join([module, *keys])}", flush=True)
+    sys.argv = [module, *keys]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def run_train() -> None:
+    """scripts/train.py: a recipe, whose runs lie in `logs/` unless TINKER_DEBATE_LOG_ROOT or log_path says where."""
+    try:
+        module, keys = recipe_and_keys(sys.argv[1:])
+    except UnknownFlagError as error:
+        _refuse(error)
+    os.environ.setdefault(_LOG_ROOT, "logs")
+    run(module, [*keys, *_habits(module, keys)])
+
+
+def run_check_logprobs() -> None:
+    """scripts/check_local_sampling_logprobs.py."""
+    try:
+        keys = to_keys(sys.argv[1:], LOGPROB_FLAGS)
+    except UnknownFlagError as error:
+        _refuse(error)
+    run("tinker_local_backend.check_logprobs", keys)
+
+
+def read_by(mode: str) -> Callable[[list[str]], list[str]]:
+    """For `run_recipe`: the arguments of the recipe of this mode, with the flags of scripts/train.py among them read as keys."""
+
+    def prepare(arguments: list[str]) -> list[str]:
+        if not any(argument.partition("=")[0] in RUN_FLAGS for argument in arguments):
+            return arguments
+        try:
+            module, keys = recipe_and_keys(["--mode", mode, *arguments])
+        except UnknownFlagError as error:
+            _refuse(error)
+        line = f"python -m {shlex.join([module, *keys])}"
+        if module != RECIPES[mode]:
+            _refuse(f"{RECIPES[mode]} has --mode {mode}; run {line}")
+        print(f"Runs: {line}", flush=True)
+        return keys
+
+    return prepare
+
+
+def _refuse(error: object) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,67 @@
+"""Recordings in messages, as services take them. No renderer here has audio tokens."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.renderers.types import AudioPart
+
+_SUFFIXES = {"wav": "wav", "wave": "wav", "x-wav": "wav", "mp3": "mp3", "mpeg": "mp3", "flac": "flac", "x-flac": "flac"}
+"""End of a file's name or of a MIME type -> format."""
+
+
+def audio_part_to_input_audio(part: AudioPart) -> dict[str, Any]:
+    """The `input_audio` of a part: `data` in base64, `format`, and `num_frames` and `sample_rate` where the part says them.
+
+    Args:
+        part: its `audio` is encoded bytes, a path, a file:// address or a data URI; wav needs no numbers beside it.
+
+    Raises:
+        DataFormatError: it is none of these, of a format that is not known, or its numbers are missing or not positive.
+    """
+    data, found = _read(part["audio"])
+    said = part.get("format")
+    if said and found and said != found:
+        raise DataFormatError(f"format={said!r} disagrees with the recording, which is {found}")
+    audio_format = said or found or ("wav" if isinstance(part["audio"], bytes) else None)
+    if audio_format not in _SUFFIXES.values():
+        raise DataFormatError(
+            f"format={audio_format!r}: must be wav, mp3 or flac; set `format` where the name does not tell"
+        )
+    numbers = {key: part[key] for key in ("num_frames", "sample_rate") if key in part}
+    if len(numbers) == 1 or (audio_format != "wav" and not numbers):
+        raise DataFormatError(f"a part of format {audio_format} must provide num_frames and sample_rate, both")
+    if any(number <= 0 for number in numbers.values()):
+        raise DataFormatError(f"num_frames and sample_rate must be positive, got {numbers}")
+    return {"data": base64.b64encode(data).decode(), "format": audio_format, **numbers}
+
+
+def _read(source: object) -> tuple[bytes, str | None]:
+    """The bytes of a recording, and its format where its name tells."""
+    if isinstance(source, bytes):
+        return source, None
+    if not isinstance(source, str):
+        raise DataFormatError(f"audio must be bytes or a text, got {type(source).__name__}")
+    if source.startswith("data:"):
+        head, comma, payload = source.removeprefix("data:").partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise DataFormatError("audio: a data URI must be data:audio/FORMAT;base64,DATA")
+        try:
+            return base64.b64decode(payload, validate=True), _SUFFIXES.get(_mime(head).rpartition("/")[2])
+        except ValueError as error:
+            raise DataFormatError(f"audio: the data URI holds no base64 ({error})") from error
+    place = urlparse(source)
+    if place.scheme not in ("", "file") or place.netloc not in ("", "localhost"):
+        raise DataFormatError(
+            f"audio={source!r}: this library does not fetch remote audio URLs; give bytes, a path or a data URI"
+        )
+    path = Path(unquote(place.path) if place.scheme else source).expanduser()
+    return path.read_bytes(), _SUFFIXES.get(path.suffix.lower().removeprefix("."))
+
+
+def _mime(head: str) -> str:
+    return head.partition(";")[0].lower()

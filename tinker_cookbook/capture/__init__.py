@@ -1,0 +1,21 @@
+"""Who asked for what: each call of a client as a line of JSON, with the tags that its caller was under.
+
+    exporter = CaptureExporter(JsonlFileSink(LocalStorage(log_path)))
+    instrument_tinker(exporter)
+    with capture(split="train", iteration=3):
+        ...  # every sample and training call here is written to capture/sample.jsonl or capture/train_op.jsonl
+    exporter.shutdown()
+
+There is no SQL store and no HTTP proxy: importing `capture.store` or `capture.proxy` says what to use instead.
+"""
+
+from tinker_cookbook.utils.lazy import exports
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "exporter": "CaptureExporter CaptureSink JsonlFileSink",
+        "instrument": "instrument_tinker uninstrument_tinker",
+        "scope": "RESERVED_KEYS capture current_scope",
+    },
+)

@@ -1,0 +1,172 @@
+"""Records on their way to where they are kept: a queue with an end, and a thread that empties it.
+
+Whoever is recorded never waits and never sees an error: what cannot be kept is counted, and the counts are said at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+from tinker_cookbook.stores.storage import Storage, storage_join
+from tinker_cookbook.utils.files import json_line
+
+logger = logging.getLogger(__name__)
+
+CaptureRecord: TypeAlias = dict[str, Any]
+"""A JSON object; its `kind` (sample, train_op) says where it goes."""
+
+
+class CaptureSink(Protocol):
+    """Where records are kept."""
+
+    def export(self, records: Sequence[CaptureRecord], timeout: float | None = None) -> None:
+        """Keep some records, at least one. `timeout`: seconds that it should take at most."""
+        ...
+
+
+class JsonlFileSink:
+    """Appends records to `capture/<kind>.jsonl`.
+
+    Args:
+        storage: where the run is.
+        prefix: its folder there.
+    """
+
+    def __init__(self, storage: Storage, prefix: str = "") -> None:
+        self._storage, self._prefix = storage, prefix
+
+    def export(self, records: Sequence[CaptureRecord], timeout: float | None = None) -> None:
+        lines: dict[str, bytes] = {}
+        for record in records:
+            kind = str(record.get("kind", "unknown"))
+            lines[kind] = lines.get(kind, b"") + json_line(record)
+        for kind, content in lines.items():
+            self._storage.append(storage_join(self._prefix, "capture", f"{kind}.jsonl"), content)
+
+
+class CaptureExporter:
+    """Takes records and gives them to a sink in batches, on a thread of its own. At the exit it is shut down.
+
+    Args:
+        max_queue_size: records that wait at most; a further one is dropped.
+        max_batch_size: records that go to the sink together, as soon as there are so many.
+        flush_interval_sec: fewer go after so long.
+        export_timeout_sec: what the sink is given as its timeout.
+    """
+
+    def __init__(
+        self,
+        sink: CaptureSink,
+        *,
+        max_queue_size: int = 4096,
+        max_batch_size: int = 256,
+        flush_interval_sec: float = 1.0,
+        export_timeout_sec: float = 10.0,
+    ) -> None:
+        self._sink = sink
+        self._size, self._batch = max_queue_size, max_batch_size
+        self._interval, self._timeout = flush_interval_sec, export_timeout_sec
+        self._closed = False
+        self._begin()
+        atexit.register(self.shutdown)
+        # A forked process has no thread of its parent's. The queue is the parent's to empty.
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (found := itself()) and found._begin())
+
+    def _begin(self) -> None:
+        self.dropped = 0
+        """records that found the queue full, or came after the end"""
+        self.export_failures = 0
+        """batches that the sink refused; their records are lost"""
+        self.callback_failures = 0
+        """calls that could not be recorded"""
+        self._queue: deque[CaptureRecord] = deque()
+        self._changed = threading.Condition()
+        self._pending, self._asked, self._exporting = 0, False, False
+        self._thread = threading.Thread(target=self._work, name="capture-exporter", daemon=True)
+        if not self._closed:
+            self._thread.start()
+
+    def enqueue(self, record: CaptureRecord) -> None:
+        """Take a record, unless the queue is full or this is shut down. Returns at once."""
+        with self._changed:
+            if self._closed or len(self._queue) >= self._size:
+                self.dropped += 1
+                return
+            self._queue.append(record)
+            self._changed.notify_all()
+
+    def track_pending(self) -> None:
+        """A call has begun whose record is still to come."""
+        with self._changed:
+            self._pending += 1
+
+    def pending_done(self) -> None:
+        """The record of such a call has come, or never will."""
+        with self._changed:
+            self._pending -= 1
+            self._changed.notify_all()
+
+    def wait_pending(self, timeout: float | None = None) -> bool:
+        """Wait until no call is under way; whether that came to be within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._pending <= 0, timeout)
+
+    def force_flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was taken has gone to the sink; whether it has, within `timeout` seconds and without an error."""
+        with self._changed:
+            failures, self._asked = self.export_failures, True
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: not self._queue and not self._exporting, timeout)
+            self._asked = False
+            return done and self.export_failures == failures
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Hand over what is left, within `timeout` seconds, and take nothing any more. A second call does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        atexit.unregister(self.shutdown)
+        lost = {"dropped records": self.dropped, "failed exports": self.export_failures}
+        lost |= {"calls not recorded": self.callback_failures, "records not handed over": len(self._queue)}
+        if said := ", ".join(f"{count} {what}" for what, count in lost.items() if count):
+            logger.warning("capture: not everything was kept: %s", said)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._is_due, self._interval)
+                batch = [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
+                self._exporting = bool(batch)
+                if self._closed and not batch:
+                    return
+            if not batch:
+                continue
+            failed = not self._export(batch)
+            with self._changed:
+                self.export_failures += failed
+                self._exporting = False
+                self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        return self._closed or (self._asked and bool(self._queue)) or len(self._queue) >= self._batch
+
+    def _export(self, batch: list[CaptureRecord]) -> bool:
+        try:
+            self._sink.export(batch, timeout=self._timeout)
+        except Exception:
+            # Once: a sink that is gone fails every second.
+            level = logging.DEBUG if self.export_failures else logging.WARNING
+            logger.log(level, "capture: %d records could not be kept", len(batch), exc_info=True)
+            return False
+        return True

@@ -1,0 +1,91 @@
+"""Tags for whatever runs in a block: key and value pairs that an asyncio task inherits from the one that started it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
+
+ScopeValue: TypeAlias = str | int | float | bool | None
+"""What a tag can be: what JSON writes as one value."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+RESERVED_KEYS = frozenset({"run_id", "run_attempt", "split", "iteration", "group_idx", "traj_idx", "purpose"})
+"""Tags whose meaning is agreed on; any others may be given too."""
+
+_current: ContextVar[Mapping[str, ScopeValue]] = ContextVar("capture_scope", default=MappingProxyType({}))
+
+
+def current_scope() -> Mapping[str, ScopeValue]:
+    """The tags here, which cannot be changed; `dict(...)` of it outlives the block."""
+    return _current.get()
+
+
+def _checked(pairs: Mapping[str, ScopeValue]) -> Mapping[str, ScopeValue]:
+    for key, value in pairs.items():
+        if value is not None and not isinstance(value, str | int | float | bool):
+            kind = type(value).__name__
+            raise TypeError(f"capture: {key} must be a text, a number, true, false or None, got {kind}; give its text")
+    return MappingProxyType(dict(pairs))
+
+
+class capture:
+    """Adds tags for a block, or for each call of a function or coroutine function; inner ones win.
+
+        with capture(split="train", iteration=3): ...
+
+        @capture(purpose="eval")
+        async def evaluate(): ...
+
+    One object may be entered by several tasks and threads at once.
+
+    Raises:
+        TypeError: a value is no text, number, true, false or None.
+    """
+
+    def __init__(self, **pairs: ScopeValue) -> None:
+        self._pairs = _checked(pairs)
+        # Tokens can only be used in the context that they come from, so each context has its own.
+        self._entered: ContextVar[tuple[Token[Mapping[str, ScopeValue]], ...]] = ContextVar("entered", default=())
+
+    def __enter__(self) -> Mapping[str, ScopeValue]:
+        merged = MappingProxyType({**current_scope(), **self._pairs})
+        self._entered.set((*self._entered.get(), _current.set(merged)))
+        return merged
+
+    def __exit__(self, *_: object) -> None:
+        *outer, token = self._entered.get()
+        self._entered.set(tuple(outer))
+        _current.reset(token)
+
+    def __call__(self, function: F) -> F:
+        call: Any
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def call(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await function(*args, **kwargs)
+
+        else:
+
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return function(*args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def replace_scope(pairs: Mapping[str, ScopeValue]) -> Iterator[Mapping[str, ScopeValue]]:
+    """These tags and no others for a block: for tags that came from another thread or process. Raises as `capture`."""
+    token = _current.set(_checked(pairs))
+    try:
+        yield current_scope()
+    finally:
+        _current.reset(token)

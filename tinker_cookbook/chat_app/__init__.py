@@ -1,0 +1,1 @@
+"""A chat on the terminal, under the public package's path."""

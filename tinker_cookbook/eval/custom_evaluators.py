@@ -1,0 +1,75 @@
+"""An evaluator to copy: questions with answers, and a function that says whether a reply is right.
+
+python -m tinker_cookbook.eval.custom_evaluators
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from tinker_cookbook import backends, model_info
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.renderers import get_renderer, get_text_content
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.lazy import tinker
+
+QA_DATASET = [
+    {"input": f"What is the capital of {country}?", "output": capital}
+    for country, capital in (("France", "Paris"), ("Germany", "Berlin"), ("Italy", "Rome"))
+]
+"""Questions to begin with."""
+MAX_TOKENS, TEMPERATURE = 100, 0.7
+
+
+def grader_fn(response: str, target: str) -> bool:
+    """Whether the target is somewhere in the response, in upper or lower case."""
+    return target.lower() in response.lower()
+
+
+class CustomEvaluator(SamplingClientEvaluator):
+    """Asks every question once; `accuracy` is the share of right replies, 0 where there are no questions.
+
+    Args:
+        dataset: dicts with `input` (the question) and `output` (what the grader is given).
+        grader_fn: of the reply's text and `output`.
+        model_name: whose tokenizer to use.
+        renderer_name: how messages become tokens.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Mapping[str, str]],
+        grader_fn: Callable[[str, str], bool],
+        model_name: str,
+        renderer_name: str,
+    ) -> None:
+        self.dataset, self.grader_fn = dataset, grader_fn
+        self.renderer = get_renderer(renderer_name, get_tokenizer(model_name), model_name=model_name)
+
+    async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
+        params = tinker.SamplingParams(
+            max_tokens=MAX_TOKENS, temperature=TEMPERATURE, stop=self.renderer.get_stop_sequences()
+        )
+        prompts = [
+            self.renderer.build_generation_prompt([{"role": "user", "content": row["input"]}]) for row in self.dataset
+        ]
+        futures = [sampling_client.sample(prompt, 1, params) for prompt in prompts]
+        right = 0
+        for row, future in zip(self.dataset, futures, strict=True):
+            reply, _ = self.renderer.parse_response(list((await future).sequences[0].tokens))
+            right += bool(self.grader_fn(get_text_content(reply), row["output"]))
+        return {"accuracy": right / len(self.dataset) if self.dataset else 0.0}
+
+
+async def main() -> None:
+    """Evaluate a model of the hosted service, or of the local engine, on QA_DATASET."""
+    model_name = "Qwen/Qwen3.5-9B"
+    evaluator = CustomEvaluator(QA_DATASET, grader_fn, model_name, model_info.get_recommended_renderer_name(model_name))
+    client = backends.create_service_client().create_sampling_client(base_model=model_name)
+    print(await evaluator(client))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

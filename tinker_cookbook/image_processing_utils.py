@@ -1,0 +1,63 @@
+"""Images in messages, as services take them. The renderers here take text alone; Pillow is needed where an image is decoded."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+from tinker_cookbook.exceptions import DataFormatError, MissingPackageError
+from tinker_cookbook.utils.lazy import transformers
+
+if TYPE_CHECKING:
+    from PIL.Image import Image  # pyright: ignore[reportMissingImports]
+
+
+def get_image_processor(model_name: str) -> Any:
+    """The image processor of a model, by its name on the hub or its folder. Raises as transformers, where there is none."""
+    return transformers.AutoImageProcessor.from_pretrained(model_name.partition(":")[0])
+
+
+def image_to_data_uri(image: Image | str) -> str:
+    """`data:image/jpeg;base64,...` of an image of Pillow, a path or a file:// address; a data URI is given back as it is.
+
+    Raises:
+        DataFormatError: the image is somewhere else, which nothing is fetched from.
+        MissingPackageError: Pillow is needed to read a file, and is not installed.
+    """
+    if isinstance(image, str):
+        if image.startswith("data:"):
+            return image
+        place = urlparse(image)
+        if place.scheme not in ("", "file") or place.netloc not in ("", "localhost"):
+            raise DataFormatError(
+                f"image={image!r}: this library does not fetch remote image URLs; give an image, a path or a data URI"
+            )
+        image = _open(Path(unquote(place.path) if place.scheme else image).expanduser())
+    if not hasattr(image, "convert"):
+        raise DataFormatError(f"image must be an image of Pillow or a text, got {type(image).__name__}")
+    file = io.BytesIO()
+    (image.convert("RGB") if image.mode in ("RGBA", "LA", "P") else image).save(file, format="JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def resize_image(image: Image, max_size: int) -> Image:
+    """The image so small that no side has more than `max_size` pixels, in its proportions; as it is if it is."""
+    longest = max(image.size)
+    if longest <= max_size:
+        return image
+    from PIL.Image import Resampling  # pyright: ignore[reportMissingImports]
+
+    width, height = (max(1, side * max_size // longest) for side in image.size)
+    return image.resize((width, height), Resampling.LANCZOS)
+
+
+def _open(path: Path) -> Image:
+    try:
+        from PIL import Image  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingPackageError(f"image={str(path)!r}: reading it needs Pillow; pip install pillow") from error
+    with Image.open(path) as opened:
+        return opened.copy()

@@ -1,0 +1,98 @@
+"""`python -m tinker_cookbook.recipes.NAME` is `python -m recipes.NAME`; nothing of `recipes` is imported before it is used.
+
+Recipes that another package keeps at this path are found first, if that package stands on the path behind this one: then
+`tinker_cookbook.recipes.sl_basic` is theirs, and what they do not have is ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import tinker_cookbook
+
+_HERE = Path(__file__).parent
+_PREFIX = f"{__name__}."
+
+ELSEWHERE = {
+    "chat_sl.train": "chat_sl",
+    "distillation.off_policy_reasoning": "distillation.off_policy",
+    "distillation.on_policy_distillation": "distillation.on_policy",
+    "math_rl.train": "math_rl",
+    "multiplayer_rl.guess_number.train": "guess_number",
+    "multiplayer_rl.twenty_questions.train": "twenty_questions",
+    "preference.dpo.train": "preference.train",
+    "preference.rlhf.rlhf_pipeline": "preference.rlhf_pipeline",
+    "preference.shorter.train": "shorter",
+    "rubric.train": "rubric",
+    "sdft.train": "distillation.sdft",
+    "verifiers_rl.train": "verifiers_rl",
+}
+"""Recipes that the public package keeps in another folder -> where they are here. Their keys are those of `--help` here."""
+
+
+def _folders() -> list[str]:
+    """Other packages' folders of this name, then this one."""
+    entries = [*tinker_cookbook.__path__, *(str(Path(entry, "tinker_cookbook")) for entry in sys.path)]
+    found = dict.fromkeys(str(folder) for entry in entries if (folder := Path(entry, "recipes").resolve()).is_dir())
+    return [*(folder for folder in found if folder != str(_HERE.resolve())), str(_HERE)]
+
+
+def _ours() -> set[str]:
+    """The modules of `recipes` and those of ELSEWHERE, with the packages above them."""
+    spec = importlib.util.find_spec("recipes")
+    (root,) = spec.submodule_search_locations or () if spec is not None else ()
+    files = [path.relative_to(root).with_suffix("").parts for path in Path(root).rglob("*.py")]
+    names = {".".join(parts).removesuffix(".__init__") for parts in files} | ELSEWHERE.keys()
+    return {".".join(parts[:n]) for name in names if (parts := name.split(".")) for n in range(1, len(parts) + 1)}
+
+
+class _Forwarder(Loader):
+    """A module whose names are those of another, and that runs it when it is run. A package may stand for no module."""
+
+    def __init__(self, target: str):
+        self._target = f"recipes.{target}"
+
+    def exec_module(self, module: ModuleType) -> None:
+        def get(name: str) -> object:
+            if name.startswith("__"):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return getattr(importlib.import_module(self._target), name)
+
+        module.__dict__["__getattr__"] = get
+
+    def get_code(self, fullname: str) -> CodeType:
+        """For `python -m`."""
+        program = f"import runpy\nrunpy.run_module({self._target!r}, run_name='__main__', alter_sys=True)"
+        return compile(program, f"<{fullname}>", "exec")
+
+
+class _Finder(MetaPathFinder):
+    """Comes last, so it is asked for what is in none of the folders of `__path__`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(_PREFIX):
+            return None
+        name, ours = fullname.removeprefix(_PREFIX), _ours()
+        base = name.removesuffix(".__main__")  # of a package that is run
+        if base not in ours:
+            raise ModuleNotFoundError(f"there is no recipe {base!r}; there are {', '.join(_recipes())}", name=fullname)
+        is_package = any(other.startswith(f"{name}.") for other in ours)
+        return ModuleSpec(fullname, _Forwarder(ELSEWHERE.get(base, base)), origin=fullname, is_package=is_package)
+
+
+def _recipes() -> list[str]:
+    known = importlib.import_module("recipes.__main__").recipes()
+    return [*known, *(name for name in ELSEWHERE if name not in known)]
+
+
+__path__ = _folders()
+sys.meta_path.append(_Finder())

@@ -1,0 +1,23 @@
+"""Kimi-K2.5 and, unless reasoning is kept in history, K2.6: the format of K2, with a think block that the prompt opens and
+tools declared as TypeScript."""
+
+from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN
+from tinker_cookbook.renderers.kimi_k2 import KimiK2Renderer
+from tinker_cookbook.renderers.kimi_k2_5_tool_declaration_ts import encode_tools_to_typescript_style
+from tinker_cookbook.renderers.types import ToolSpec
+
+
+class KimiK25Renderer(KimiK2Renderer):
+    """Kimi-K2.5 and K2.6, thinking: the prompt opens a think block."""
+
+    prompt_block = THINK_OPEN
+
+    def _declaration(self, tools: list[ToolSpec]) -> str:
+        return encode_tools_to_typescript_style([{"type": "function", "function": tool} for tool in tools])
+
+
+class KimiK25DisableThinkingRenderer(KimiK25Renderer):
+    """Kimi-K2.5 and K2.6 told not to think: the prompt supplies an empty think block."""
+
+    disables_thinking = True
+    prompt_block = THINK_OPEN + THINK_CLOSE

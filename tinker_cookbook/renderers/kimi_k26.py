@@ -1,0 +1,11 @@
+"""Kimi-K2.6 with the preserve_thinking of its template: the reasoning of every answer stays in history."""
+
+from tinker_cookbook.renderers.kimi_k25 import KimiK25Renderer
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+
+class KimiK26PreserveThinkingRenderer(KimiK25Renderer):
+    """Prompts extend each other."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, strip_thinking_from_history=False)

@@ -1,0 +1,177 @@
+"""How a reply of Kimi-K3 is read: elements that are opened and closed by control tokens, read by their ids.
+
+A reply goes on inside the channel that its prompt opened. A well-formed one is: reasoning, the end of `think`, an element
+`response`, at most one element `tools`, the end of `message` and <|end_of_msg|>.
+"""
+
+import html
+import json
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tinker_cookbook.renderers.content import (
+    UNTERMINATED_TOOL_BLOCK_ERROR,
+    assistant_message,
+    check_arguments,
+    check_encodable,
+    load_json,
+)
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.types import (
+    ContentPart,
+    Message,
+    ParseTermination,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    UnparsedToolCall,
+)
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+OPEN, CLOSE, SEP, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
+_ATTRIBUTE = re.compile(r' (\w+)="([^"]*)"')
+_CALL = re.compile(
+    rf"{re.escape(OPEN)}call(?P<head>[^<]*){re.escape(SEP)}(?P<body>.*?){re.escape(CLOSE)}call{re.escape(SEP)}",
+    re.DOTALL,
+)
+_ARGUMENT = re.compile(
+    rf"{re.escape(OPEN)}(?P<tag>argument|json)(?P<head>[^<]*){re.escape(SEP)}(?P<text>.*?)"
+    rf"{re.escape(CLOSE)}(?P=tag){re.escape(SEP)}",
+    re.DOTALL,
+)
+
+
+class _Piece(NamedTuple):
+    """mark: OPEN or CLOSE, whose tag `text` is, or "" for text."""
+
+    mark: str
+    text: str
+
+
+def read_reply(
+    tokenizer: Tokenizer, ids: Mapping[str, int], response: list[int], thinks: bool
+) -> tuple[Message, ParseTermination]:
+    """(message, how it ended). `thinks`: whether the prompt opened the think channel, and not the response."""
+    endings = (ids[END], tokenizer.eos_token_id)
+    at = next((i for i, token in enumerate(response) if token in endings), len(response))
+    pieces, whole = _pieces(tokenizer, ids, response[:at])
+    message, nested = _read(pieces, thinks)
+    if at != len(response) - 1 or not (whole and nested):
+        return message, ParseTermination.MALFORMED
+    return message, ParseTermination.STOP_SEQUENCE if response[at] == ids[END] else ParseTermination.EOS
+
+
+def _pieces(tokenizer: Tokenizer, ids: Mapping[str, int], tokens: list[int]) -> tuple[list[_Piece], bool]:
+    """(tags and texts in order, whether every tag is whole)."""
+    names = {ids[name]: name for name in (OPEN, CLOSE, SEP)}
+    pieces: list[_Piece] = []
+    start = 0
+    while start < len(tokens):
+        mark = names.get(tokens[start], "")
+        end = next((i for i in range(start + bool(mark), len(tokens)) if tokens[i] in names), len(tokens))
+        text = decode_tokens(tokenizer, tokens[start + bool(mark) : end])
+        pieces.append(_Piece(mark, text))
+        if mark == SEP or (mark and (end == len(tokens) or names[tokens[end]] != SEP)):
+            return pieces, False
+        start = end + bool(mark)
+    return pieces, True
+
+
+def _read(pieces: list[_Piece], thinks: bool) -> tuple[Message, bool]:
+    """(message, whether the pieces are those of a well-formed reply)."""
+    parts: list[ContentPart] = []
+    calls: list[ToolCall | UnparsedToolCall] = []
+    channel = "think" if thinks else "response"
+    if pieces[:1] == [_Piece(OPEN, channel)]:
+        pieces = pieces[1:]  # the prompt has opened it
+    expected = ["think", "response", "tools", "message"][0 if thinks else 1 :]
+    i = 0
+    while i < len(pieces):
+        mark, text = pieces[i]
+        i += 1
+        if channel == "tools":
+            i = next((j for j in range(i - 1, len(pieces)) if pieces[j] == _Piece(CLOSE, "tools")), len(pieces))
+            section = "".join(f"{m}{t}{SEP}" if m else t for m, t in pieces[: i + 1][_opened(pieces, "tools") :])
+            calls += _read_calls(section, closed=i < len(pieces))
+            if i == len(pieces):
+                return _message(parts, calls), False
+            channel, i = "", i + 1
+        elif mark == "" and channel in ("think", "response"):
+            kind = (
+                ThinkingPart(type="thinking", thinking=text) if channel == "think" else TextPart(type="text", text=text)
+            )
+            parts.append(kind)
+        elif mark == CLOSE and text == channel:
+            expected, channel = expected[expected.index(channel) + 1 :], ""
+        elif mark == OPEN and not channel and text in expected[:2] and text != "message":
+            expected, channel = expected[expected.index(text) :], text
+            if text == "tools" and i == len(pieces):
+                calls += _read_calls("", closed=False)
+        elif mark == CLOSE and text == "message" and not channel and "response" not in expected:
+            return _message(parts, calls), i == len(pieces)
+        else:
+            return _message(parts, calls), False
+    return _message(parts, calls), False
+
+
+def _opened(pieces: list[_Piece], tag: str) -> int:
+    return pieces.index(_Piece(OPEN, tag)) + 1
+
+
+def _message(parts: list[ContentPart], calls: list[ToolCall | UnparsedToolCall]) -> Message:
+    if all(part["type"] == "text" for part in parts):
+        return assistant_message("".join(part["text"] for part in parts if part["type"] == "text"), calls)
+    return assistant_message(parts, calls)
+
+
+def _read_calls(section: str, closed: bool) -> list[ToolCall | UnparsedToolCall]:
+    """The calls of what stands in an element `tools`, its end included if it is `closed`."""
+    section = section.removesuffix(f"{CLOSE}tools{SEP}")
+    if not closed:
+        error = f"{UNTERMINATED_TOOL_BLOCK_ERROR}: {CLOSE}tools{SEP} is missing"
+        return [UnparsedToolCall(raw_text=f"{OPEN}tools{SEP}{section}", error=error)]
+    calls: list[ToolCall | UnparsedToolCall] = []
+    end = 0
+    for match in [*_CALL.finditer(section), None]:
+        between = section[end : match.start() if match else len(section)]
+        if between.strip():
+            calls.append(UnparsedToolCall(raw_text=between, error=f"expected {OPEN}call tool=... index=...{SEP}"))
+        if match is not None:
+            calls.append(_read_call(match))
+            end = match.end()
+    return calls
+
+
+def _read_call(match: re.Match[str]) -> ToolCall | UnparsedToolCall:
+    try:
+        name = _attributes(match["head"]).get("tool", "")
+        if not name:
+            raise ValueError("the call names no tool")
+        arguments = _read_arguments(match["body"])
+        check_encodable(name + arguments)
+    except (ValueError, RecursionError) as error:
+        return UnparsedToolCall(raw_text=match.group(), error=str(error))
+    return ToolCall(function=ToolCall.FunctionBody(name=name, arguments=arguments))
+
+
+def _attributes(head: str) -> dict[str, str]:
+    return {key: html.unescape(value) for key, value in _ATTRIBUTE.findall(head)}
+
+
+def _read_arguments(body: str) -> str:
+    arguments: dict[str, object] = {}
+    end = 0
+    while body[end:].strip():
+        match = _ARGUMENT.match(body, end)
+        if match is None:
+            raise ValueError(f"expected an argument, not {body[end:]!r}")
+        end = match.end()
+        if match["tag"] == "json":
+            check_arguments(match["text"])
+            return match["text"]
+        given = _attributes(match["head"])
+        if not given.get("key") or given["key"] in arguments:
+            raise ValueError(f"the argument {given.get('key')!r} has no name or is given twice")
+        arguments[given["key"]] = match["text"] if given.get("type") == "string" else load_json(match["text"])
+    return json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,66 @@
+"""Held-out loss of whatever can be asked for logprobs: metrics `<name>/nll` and, with a tokenizer, `<name>/bpb`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from tinker_cookbook.clients import SamplingClient, TrainingClient
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator, forward_logprobs
+from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
+from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.deprecation import warn_deprecated
+from tinker_cookbook.utils.lazy import np, tinker
+
+
+class _OfDatums:
+    """The datums that are scored. They have target_tokens and weights, as those of the datasets do.
+
+    Args:
+        name: what the metrics begin with.
+        tokenizer: for bits per byte, which can be compared between models; None: without them.
+    """
+
+    def __init__(self, data: Sequence[tinker.Datum], name: str = "test", tokenizer: Tokenizer | None = None) -> None:
+        self.data, self.name, self.tokenizer = list(data), name, tokenizer
+
+    @classmethod
+    def from_dataset(cls, dataset: SupervisedDataset, name: str = "test", tokenizer: Tokenizer | None = None) -> Self:
+        """Of all batches of a dataset."""
+        data = [datum for i in range(len(dataset)) for datum in dataset.get_batch(i)]
+        return cls(data, name, tokenizer)
+
+    def _metrics(self, logprobs: list[tinker.TensorData]) -> dict[str, float]:
+        weights = [datum.loss_fn_inputs["weights"] for datum in self.data]
+        metrics = {f"{self.name}/nll": compute_mean_nll(logprobs, weights)}
+        if self.tokenizer is not None:
+            targets = [datum.loss_fn_inputs["target_tokens"] for datum in self.data]
+            metrics[f"{self.name}/bpb"] = compute_bpb(logprobs, weights, targets, self.tokenizer)
+        return metrics
+
+
+class SamplerNLLEvaluator(_OfDatums, SamplingClientEvaluator):
+    """Held-out loss of a snapshot, by the logprobs of its prompts. No training client is needed."""
+
+    async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
+        futures = [sampling_client.compute_logprobs(_whole(datum)) for datum in self.data]
+        # The first token has no logprob: it is no target.
+        return self._metrics([_tensor((await future)[1:]) for future in futures])
+
+
+class NLLEvaluator(_OfDatums, TrainingClientEvaluator):
+    """Held-out loss by a forward pass of the training client. Deprecated: a snapshot with SamplerNLLEvaluator does the same."""
+
+    async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
+        warn_deprecated("NLLEvaluator", message="Use SamplerNLLEvaluator with a sampling client of these weights.")
+        return self._metrics(await forward_logprobs(training_client, [self.data]))
+
+
+def _whole(datum: tinker.Datum) -> tinker.ModelInput:
+    """The sequence of a datum: its input with the last target, which the input lacks."""
+    return datum.model_input.append_int(int(datum.loss_fn_inputs["target_tokens"].tolist()[-1]))
+
+
+def _tensor(logprobs: Sequence[float | None]) -> tinker.TensorData:
+    return tinker.TensorData.from_numpy(np.array(logprobs, dtype=np.float32))

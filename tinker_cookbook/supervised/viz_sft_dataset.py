@@ -1,0 +1,68 @@
+"""Shows the examples of a dataset of conversations on the terminal, coloured by what is trained on.
+
+python -m tinker_cookbook.supervised.viz_sft_dataset dataset_path=package.module:MyBuilder model_name=Qwen/Qwen3-8B
+"""
+
+import chz
+
+from tinker_cookbook import model_info
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import TrainOnWhat
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.format_colorized import format_colorized
+from tinker_cookbook.utils.misc_utils import lookup_func
+
+EXAMPLES = 100
+DATASETS = "tinker_cookbook.recipes.chat_sl.chat_datasets"
+"""Where a builder without a module is looked for."""
+
+
+@chz.chz
+class Config:
+    model_name: str = chz.field(default="meta-llama/Llama-3.1-8B", doc="model whose tokenizer is used")
+    dataset_path: str = chz.field(
+        default="Tulu3Builder", doc="package.module:Builder, or a builder's name among the recipes' datasets"
+    )
+    renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; None: the model's own")
+    max_length: int | None = chz.field(default=None, doc="longest example in tokens; None: not limited")
+    train_on_what: TrainOnWhat | None = chz.field(default=None, doc="which tokens have weight; None: the builder's own")
+
+
+def run(cfg: Config) -> None:
+    """Show the first examples, one after each press of Enter; Ctrl-D ends it.
+
+    Raises:
+        ConfigurationError: `dataset_path` names nothing that builds a dataset of conversations.
+    """
+    common = ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=cfg.model_name,
+        renderer_name=cfg.renderer_name or model_info.get_recommended_renderer_name(cfg.model_name),
+        max_length=cfg.max_length,
+        batch_size=EXAMPLES,
+        train_on_what=cfg.train_on_what,
+    )
+    try:
+        builder = lookup_func(cfg.dataset_path, default_module=DATASETS)(common_config=common)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"dataset_path={cfg.dataset_path!r}: {error}; give package.module:Builder") from error
+    if not isinstance(builder, SupervisedDatasetBuilder):
+        raise ConfigurationError(
+            f"dataset_path={cfg.dataset_path!r}: makes {type(builder).__name__}, no dataset builder"
+        )
+    tokenizer = get_tokenizer(cfg.model_name)
+    dataset, _ = builder()
+    for datum in dataset.get_batch(0):
+        fields = datum.loss_fn_inputs
+        tokens = [*datum.model_input.to_ints(), fields["target_tokens"].tolist()[-1]]
+        # The first token is no target.
+        print(format_colorized(tokens, [0.0, *fields["weights"].tolist()], tokenizer))
+        try:
+            input("Enter for the next one ")
+        except EOFError:
+            return
+
+
+if __name__ == "__main__":
+    run_recipe(Config, run)

@@ -1,0 +1,94 @@
+"""Names on their way out: a warning first, and from the version that was announced on an error."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+from tinker_cookbook.utils.git_rev import installed_version
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def warn_deprecated(name: str, *, removal_version: str | None = None, message: str = "", stacklevel: int = 2) -> None:
+    """Warn (DeprecationWarning) that something should no longer be used.
+
+    Args:
+        removal_version: the version of this project that no longer has it; None: not settled.
+        message: what to use instead.
+        stacklevel: whose line the warning names; 2 is that of the caller's caller.
+
+    Raises:
+        RuntimeError: that version has come.
+    """
+    said = f"'{name}' is deprecated."
+    if removal_version is not None:
+        said += f" It will be removed in version {removal_version}."
+    said += f" {message}" if message else ""
+    if removal_version is not None and _numbers(installed_version()) >= _numbers(removal_version):
+        raise RuntimeError(f"{said} This is version {installed_version()}")
+    warnings.warn(said, DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """What a version begins with: (1, 2) of "1.2.dev3"; (0,) where it is not known."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else (0,)
+
+
+@overload
+def deprecated(function: F, /) -> F: ...
+
+
+@overload
+def deprecated(*, message: str = ..., removal_version: str | None = ...) -> Callable[[F], F]: ...
+
+
+def deprecated(function: Any = None, /, *, message: str = "", removal_version: str | None = None) -> Any:
+    """Warn at each call of a function, or when an object of a class is made: `@deprecated`, or `@deprecated(message=...)`."""
+    if function is None:
+        return functools.partial(_deprecated, message=message, removal_version=removal_version)
+    return _deprecated(function, message, removal_version)
+
+
+def _deprecated(target: Any, message: str, removal_version: str | None) -> Any:
+    is_class = isinstance(target, type)
+    called: Any = target.__init__ if is_class else target
+    name = f"{'Class' if is_class else 'Function'} {target.__qualname__}"
+
+    @functools.wraps(called)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        warn_deprecated(name, removal_version=removal_version, message=message)
+        return called(*args, **kwargs)
+
+    if not is_class:
+        return call
+    target.__init__ = call
+    return target
+
+
+def make_deprecated_module_getattr(
+    module_name: str, attrs: Mapping[str, tuple[str, str | None]]
+) -> Callable[[str], Any]:
+    """`__getattr__` of a module whose names have moved: `__getattr__ = make_deprecated_module_getattr(__name__, {...})`.
+
+    Args:
+        attrs: old name -> where it is now, `package.module.Name`, and the version that no longer has the old one.
+    """
+
+    def get(name: str) -> Any:
+        if name not in attrs:
+            raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
+        place, removal_version = attrs[name]
+        module, dot, attribute = place.rpartition(".")
+        if not dot:
+            raise ValueError(f"{module_name}.{name}: {place!r} must be package.module.Name")
+        found = getattr(importlib.import_module(module), attribute)
+        warn_deprecated(f"{module_name}.{name}", removal_version=removal_version, message=f"Use {place} instead.")
+        return found
+
+    return get

@@ -1,0 +1,90 @@
+"""The names that scripts of the ecosystem import from elsewhere than they live: one table, and the modules made from it.
+
+    python -m tools.re_exports            write the modules
+    python -m tools.re_exports --check    fail if one is not what the table says
+
+A module of the table holds nothing else, and nothing in this project imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tinker_cookbook.utils.files import write_text
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TABLE: dict[str, dict[str, str]] = {
+    "tinker_cookbook.checkpoint_utils": {
+        "tinker_cookbook.renderer_metadata": "RENDERER_NAME_METADATA_KEY add_renderer_name_to_user_metadata "
+        "check_renderer_name_for_checkpoint check_renderer_name_for_checkpoint_async get_renderer_name_from_checkpoint "
+        "get_renderer_name_from_checkpoint_async resolve_renderer_name_from_checkpoint_or_default "
+        "resolve_renderer_name_from_checkpoint_or_default_async",
+        "tinker_cookbook.runs.checkpoints": "CHECKPOINTS_BASE_NAME CheckpointRecord PendingCheckpoint append_checkpoint "
+        "get_last_checkpoint load_checkpoints_file save_checkpoint save_checkpoint_async submit_checkpoint",
+        "tinker_cookbook.runs.manager": "CheckpointManager",
+    },
+    "tinker_cookbook.eval.inspect_evaluators": {
+        "tinker_cookbook.benchmarks.inspect_adapter": "InspectEvaluator InspectEvaluatorBuilder",
+    },
+    "tinker_cookbook.eval.inspect_utils": {
+        "tinker_cookbook.benchmarks.inspect_model": "DEFAULT_MAX_TOKENS InspectAPIFromTinkerSampling "
+        "convert_inspect_messages get_model_usage",
+    },
+    "tinker_cookbook.rl.preference_envs": {
+        "tinker_cookbook.preference.envs": "PairwisePreferenceDataset PairwisePreferenceGroupBuilder "
+        "PairwisePreferenceRLDatasetBuilder PreferenceEnv Prompt TournamentPattern get_pairs get_pairs_chunked",
+    },
+    "tinker_cookbook.utils.file_utils": {"tinker_cookbook.utils.files": "read_jsonl"},
+}
+"""Module -> the modules where its names live -> those names, with spaces between."""
+
+
+def source(homes: Mapping[str, str]) -> str:
+    """The text of a module, as the formatter leaves it."""
+    files = [home.replace("tinker_cookbook.", "").replace(".", "/") + ".py" for home in homes]
+    lines = [f'"""Re-exports {" and ".join(sorted(files, reverse=True))}, for scripts that import this path."""', ""]
+    for home in sorted(homes):
+        lines += _bracketed(f"from {home} import ", "()", sorted(homes[home].split(), key=_order))
+    every = sorted((name for names in homes.values() for name in names.split()), key=_order)
+    lines += ["", *_bracketed("__all__ = ", "[]", [f'"{name}"' for name in every])]
+    return "\n".join(lines) + "\n"
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Constants, classes, then functions, each by the alphabet."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def _bracketed(start: str, brackets: str, names: Sequence[str]) -> list[str]:
+    line = start + ", ".join(names)
+    if brackets == "[]":
+        line = f"{start}[{', '.join(names)}]"
+    if len(line) <= 120:
+        return [line]
+    return [start + brackets[0], *(f"    {name}," for name in names), brackets[1]]
+
+
+def place(module: str) -> Path:
+    """The file of a module."""
+    return ROOT / (module.replace(".", "/") + ".py")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; 1: a module is stale."""
+    parser = argparse.ArgumentParser(prog="python -m tools.re_exports")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a module is not as the table says")
+    check = parser.parse_args(argv).check
+    stale = [name for name in TABLE if not place(name).exists() or place(name).read_text() != source(TABLE[name])]
+    for name in stale:
+        print(f"{'stale' if check else 'wrote'}: {name}")
+        if not check:
+            write_text(place(name), source(TABLE[name]))
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
