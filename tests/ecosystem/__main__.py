@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.ecosystem.package import VERSIONS, unpack_recipes
 from tests.ecosystem.running import ROOT, Outcome, make_model, run_recipe
-from tests.ecosystem.table import recipes_of
+from tests.ecosystem.table import RECIPES
 from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
 
@@ -23,7 +23,7 @@ MARK = "<!-- what follows is written by python -m tests.ecosystem -->"
 def table(version: str, outcomes: Sequence[Outcome]) -> str:
     """A version's table and its count."""
     rows = [["recipe", "result", "rows of metrics", "checkpoints", "stands in for what cannot be had"]]
-    for recipe, outcome in zip(recipes_of(version), outcomes, strict=True):
+    for recipe, outcome in zip(RECIPES, outcomes, strict=True):
         result = "trains and saves" if recipe.writes is None else f"writes {Path(recipe.writes).name}"
         counts = [str(outcome.metrics_rows), str(outcome.checkpoints)] if recipe.log_paths else ["", ""]
         rows.append([f"`{recipe.module}`", outcome.problem or result, *counts, recipe.stands_in])
@@ -38,7 +38,7 @@ def run_version(version: str) -> list[Outcome]:
         folder = Path(name)
         package = unpack_recipes(folder / "package", version)
         make_model(folder / "model", package, folder)
-        for recipe in recipes_of(version):
+        for recipe in RECIPES:
             (folder / recipe.name).mkdir()
             outcomes.append(run_recipe(recipe, package, folder / "model", folder / recipe.name))
             print(f"{version} {recipe.name}: {outcomes[-1].problem or 'ok'} ({outcomes[-1].seconds:.0f} s)", flush=True)

@@ -177,8 +177,3 @@ RECIPES = (
     ),
 )
 """Those that the library promises to run."""
-
-
-def recipes_of(version: str) -> tuple[PublicRecipe, ...]:
-    """Those that a version has."""
-    return RECIPES

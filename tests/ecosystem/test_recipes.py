@@ -9,7 +9,7 @@ import pytest
 
 from tests.ecosystem.package import VERSIONS, IndexUnreachableError, unpack_recipes
 from tests.ecosystem.running import make_model, run_recipe
-from tests.ecosystem.table import PublicRecipe, recipes_of
+from tests.ecosystem.table import RECIPES, PublicRecipe
 
 pytestmark = pytest.mark.ecosystem
 
@@ -29,7 +29,7 @@ def model(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "taught"
 
 
-@pytest.mark.parametrize("recipe", recipes_of(VERSIONS[-1]), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_public_recipe_trains_and_saves(recipe: PublicRecipe, package: Path, model: Path, tmp_path: Path) -> None:
     outcome = run_recipe(recipe, package, model, tmp_path)
     assert outcome.problem == "", (tmp_path / "output.txt").read_text()[-3000:]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes import Pending, fake_logprob, said
+from tests.fakes import FakeServiceClient, Pending, fake_logprob, said
 from tests.rl.handmade import DATA, ScaledSampler, array, trajectory, turn
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
@@ -25,6 +25,7 @@ from tinker_cookbook.rl.metrics import (
     full_sequence,
     incorporate_kl_penalty,
     kl_alarm,
+    score_sequences,
 )
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 
@@ -173,6 +174,17 @@ class TestKLPenalty:
         n = len(values)
         expected = [sum(gamma**k * values[t + k] for k in range(n - t)) for t in range(n)]
         assert found.tolist() == pytest.approx(expected, abs=1e-9)
+
+    def test_scores_of_whole_sequences_with_what_they_used(self) -> None:
+        client: Any = FakeServiceClient().new_sampler(0)
+        sequences = [tinker.ModelInput.from_ints([1, 2, 10]), tinker.ModelInput.from_ints([3, 4])]
+        scores, usage = asyncio.run(score_sequences(client, sequences))
+        assert [[None if value is None else round(value, 6) for value in row] for row in scores] == [
+            [None, fake_logprob(2), fake_logprob(10)],
+            [None, fake_logprob(4)],
+        ]
+        assert usage == TokenUsage(sampled=2, prefill_uncached=5)
+        assert [call.params.max_tokens for call in client.sampled] == [1, 1]
 
     def test_post_kl(self) -> None:
         sampler: Any = ScaledSampler(-1.0)

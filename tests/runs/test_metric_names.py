@@ -140,3 +140,24 @@ def test_the_page_has_the_table() -> None:
         first, *others = re.findall("`([^`]+)`", line) if line.startswith("| `") else [""]
         told |= {first: tuple(others)} if first else {}
     assert told == {key: (other,) for key, other in ALIASES.items()} | dict(SPAN_ALIASES)
+
+
+def test_a_run_keeps_the_state_of_its_code_and_its_spans_and_has_a_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked, fake = list[Any](), FakeServiceClient()
+    monkeypatch.setattr(backends, "create_service_client", lambda *given: (asked.append(given), fake)[1])
+    monkeypatch.setenv("PLANTED_TOKEN", "tml-planted-0123456789")
+    monkeypatch.setattr(
+        "tinker_cookbook.runs.metadata.code_state", lambda modules: f"+ key tml-planted-0123456789 {modules[0]}"
+    )
+    run(make_config(tmp_path, wandb_name="of W&B", max_steps=2))
+    assert (tmp_path / "code.diff").read_text() == "+ key <hidden> tinker_cookbook"
+    (tmp_path / "code.diff").write_text("as at first")
+    run(make_config(tmp_path, session_name="mine", wandb_name="of W&B", max_steps=3))
+    assert (tmp_path / "code.diff").read_text() == "as at first"
+    assert [given[2] for given in asked] == ["of W&B", "mine"]
+    spans = rows(tmp_path, "timing_spans.jsonl")
+    assert [line["step"] for line in spans] == [0, 1, 2]
+    names = [span["name"] for span in spans[1]["spans"]]
+    assert names.count("env_step") == 12 and {"sampling", "train", "update"} <= set(names)

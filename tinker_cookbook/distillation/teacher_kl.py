@@ -57,9 +57,8 @@ class TeacherKL:
     ) -> tuple[list[tinker.Datum], dict[str, float], TokenUsage]:
         dataset_D = [_dataset(groups, metadata) for metadata in metadata_D]
         differences_D = await self._differences(data_D, dataset_D)
-        changed, metrics = _penalised(
-            data_D, differences_D, dataset_D, self._coef, self._discount, len(self._teachers) > 1
-        )
+        several = len(self._teachers) > 1
+        changed, metrics = _penalised(data_D, differences_D, dataset_D, self._coef, self._discount, several)
         return changed, metrics, scoring_usage(data_D)
 
     async def _differences(
@@ -100,7 +99,7 @@ async def incorporate_kl_penalty(
     return metrics
 
 
-def _difference(datum: tinker.Datum, teacher_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+def _difference(datum: tinker.Datum, teacher_N: npt.NDArray) -> npt.NDArray[np.float64]:
     return datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - teacher_N
 
 

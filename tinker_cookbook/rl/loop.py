@@ -197,9 +197,9 @@ class Loop:
             stale: groups besides these that were dropped for their age.
         """
         for item in sampled:
-            self.errors.add(item.trajectory_group)
+            self.errors.ingest(item.trajectory_group)
         versions_P, seconds_P = [item.sampling_client_step for item in sampled], [item.seconds for item in sampled]
-        metrics: LoopMetrics = account_for_groups(batch, versions_P, seconds_P, stale, self.errors.metrics(), step)
+        metrics: LoopMetrics = account_for_groups(batch, versions_P, seconds_P, stale, self.errors.get_metrics(), step)
         display = self.session.display
         display.say_stages("replies")
         if batch.data_D:

@@ -161,8 +161,8 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         self._write_summaries(finished_groups(outcomes))
         errors = RolloutErrorCounter()
         for outcome in outcomes:
-            errors.add(outcome)
-        metrics = compute_trajectory_metrics(finished_groups(outcomes)) | errors.metrics()
+            errors.ingest(outcome)
+        metrics = compute_trajectory_metrics(finished_groups(outcomes)) | errors.get_metrics()
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def _write_summaries(self, groups: Sequence[TrajectoryGroup]) -> None:

@@ -62,19 +62,22 @@ class RolloutErrorCounter:
     """failed attempts by the name of the exception"""
     groups_skipped: int = 0
 
-    def add(self, group: TrajectoryGroup | FailedGroup | GroupFailedError) -> None:
-        """Count what went wrong in a group."""
+    def ingest(self, group: TrajectoryGroup | FailedGroup | GroupFailedError | None) -> None:
+        """Count what went wrong in a group; None: it was left out, for whatever reason."""
+        if group is None:
+            self.groups_skipped += 1
+            return
         failed = not isinstance(group, TrajectoryGroup)
         errors = group.errors if failed else group.rollout_errors
         self.groups_skipped += failed
         self.counts.update(error.error_type for error in errors)
 
-    def metrics(self) -> dict[str, int]:
-        """rollout_errors/<ExceptionName>, /total and /groups_skipped; nothing as long as nothing failed."""
+    def get_metrics(self, prefix: str = "rollout_errors") -> dict[str, int]:
+        """<prefix>/<ExceptionName>, /total and /groups_skipped; nothing as long as nothing failed."""
         if not self.counts and not self.groups_skipped:
             return {}
-        by_name = {f"rollout_errors/{name}": count for name, count in sorted(self.counts.items())}
-        total = {"rollout_errors/total": self.counts.total(), "rollout_errors/groups_skipped": self.groups_skipped}
+        by_name = {f"{prefix}/{name}": count for name, count in sorted(self.counts.items())}
+        total = {f"{prefix}/total": self.counts.total(), f"{prefix}/groups_skipped": self.groups_skipped}
         return by_name | total
 
 

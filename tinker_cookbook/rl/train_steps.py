@@ -185,13 +185,13 @@ async def save_checkpoint_and_get_sampling_client(
 
     Args:
         start_batch: the step that the run begins with, at which nothing is saved.
-        record_stability_info: the snapshot keeps what `stable_reinforce` needs (hosted service).
+        record_stability_info: the snapshot keeps what `stable_reinforce` needs.
         cost_tracker: its totals go into the checkpoint's record.
     """
     if i_batch > start_batch and checkpoint_mgr.should_save_periodic(i_batch):
         await checkpoint_mgr.save_periodic(i_batch, {"batch": i_batch, **_totals(cost_tracker)})
-    asked = {"record_stability_info": True} if record_stability_info else {}
-    return await training_client.save_weights_and_get_sampling_client(**asked), {}
+    snapshot = training_client.save_weights_and_get_sampling_client(record_stability_info=record_stability_info)
+    return await snapshot, {}
 
 
 def _totals(tracker: CostTracker | None) -> dict[str, Any]:
@@ -376,11 +376,17 @@ async def _prepare(config: Config, groups: Sequence[TrajectoryGroup], reference:
     penalties = []
     if config.kl_penalty_coef > 0 and reference is not None:
         penalties.append(KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor))
-    return await prepare_minibatch(groups, config.advantage, config.remove_constant_reward_groups, None, penalties)
+    return await prepare_minibatch(
+        groups,
+        config.advantage,
+        config.remove_constant_reward_groups,
+        penalties=penalties,
+        include_provenance=config.records_stability_info(),
+    )
 
 
 def _new_update(config: Config, client: TrainingClient) -> Update:
-    settings = config.loss_fn, config.loss_fn_config, config.grad_clip_norm, config.on_nonfinite
+    settings = config.training_loss_fn(), config.loss_fn_config, config.grad_clip_norm, config.on_nonfinite
     return Update(client, config.learning_rate, *settings)
 
 
@@ -406,6 +412,7 @@ async def _finish(
         [datum for datum, _ in passed],
         [not_none(one) for _, one in passed],
         config.compute_post_kl,
+        config.records_stability_info(),
         usage=rollout_usage(batch.groups) + batch.usage,
         cost_tracker=cost_tracker,
         sampling_client_reuse=reuse,
