@@ -27,7 +27,6 @@ DIFFERENCES: dict[str, str] = {
     "renderers.StreamingTextDelta(content_index)": _DELTA,
     "renderers.StreamingThinkingDelta(content_index)": _DELTA,
     "renderers.deepseek_v3.DeepSeekV3ThinkingRenderer(system_role_as_user)": "system text is written as the template does",
-    "renderers.gpt_oss.GptOssRenderer(use_system_prompt)": "the system prompt follows from reasoning_effort: None is none",
 }
 """module.Name or module.Name(parameter) -> why it is not here."""
 

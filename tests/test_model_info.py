@@ -200,7 +200,7 @@ def test_warning(caplog: pytest.LogCaptureFixture, model: str, renderer: str | N
         warn_if_renderer_not_recommended(model, renderer)
     assert bool(caplog.records) == warns
     if warns:
-        assert f"renderer_name={renderer!r} is not made for model_name={model!r}" in caplog.text
+        assert f"renderer_name={renderer!r} is not recommended for model_name={model!r}" in caplog.text
 
 
 def test_the_context_of_a_folder_is_read_and_that_of_a_hub_name_asked_once(

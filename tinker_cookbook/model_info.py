@@ -1,7 +1,6 @@
 """What is known of a model without loading it: which renderers fit it, and how long its context is.
 
-The patterns say what a released model's hub name means. They name only models whose chat format a renderer writes: a near
-relative (Thinking-2507, Qwen2.5-1M, DeepSeek-V3) is no match; Inkling's is named, and refused where it is asked for. A local folder is told by its files.
+The patterns of model_families say what a released model's hub name means. A local folder is told by its files.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from typing import NamedTuple
 from tinker_cookbook import model_shapes
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.model_families import BASE, FAMILIES, GLM5_3, GPT_OSS, QWEN3_5, QWEN3_8, QWEN3_HYBRID
 from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
-from tinker_cookbook.renderers.registry import ELSEWHERE
 from tinker_cookbook.tokenizer_utils import base_model_of
 from tinker_cookbook.utils.lazy import transformers
 
 logger = logging.getLogger(__name__)
 
 _RENDERER_KEY = "recommended_renderer"
-_BASE = ("role_colon",)
 
 
 @dataclass(frozen=True)
@@ -47,108 +45,6 @@ class ModelAttributes:
     is_vl: bool = False
     is_audio_in: bool = False
 
-
-class _Family(NamedTuple):
-    """`version` and `size` stand in where the name does not spell them (groups `v` and `s` of the pattern)."""
-
-    pattern: re.Pattern[str]
-    renderers: tuple[str, ...]
-    version: str = ""
-    size: str = ""
-    is_vl: bool = False
-    is_audio_in: bool = False
-
-
-_S = r"(?P<s>\d+(\.\d+)?B(-A\d+(\.\d+)?B)?)"
-_QWEN3_HYBRID = ("qwen3", "qwen3_disable_thinking")
-_DEEPSEEK = ("deepseekv3", "deepseekv3_disable_thinking", "deepseekv3_thinking")
-_GPT_OSS = (
-    "gpt_oss_no_sysprompt",
-    "gpt_oss_medium_reasoning",
-    "gpt_oss_low_reasoning",
-    "gpt_oss_high_reasoning",
-)
-_QWEN3_5 = ("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking")
-_QWEN3_8 = (
-    "qwen3_8_xhigh_reasoning",
-    "qwen3_8_disable_thinking",
-    "qwen3_8_medium_reasoning",
-    "qwen3_8_low_reasoning",
-)
-_KIMI_K25 = ("kimi_k25", "kimi_k25_disable_thinking")
-_KIMI_K26 = ("kimi_k26", "kimi_k26_disable_thinking", "kimi_k26_preserve_thinking")
-_NEMOTRON3 = ("nemotron3", "nemotron3_disable_thinking", "nemotron3_preserve_thinking")
-_NEMOTRON3_ULTRA = ("nemotron3_ultra", "nemotron3_ultra_disable_thinking", "nemotron3_ultra_preserve_thinking")
-_DEEPSEEK_V4_1 = (
-    *("deepseekv4_1", "deepseekv4_1_low_reasoning", "deepseekv4_1_max_reasoning"),
-    *("deepseekv4_1_disable_thinking", "deepseekv4_1_preserve_thinking"),
-)
-_KIMI_K31_PRO = (
-    *("kimi_k31_pro_max_reasoning", "kimi_k31_pro_high_reasoning", "kimi_k31_pro_low_reasoning"),
-    *("kimi_k31_pro_disable_thinking", "kimi_k31_pro_no_reasoning_effort"),
-)
-_GLM5_3 = ("glm5_3_max_reasoning", "glm5_3_low_reasoning", "glm5_3_high_reasoning")
-
-
-def _family(pattern: str, renderers: tuple[str, ...], version: str = "", size: str = "", vl: bool = False) -> _Family:
-    return _Family(re.compile(pattern), renderers, version, size, vl)
-
-
-_FAMILIES = (
-    _family(rf"Qwen/Qwen(?P<v>3)-{_S}-Instruct-2507(-FP8)?", ("qwen3_instruct",)),
-    _family(rf"Qwen/Qwen(?P<v>3)-{_S}-Base", _BASE),
-    _family(rf"Qwen/Qwen(?P<v>3)-{_S}(-FP8)?", _QWEN3_HYBRID),
-    _family(rf"Qwen/Qwen(?P<v>3)-VL-{_S}-Instruct(-FP8)?", ("qwen3_vl_instruct",), vl=True),
-    _family(rf"Qwen/Qwen(?P<v>3)-VL-{_S}-Thinking(-FP8)?", ("qwen3_vl",), vl=True),
-    _family(rf"Qwen/Qwen(?P<v>3\.5)-{_S}-Base", _BASE, vl=True),
-    _family(rf"Qwen/Qwen(?P<v>3\.[56])-{_S}(-FP8)?", _QWEN3_5, vl=True),
-    _family(rf"Qwen/Qwen(?P<v>3\.8)-{_S}(-FP8)?", _QWEN3_8, vl=True),
-    _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-)?{_S}-Instruct", ("qwen2_5",)),
-    _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-|Math-)?{_S}", _BASE),
-    # The plain form of Llama 3.0, which the later ones read too (see renderers/llama3.py).
-    _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3(\.\d)?)-{_S}-Instruct", ("llama3",)),
-    _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3(\.\d)?)-{_S}", _BASE),
-    _family(r"mistralai/Mistral-Small-(?P<s>24B)-Instruct-2501", ("mistral",), version="3"),
-    _family(r"mistralai/Mistral-Small-(?P<v>3\.1)-(?P<s>24B)-Instruct-2503", ("mistral",), vl=True),
-    _family(r"mistralai/Ministral-(?P<s>8B)-Instruct-2410", ("mistral_v3",)),
-    _family(r"mistralai/Mistral-Nemo-Instruct-2407", ("mistral_v3",), size="12B"),
-    _family(r"mistralai/Mistral-Small-(?P<s>24B)-Base-2501", _BASE, version="3"),
-    _family(r"mistralai/Mistral-Small-(?P<v>3\.1)-(?P<s>24B)-Base-2503", _BASE, vl=True),
-    _family(r"mistralai/Mistral-Nemo-Base-2407", _BASE, size="12B"),
-    _family(r"google/gemma-(?P<v>2)-(?P<s>(2|9|27)b)-it", ("gemma",)),
-    _family(r"google/gemma-(?P<v>3)-(?P<s>270m|1b)-it", ("gemma",)),
-    _family(r"google/gemma-(?P<v>3)-(?P<s>(4|12|27)b)-it", ("gemma",), vl=True),
-    _family(r"google/gemma-(?P<v>2)-(?P<s>(2|9|27)b)", _BASE),
-    _family(r"google/gemma-(?P<v>3)-(?P<s>1b)-pt", _BASE),
-    _family(r"google/gemma-(?P<v>3)-(?P<s>270m)", _BASE),
-    _family(r"google/gemma-(?P<v>3)-(?P<s>(4|12|27)b)-pt", _BASE, vl=True),
-    _family(r"deepseek-ai/DeepSeek-V(?P<v>3\.1)", _DEEPSEEK, size="671B-A37B"),
-    _family(r"deepseek-ai/DeepSeek-V(?P<v>3(\.1)?)-Base", _BASE, size="671B-A37B"),
-    _family(r"openai/gpt-oss-(?P<s>20b|120b)", _GPT_OSS),
-    _family(r"moonshotai/Kimi-(?P<v>K2)-Thinking", ("kimi_k2",), size="1T-A32B"),
-    _family(r"moonshotai/Kimi-(?P<v>K2\.5)", _KIMI_K25, size="1T-A32B", vl=True),
-    _family(r"moonshotai/Kimi-(?P<v>K2\.6)", _KIMI_K26, size="1T-A32B", vl=True),
-    _family(rf"nvidia/NVIDIA-Nemotron-(?P<v>3)-Nano-{_S}-BF16", _NEMOTRON3),
-    _family(rf"nvidia/NVIDIA-Nemotron-(?P<v>3)-Super-{_S}-BF16", (*_NEMOTRON3, "nemotron3_low_thinking")),
-    _family(
-        rf"nvidia/NVIDIA-Nemotron-(?P<v>3)-Ultra-{_S}-BF16", (*_NEMOTRON3_ULTRA, "nemotron3_ultra_medium_thinking")
-    ),
-    _family(rf"nvidia/NVIDIA-Nemotron-(?P<v>3\.5)-Lightning-{_S}-BF16", _NEMOTRON3_ULTRA),
-    _family(
-        rf"nvidia/NVIDIA-Nemotron-(?P<v>3\.5)-Super-VL-{_S}-BF16",
-        (*_NEMOTRON3_ULTRA, "nemotron3_ultra_medium_thinking"),
-        vl=True,
-    ),
-    _family(r"deepseek-ai/DeepSeek-V(?P<v>4\.1)-Flash(-1017)?", _DEEPSEEK_V4_1, size="552B-A16B"),
-    _family(r"moonshotai/Kimi-(?P<v>K3\.1)-Pro", _KIMI_K31_PRO, size="2.8T-A104B", vl=True),
-    _family(r"zai-org/GLM-(?P<v>5\.3)", _GLM5_3, size="744B-A40B"),
-    _family(r"zai-org/GLM-(?P<v>5\.3)-Flash", _GLM5_3, size="320B-A18B"),
-    _family(r"thinkingmachines/Inkling", ELSEWHERE, "1", "975B-A41B", vl=True)._replace(is_audio_in=True),
-    _family(r"thinkingmachines/Inkling-Small", ELSEWHERE, "1", "276B-A12B", vl=True)._replace(is_audio_in=True),
-    _family(r"thinkingmachines/Inkling-(?P<v>2)-Small", ELSEWHERE, size="594B-A17B", vl=True),
-    # Whoever made it, a base model has no format of its own.
-    _family(r"[^/]+/[^/]+-Base", _BASE),
-)
 
 _LLAMA_NAMES = (
     *("Meta-Llama-3-8B", "Meta-Llama-3-8B-Instruct", "Meta-Llama-3-70B", "Meta-Llama-3-70B-Instruct"),
@@ -261,14 +157,14 @@ def get_thinkingmachines_info() -> dict[str, ModelAttributes]:
 
 def _attributes_of(hub_name: str) -> ModelAttributes | None:
     """What the name of a model on the hub says; None when no pattern matches it."""
-    for family in _FAMILIES:
+    for family in FAMILIES:
         if match := family.pattern.fullmatch(hub_name):
             said = match.groupdict()
             return ModelAttributes(
                 organization=hub_name.partition("/")[0],
                 version_str=said.get("v") or family.version,
                 size_str=said.get("s") or family.size,
-                is_chat=family.renderers != _BASE,
+                is_chat=family.renderers != BASE,
                 recommended_renderers=family.renderers,
                 is_vl=family.is_vl,
                 is_audio_in=family.is_audio_in,
@@ -337,7 +233,7 @@ def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None)
         return
     if renderer_name not in fitting:
         logger.warning(
-            "renderer_name=%r is not made for model_name=%r, whose renderers are %s: the model may see a format that it "
+            "renderer_name=%r is not recommended for model_name=%r, whose renderers are %s: the model may see a format that it "
             "was not trained on",
             renderer_name,
             model_name,
@@ -377,7 +273,7 @@ def _of_folder(folder: Path) -> tuple[str, ...]:
             return (str(named),)
     template = _chat_template(folder, tokenizer_config)
     if not template:
-        return _BASE
+        return BASE
     model_type = config.get("model_type")
     fitting = (known.renderers for known in _TEMPLATES if model_type in known.model_types and known.fits(template))
     names = next(fitting, None)
@@ -406,19 +302,17 @@ _NO_TEKKEN = ("[INST] ", "[ARGS]", "[THINK]")
 _QWEN3_TYPES, _MISTRAL_TYPES = ("qwen3", "qwen3_moe"), ("mistral", "mistral3")
 _QWEN3_5_TYPES = ("qwen3_5", "qwen3_5_moe")
 _TEMPLATES = (
-    _Template(_QWEN3_5_TYPES, _QWEN3_8, ("<|im_start|>", "<function=", "reasoning_effort")),
-    _Template(_QWEN3_5_TYPES, _QWEN3_5, ("<|im_start|>", "<function=", "enable_thinking")),
-    _Template(_QWEN3_TYPES, _QWEN3_HYBRID, ("<|im_start|>", "think")),
+    _Template(_QWEN3_5_TYPES, QWEN3_8, ("<|im_start|>", "<function=", "reasoning_effort")),
+    _Template(_QWEN3_5_TYPES, QWEN3_5, ("<|im_start|>", "<function=", "enable_thinking")),
+    _Template(_QWEN3_TYPES, QWEN3_HYBRID, ("<|im_start|>", "think")),
     _Template(_QWEN3_TYPES, ("qwen3_instruct",), ("<|im_start|>",)),
     _Template(("qwen2",), ("qwen2_5",), ("<|im_start|>", QWEN2_5_SYSTEM_PROMPT), ("<think>",)),
     _Template(("llama",), ("llama3",), ("<|start_header_id|>", "<|eot_id|>"), ("think",)),
     _Template(("gemma2", "gemma3", "gemma3_text"), ("gemma",), ("<start_of_turn>",), ("<start_function",)),
     _Template(_MISTRAL_TYPES, ("mistral",), ("[INST]", "[SYSTEM_PROMPT]"), _NO_TEKKEN),
     _Template(_MISTRAL_TYPES, ("mistral_v3",), ("[INST]", "[AVAILABLE_TOOLS]"), _NO_TEKKEN),
-    _Template(
-        ("glm_moe_dsa",), _GLM5_3, ("[gMASK]<sop>", "Reasoning Effort: ", "clear_thinking"), ("enable_thinking",)
-    ),
-    _Template(("gpt_oss",), _GPT_OSS, ("<|channel|>", "<|message|>")),
+    _Template(("glm_moe_dsa",), GLM5_3, ("[gMASK]<sop>", "Reasoning Effort: ", "clear_thinking"), ("enable_thinking",)),
+    _Template(("gpt_oss",), GPT_OSS, ("<|channel|>", "<|message|>")),
 )
 
 

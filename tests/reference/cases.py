@@ -203,7 +203,8 @@ _DSML_CALL = (
     '<｜DSML｜ parameter name="s" string="true">x\ny</｜DSML｜ parameter>\n</｜DSML｜ invoke>'
 )
 _DSML = "\n\n<｜DSML｜ calls>\n{}\n</｜DSML｜ calls>"
-_GLM_CALL = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key><arg_value>x\ny</arg_value></tool_call>"
+_GLM_PAIRS = "<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key><arg_value>x\ny</arg_value>"
+_GLM_CALL = f"<tool_call>add{_GLM_PAIRS}</tool_call>"
 CALL_REPLIES = {
     "dsml": [
         "</think>" + _DSML.format(_DSML_CALL) + END,

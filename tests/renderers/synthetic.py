@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tinker_cookbook.renderers import Message, TextPart, ThinkingPart, ToolCall
+from tinker_cookbook.renderers import (
+    Message,
+    ParseFailureKind,
+    ParseTermination,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    classify_parse_failure,
+)
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -116,6 +124,12 @@ def make_tokenizer(
     )
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def failure_kind(message: Message, termination: ParseTermination) -> ParseFailureKind | None:
+    """What classify_parse_failure says is at fault."""
+    failure = classify_parse_failure(message, termination)
+    return failure[0] if failure else None
 
 
 def text(start: str = "", min_size: int = 0) -> st.SearchStrategy[str]:

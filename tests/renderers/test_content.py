@@ -1,14 +1,19 @@
 """Reading what a model wrote: thinking, tool calls, and what goes wrong with them."""
 
+import json
+
 import pytest
 
-from tests.renderers.synthetic import make_tokenizer
+from tests.renderers.synthetic import failure_kind, make_tokenizer
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import (
     ImagePart,
     Message,
     ParseFailureKind,
     ParseTermination,
+    StreamingMessageHeader,
+    StreamingTextDelta,
+    StreamingThinkingDelta,
     TextPart,
     ThinkingPart,
     ToolCall,
@@ -22,6 +27,16 @@ from tinker_cookbook.renderers import (
     parse_content_blocks,
     parse_think_blocks,
 )
+from tinker_cookbook.renderers.content import (
+    content_to_jsonable,
+    detect_unterminated_tool_block,
+    has_thinking,
+    message_to_jsonable,
+    remove_thinking,
+)
+from tinker_cookbook.renderers.decoding import tokens_weights_from_strings_weights
+from tinker_cookbook.renderers.replies import parse_response_for_stop_token
+from tinker_cookbook.renderers.streaming import ReasoningStreamingParser, StreamingParser
 
 THINK = ThinkingPart(type="thinking", thinking="hm")
 TEXT = TextPart(type="text", text="yes")
@@ -103,10 +118,10 @@ def test_unreadable_and_unclosed_calls_reach_the_message_and_render_back() -> No
     message, termination = renderer.parse_response(tokens)
     assert message.get("tool_calls") == [call("a", "{}")]
     assert message.get("unparsed_tool_calls") == [
-        UnparsedToolCall(raw_text='<tool_call>\n{"name', error="</tool_call> is missing")
+        UnparsedToolCall(raw_text='<tool_call>\n{"name', error="unterminated tool block: </tool_call> is missing")
     ]
     assert termination is ParseTermination.STOP_SEQUENCE
-    assert classify_parse_failure(message, termination) is ParseFailureKind.CONTENT
+    assert failure_kind(message, termination) is ParseFailureKind.CONTENT
     prompt = renderer.build_generation_prompt([]).to_ints()
     model_input, _ = renderer.build_supervised_example([message])
     assert model_input.to_ints() == prompt + tokens
@@ -122,7 +137,7 @@ def test_how_a_response_ended() -> None:
         (end + end, ParseTermination.MALFORMED, ParseFailureKind.STRUCTURAL),
     ]:
         message, termination = renderer.parse_response(tokens)
-        assert (termination, classify_parse_failure(message, termination)) == (expected, failure)
+        assert (termination, failure_kind(message, termination)) == (expected, failure)
     assert ParseTermination.EOS.is_clean
     assert not ParseTermination.EOS.is_stop_sequence
     assert not ParseTermination.MALFORMED.is_clean
@@ -188,3 +203,53 @@ def test_tools_need_a_format_and_a_declaration() -> None:
         get_renderer("qwen3", make_tokenizer()).create_conversation_prefix_with_tools([])
     with pytest.raises(RendererError, match="cannot parse a stream"):
         get_renderer("role_colon", make_tokenizer()).parse_response_streaming([1])
+
+
+def test_a_failure_says_what_is_wrong() -> None:
+    message = Message(
+        role="assistant", content="", unparsed_tool_calls=[UnparsedToolCall(raw_text="x", error="e" * 20000)]
+    )
+    assert classify_parse_failure(message, ParseTermination.EOS) == (ParseFailureKind.CONTENT, "e" * 16384)
+    kind, detail = classify_parse_failure(message, ParseTermination.MALFORMED) or (None, "")
+    assert kind is ParseFailureKind.STRUCTURAL and "did not terminate cleanly" in detail
+    assert detect_unterminated_tool_block("a<c>b</c>", "<c>", "</c>") is None
+    found = detect_unterminated_tool_block("<c>a</c><c>b", "<c>", "</c>")
+    assert found is not None and found.raw_text == "<c>b" and found.error.startswith("unterminated tool block")
+
+
+def test_messages_as_json() -> None:
+    parts = [ThinkingPart(type="thinking", thinking="hm"), TextPart(type="text", text="A")]
+    message = Message(role="assistant", content=[*parts], tool_calls=[call("a", "{}")], trainable=True)
+    written = json.loads(json.dumps(message_to_jsonable(message)))
+    assert (written["content"], written["trainable"]) == (parts, True)
+    assert written["tool_calls"][0]["function"] == {"name": "a", "arguments": "{}"}
+    assert has_thinking(parts) and not has_thinking(remove_thinking(parts)) and has_thinking("<think>x")
+    with pytest.raises(RendererError, match="a part of type 'film' is unknown"):
+        content_to_jsonable([{"type": "film"}])  # type: ignore[list-item]
+
+
+def test_a_stream_of_text_and_reasoning_takes_one_token_at_a_time() -> None:
+    tokenizer = make_tokenizer()
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int)
+    reply = [*tokenizer.encode("<think>hm 漢</think>A🙂", add_special_tokens=False), end]
+    for kind, text in ((StreamingParser, "<think>hm 漢</think>A🙂"), (ReasoningStreamingParser, "A🙂")):
+        parser = kind(tokenizer, end, lambda tokens: parse_response_for_stop_token(tokens, tokenizer, end))
+        for _ in range(2):
+            header, *deltas, last = [*(delta for token in reply for delta in parser.feed(token)), *parser.finish()]
+            assert header == StreamingMessageHeader(role="assistant")
+            assert last == Message(role="assistant", content="<think>hm 漢</think>A🙂")
+            assert "".join(delta.text for delta in deltas if isinstance(delta, StreamingTextDelta)) == text
+            thought = "".join(delta.thinking for delta in deltas if isinstance(delta, StreamingThinkingDelta))
+            assert thought == ("hm 漢" if kind is ReasoningStreamingParser else "")
+            parser.reset()
+    with pytest.raises(RendererError, match="is in the response 2 times"):
+        parse_response_for_stop_token([*reply, end], tokenizer, end)
+
+
+def test_texts_with_weights() -> None:
+    tokenizer = make_tokenizer()
+    tokens, weights = tokens_weights_from_strings_weights([("hello", 0.0), (" world", 1.0)], tokenizer)
+    first, second = (tokenizer.encode(text, add_special_tokens=False) for text in ("hello", " world"))
+    assert tokens.tolist() == [*first, *second]
+    assert weights.tolist() == [0.0] * len(first) + [1.0] * len(second)

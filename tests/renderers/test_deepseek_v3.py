@@ -13,7 +13,7 @@ from tests.renderers.reasoning_families import (
     deepseek_tokenizer,
     reference,
 )
-from tests.renderers.synthetic import conversation, make_tokenizer
+from tests.renderers.synthetic import conversation, failure_kind, make_tokenizer
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import (
     ContentPart,
@@ -28,7 +28,6 @@ from tinker_cookbook.renderers import (
     ToolSpec,
     TrainOnWhat,
     UnparsedToolCall,
-    classify_parse_failure,
     ensure_list,
     get_renderer,
     get_text_content,
@@ -303,7 +302,7 @@ def test_an_unreadable_call_keeps_its_text_and_renders_back(
     (bad,) = message["unparsed_tool_calls"]
     assert raw is None or bad.raw_text == raw
     assert error in bad.error
-    assert classify_parse_failure(message, termination) is ParseFailureKind.CONTENT
+    assert failure_kind(message, termination) is ParseFailureKind.CONTENT
     prompt = renderer.build_generation_prompt([USER]).to_ints()
     assert renderer.build_supervised_example([USER, message])[0].to_ints() == prompt + reply
 

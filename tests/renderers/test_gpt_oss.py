@@ -16,7 +16,7 @@ from tests.renderers.reasoning_families import (
     one_call_at_a_time,
     reference,
 )
-from tests.renderers.synthetic import make_tokenizer
+from tests.renderers.synthetic import failure_kind, make_tokenizer
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
 from tinker_cookbook.renderers import (
     ContentPart,
@@ -29,7 +29,6 @@ from tinker_cookbook.renderers import (
     ToolSpec,
     TrainOnWhat,
     UnparsedToolCall,
-    classify_parse_failure,
     get_renderer,
 )
 from tinker_cookbook.renderers.gpt_oss import CONVERSATION_DATE, GptOssRenderer
@@ -301,7 +300,7 @@ def test_replies(reply: str, content: object, clean: bool) -> None:
     message, termination = make().parse_response(ids(reply))
     assert message == {"role": "assistant", "content": content}
     assert termination is (ParseTermination.STOP_SEQUENCE if clean else ParseTermination.MALFORMED)
-    assert classify_parse_failure(message, termination) is (None if clean else ParseFailureKind.STRUCTURAL)
+    assert failure_kind(message, termination) is (None if clean else ParseFailureKind.STRUCTURAL)
 
 
 @pytest.mark.parametrize(
@@ -342,9 +341,7 @@ def test_an_unreadable_call_keeps_its_text_and_renders_back(reply: str, error: s
     with pytest.raises(ValueError, match=error):
         raise ValueError(bad.error)
     assert termination.is_clean == clean
-    assert classify_parse_failure(message, termination) is (
-        ParseFailureKind.CONTENT if clean else ParseFailureKind.STRUCTURAL
-    )
+    assert failure_kind(message, termination) is (ParseFailureKind.CONTENT if clean else ParseFailureKind.STRUCTURAL)
     prompt = make().build_generation_prompt([USER]).to_ints()
     written = make().build_supervised_example([USER, message])[0].to_ints()
     assert words(written[len(prompt) :]) == f"{ANALYSIS}hm{NEXT}{reply}" + ("" if clean else "<|end|>")

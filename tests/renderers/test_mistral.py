@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.renderers.families import TOOLS, family_tokenizer, make
-from tests.renderers.synthetic import text
+from tests.renderers.synthetic import failure_kind, text
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import (
     Message,
@@ -17,7 +17,6 @@ from tinker_cookbook.renderers import (
     StreamingTextDelta,
     ToolCall,
     UnparsedToolCall,
-    classify_parse_failure,
 )
 from tinker_cookbook.renderers.mistral import parse_tool_calls
 
@@ -150,7 +149,7 @@ def test_an_unreadable_block_keeps_its_text_and_renders_back(name: str, block: s
     (bad,) = message.get("unparsed_tool_calls", [])
     assert bad.raw_text == f"[TOOL_CALLS]{block}"
     assert error in bad.error
-    assert classify_parse_failure(message, termination) is ParseFailureKind.CONTENT
+    assert failure_kind(message, termination) is ParseFailureKind.CONTENT
     prompt = renderer.build_generation_prompt([USER]).to_ints()
     assert renderer.build_supervised_example([USER, message])[0].to_ints() == prompt + answer
 
@@ -158,7 +157,7 @@ def test_an_unreadable_block_keeps_its_text_and_renders_back(name: str, block: s
 def test_a_call_cut_off_is_structural() -> None:
     message, termination = make("mistral").parse_response(encode("mistral", '[TOOL_CALLS][{"name": "add"'))
     assert isinstance(message.get("unparsed_tool_calls", [None])[0], UnparsedToolCall)
-    assert classify_parse_failure(message, termination) is ParseFailureKind.STRUCTURAL
+    assert failure_kind(message, termination) is ParseFailureKind.STRUCTURAL
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------

@@ -131,6 +131,20 @@ def test_a_rewritten_history_is_pointed_out(tmp_path: Path, caplog: pytest.LogCa
     assert "1 of 2 conversations have several assistant messages" in caplog.text
 
 
+def test_reasoning_that_is_not_trained_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    thought = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "A"}]
+    turns = [[{"role": "user", "content": "Q"}, {"role": "assistant", "content": said}] for said in (thought, "A", "B")]
+    path = write_lines(tmp_path / "t.jsonl", [json.dumps({"messages": turn}) for turn in turns])
+    with caplog.at_level(logging.WARNING):
+        FromConversationFileBuilder(common_config=config(renderer_name="qwen3"), file_path=path)()
+        assert not caplog.records
+        told = config(renderer_name="qwen3_disable_thinking")
+        dataset, _ = FromConversationFileBuilder(common_config=told, file_path=path, shuffle_seed=None)()
+    assert "reasoning stripped from 1 messages of 3: Qwen3DisableThinkingRenderer trains none" in caplog.text
+    with_reasoning, without = dataset.get_batch(0)[:2]
+    assert with_reasoning.model_input == without.model_input
+
+
 @pytest.mark.parametrize(
     ("bad", "what"),
     [

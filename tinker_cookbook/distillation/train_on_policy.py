@@ -203,6 +203,6 @@ class HeldOutTeacherKL(SamplingClientEvaluator):
         groups = finished_groups(await do_batch_rollout(self._builders, policy, self._config))
         zeros_P = [torch.zeros(len(group.trajectories_G)) for group in groups]
         data_D, metadata_D = assemble_training_data(groups, zeros_P, keep_zero=True)
-        _, kl = await self._measure(data_D, groups, metadata_D)
+        _, kl, _ = await self._measure(data_D, groups, metadata_D)
         env = compute_trajectory_metrics(groups)
         return {f"{self._name}/{key}": value for key, value in {**kl, **env}.items()}

@@ -1,6 +1,9 @@
 """DeepSeek-V4.1: reasoning whose effort is a number, tool calls in tags, tool results within the user's turn.
 
-    <｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75 (...)\\n\\nBe brief.<｜User｜>1+1?<｜Assistant｜><think>Easy.</think>2<｜end▁of▁sentence｜>
+    <｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75 (...)\\n\\nBe brief.<｜User｜>1+1?
+    <｜Assistant｜><think>Easy.</think>2<｜end▁of▁sentence｜>
+
+(one line; there are no line breaks between messages).
 
 As in the chat template, the effort stands at the beginning, also of a conversation without a system message; with thinking
 disabled there is none, and the prompt closes the think block. Messages of the user and results of tools in a row are one

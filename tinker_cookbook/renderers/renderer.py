@@ -71,6 +71,9 @@ class Renderer(ABC):
     rewrites_last_message: bool = False
     """True for a format that writes the last message of a conversation in another way than earlier ones. In a prompt the
     message that is asked for follows, so there every message is an earlier one, as in the chat templates."""
+    _renderer_name: str | None = None
+    _model_name: str | None = None
+    _has_image_processor: bool = False
     control_tokens: ClassVar[tuple[str, ...]] = ()
     """What only the renderer writes, between and around messages: no text of a message becomes one of them, nor one of the
     tokenizer's own tokens for beginning, end and padding, nor one of `reserved_tokens`."""
@@ -83,9 +86,6 @@ class Renderer(ABC):
         names = dict.fromkeys(str(name) for name in (*self.control_tokens, *self.reserved_tokens, *own) if name)
         ids = {name: encode_text(tokenizer, name) for name in names}
         self._text_encoder = TextEncoder(tokenizer, {name: only[0] for name, only in ids.items() if len(only) == 1})
-        self._renderer_name: str | None = None
-        self._model_name: str | None = None
-        self._has_image_processor = False
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._has_image_processor:

@@ -25,7 +25,7 @@ from tinker_cookbook.rl.rollout_executor import set_rollout_executor as set_roll
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
-from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy, describe_group, rollout_error
+from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy, clean_up, describe_group, rollout_error
 from tinker_cookbook.rl.run_clients import clients_for
 from tinker_cookbook.rl.types import (
     Env,
@@ -148,7 +148,7 @@ async def _play_group(
             result = await strategy.execute(builder, policy, **settings)
             cleanups = result.cleanups or AsyncExitStack()
             if result.cleanups is None:
-                cleanups.push_async_callback(builder.cleanup)
+                cleanups.push_async_callback(clean_up, builder)
             async with cleanups:
                 group = await _grade(builder, result, config.termination or TerminationRewardPolicy(), with_records)
         group.notes = trace.take() if trace is not None else []
@@ -176,7 +176,8 @@ async def _grade(
             return RolloutTimeoutError(f"{where} was not done after grader_timeout_seconds={seconds}")
 
         async with time_limit(seconds, late):
-            rewards = await builder.compute_group_rewards(trajectories, envs)
+            with trace.scope_span_sync("compute_group_rewards"):
+                rewards = await builder.compute_group_rewards(trajectories, envs)
     group = TrajectoryGroup(
         trajectories_G=trajectories,
         final_rewards_G=[reward for reward, _ in rewards],

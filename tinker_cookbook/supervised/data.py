@@ -268,7 +268,7 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         bad = BadRows(self.common_config.on_bad_row)
         rows = read_conversations(self.file_path, bad)
         train, test = hold_out(rows, self.test_size, self.shuffle_seed, self.file_path)
-        warn_of_rewritten_history([row.messages for row in rows], self)
+        warn_of_what_is_changed([row.messages for row in rows], self)
         convert = conversation_mapper(self)
         training, held_out = train_and_test(train, test, self.common_config, lambda row: convert(row.messages), bad)
         training.shared_system_prompt = shared_system_prompt(row.messages for row in train)
@@ -374,7 +374,21 @@ class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
         )
 
 
-def warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:
+def warn_of_what_is_changed(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:
+    """Say what is not trained as it stands in the data."""
+    replies = [message for messages in conversations for message in messages if message["role"] == "assistant"]
+    stripped = sum(builder.renderer.without_reasoning(message) != message for message in replies)
+    if stripped:
+        logger.warning(
+            "reasoning stripped from %d messages of %d: %s trains none; a renderer of a model that thinks does",
+            stripped,
+            len(replies),
+            type(builder.renderer).__name__,
+        )
+    _warn_of_rewritten_history(conversations, builder)
+
+
+def _warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:
     """Say so when replies are going to be trained in a form in which the model never writes them."""
     config, renderer = builder.common_config, builder.renderer
     train_on_what = config.train_on_what or TrainOnWhat.ALL_ASSISTANT_MESSAGES

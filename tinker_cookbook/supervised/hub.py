@@ -23,7 +23,7 @@ from tinker_cookbook.supervised.data import (
     SupervisedDatasetFromHFDataset,
     conversation_mapper,
     not_negative,
-    warn_of_rewritten_history,
+    warn_of_what_is_changed,
 )
 from tinker_cookbook.supervised.types import (
     ChatDatasetBuilder,
@@ -87,7 +87,7 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
             if held_out:
                 rows, test = rows.select(training), rows.select(testing)
             seen = rows.select(range(min(_LOOKED_AT, len(rows))))
-            warn_of_rewritten_history(list(self._readable(seen)), self)
+            warn_of_what_is_changed(list(self._readable(seen)), self)
             train = self._table(rows)
             train.shared_system_prompt = shared_system_prompt(self._readable(rows))
         return train, None if test is None else self._table(test)
