@@ -21,7 +21,7 @@ TRITON := triton==3.9.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-browser screenshots test-distributed test-ecosystem test-faults test-gpu test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
+.PHONY: help constraints demo test test-browser screenshots test-distributed test-ecosystem test-faults test-gpu test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -40,6 +40,7 @@ help:
 	@echo "make test-verifiers-legacy  environments of verifiers 0.3.1, in an environment that it makes (1.4 GB)"
 	@echo "make test-vllm    sampling with vLLM, in an environment that it makes (3.4 GB): some minutes"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
+	@echo "make constraints  whether constraints.txt installs with every extra: pip resolves each, some minutes"
 	@echo "make lint         ruff (rules and format) and pyright"
 	@echo "make llms         write llms.txt and llms-full.txt from the docstrings"
 
@@ -105,6 +106,9 @@ lint: $(STAMP)
 	@$(BIN) -m ruff check .
 	@$(BIN) -m ruff format --check .
 	@$(BIN) -m pyright --pythonpath $(BIN)
+
+constraints: $(STAMP)
+	@$(BIN) -m tools.constraints
 
 llms: $(STAMP)
 	@$(BIN) -m tools.llms_txt

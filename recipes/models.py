@@ -8,6 +8,9 @@ Names, renderers and sizes are known without a download; any other directory or 
 named too. Renderers marked * are not compared with recorded output of another implementation.
 """
 
+import contextlib
+from typing import Any
+
 import chz
 from rich.console import Console
 from rich.table import Table
@@ -71,14 +74,18 @@ def facts(model_name: str, lora_rank: int, may_download: bool = False) -> dict[s
     found["hosted"] = "yes" if model_name in model_info.HOSTED_MODELS else "-"
     if not may_download and not hyperparam_utils.is_known(model_name):
         return found
-    try:
-        config = hyperparam_utils.model_config(model_name)
-        refusal = backends.why_not_local(model_name, config)
-        trains = "trains (not the experts)" if backends.leaves_experts(config) else "trains"
-        found["local engine"] = f"{trains} and samples" if refusal is None else _reason(refusal)
-    except ConfigurationError:
-        pass
+    with contextlib.suppress(ConfigurationError):
+        found["local engine"] = local_engine(model_name, hyperparam_utils.model_config(model_name))
     return found
+
+
+def local_engine(model_name: str, config: Any) -> str:
+    """What the local engine makes of a model, by the rules by which it refuses; docs/models.md says it of each architecture."""
+    if (refusal := backends.why_not_local(model_name, config)) is not None:
+        return _reason(refusal)
+    if backends.samples_only(config):
+        return "samples only"
+    return "trains (not the experts) and samples" if backends.leaves_experts(config) else "trains and samples"
 
 
 def _reason(refusal: str) -> str:

@@ -72,11 +72,13 @@ def _by_preset(key: str) -> Any:
     return chz.field(default=None, x_type=cast(Any, Optional[field.x_type]), munger=settled, doc=doc)  # noqa: UP045
 
 
-def _loss(config: "RLConfig", given: str | None) -> str:
+def _loss(config: "RLConfig", given: str | None) -> str | Callable[..., Any]:
     """The loss of a run whose key is not given: what the preset says, else one that fits how far the run samples ahead."""
     ahead = config.async_config
-    if given is not None or config.preset is not None:
-        return given or get_preset(config.preset).loss_fn
+    if given is not None:
+        return given
+    if config.preset is not None:
+        return get_preset(config.preset).loss_fn
     if ahead is not None and ahead.loss_fn != STABLE_REINFORCE:
         return ahead.loss_fn
     if ahead is None or ahead.max_steps_off_policy == 0:

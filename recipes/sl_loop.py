@@ -89,7 +89,7 @@ async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: L
         logprobs = [output["logprobs"] for output in (await passed).loss_fn_outputs]
         await updated
         nll = compute_mean_nll(logprobs, [datum.loss_fn_inputs["weights"] for datum in data])
-        row = {"epoch": epoch, "learning_rate": learning_rate, "train_mean_nll": nll}
+        row = {"epoch": epoch, "optim/lr": learning_rate, "train_mean_nll": nll}
         ml_logger.log_metrics(row | progress.row(trained_tokens=count_trained_tokens(data)), step=step)
     saved = await client.save_state("final")
     print(f"Weights: {saved.path}\nFiles: {cli.log_path}")

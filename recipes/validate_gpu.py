@@ -31,6 +31,7 @@ from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.runs.metadata import versions
+from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.misc_utils import markdown_table
@@ -168,7 +169,7 @@ def nvidia_devices() -> list[Path]:
 
 def judge(run: TrainingRun, folder: Path) -> tuple[bool, str]:
     """Whether the run wrote its records and changed the weights."""
-    steps = [row for row in read_jsonl(folder / "metrics.jsonl") if "optim/grad_norm" in row]
+    steps = [row for row in each_once(read_jsonl(folder / "metrics.jsonl")) if "optim/grad_norm" in row]
     records = len(list(folder.rglob(run.records)))
     trained = sum(row["train/trained_tokens_sum"] for row in steps)
     norms = [math.nan if row["optim/grad_norm"] is None else row["optim/grad_norm"] for row in steps]  # JSON has no NaN

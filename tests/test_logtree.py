@@ -220,7 +220,7 @@ class TestScripts:
         page = Page(html)
         assert page.pres() == ["1 < 2?", "<b>hm</b>", "yes\n", 'look({"at": "<i>"})', "(image)", "1 < 2?"]
         assert page.tags <= OUR_TAGS | {"div", "b"} and page.open == []
-        assert html.count(".conversation .assistant") == 1
+        assert html.count(".lt-message.assistant") == 1
         first = tree["children"][0]
         assert (first["kind"], first["data"]["type"]) == ("html", "conversation")
         assert first["data"]["messages"][1]["content"] == self.MESSAGES[1]["content"]

@@ -120,6 +120,13 @@ def why_not_local(model_name: str, config: Any) -> str | None:
     return None
 
 
+def samples_only(config: Any) -> bool:
+    """Whether the local engine samples from a model with this (transformers) config and does not train it."""
+    from tinker_local_backend.engine import refusals
+
+    return refusals.samples_only(config)
+
+
 def leaves_experts(config: Any) -> bool:
     """Whether the local engine trains a model with this (transformers) config without its routed experts."""
     from tinker_local_backend.engine.refusals import has_experts

@@ -23,7 +23,7 @@ from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, Invalid
 
 from tinker_cookbook import config_tree, environment
 from tinker_cookbook.backends import check_variables, closing_clients, is_engine_error, serve_as_replica
-from tinker_cookbook.exceptions import ConfigurationError, DataError, TinkerCookbookError
+from tinker_cookbook.exceptions import ConfigurationError, DataError, RendererError, TinkerCookbookError
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
@@ -41,6 +41,14 @@ RESUME_HINT = "The files in"
 """How the lines begin that follow an error and say how to go on."""
 _FOLDER_KEYS = ("log_path", "sweep_dir")
 _BEHAVIOR_KEY = "behavior_if_log_dir_exists"
+_TYPED = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "NoneType": "None",
+    "None": "None",
+}
+"""Of a type, what is typed."""
 _RUN_FILES = ("run_metadata.json", "metrics.jsonl", "logs.log", "config.json")
 
 
@@ -95,7 +103,7 @@ def default_log_path(recipe_name: str, run_name: str) -> str:
 def model_name_from_argv(argv: Sequence[str], default: str) -> str:
     """The model that the command line asks for, read before the config is built.
 
-    For recipes whose other defaults (renderer, tokenizer) depend on it. The last `model_name=` counts, as in chz.
+    For recipes whose other defaults (renderer, tokenizer) depend on it. The last `model_name=` counts.
     """
     values = [value for key, _, value in (arg.lstrip("-").partition("=") for arg in argv) if key == "model_name"]
     return values[-1] if values else default
@@ -112,8 +120,8 @@ def run_recipe(
 
     Exit codes: 2 for a mistake in the command line, the config or the data; 1 for other errors that the library raises
     on purpose; 130 after Ctrl-C and 143 after SIGTERM, by which schedulers end a job. Other exceptions pass through. However
-    a run ends that has opened its folder, the command that resumes it is printed. With the environment variable
-    TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
+    a run ends that has opened its folder, the command that resumes it is printed, unless it would end in the same error (code 2).
+    With the environment variable TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
 
     Args:
         config_cls: the chz class of the config.
@@ -152,7 +160,9 @@ def run_recipe(
                 if sys.excepthook is sys.__excepthook__:
                     sys.excepthook = print_traceback
                 raise
-            is_usage = all(isinstance(leaf, ConfigurationError | DataError) for leaf in known)
+            is_usage = all(isinstance(leaf, ConfigurationError | DataError | RendererError) for leaf in known)
+            if is_usage and resume:
+                resume = _once_mended()
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
             said = config_tree.as_typed(config_cls, arguments, "\nerror: ".join(messages))
             _fail(said + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
@@ -169,11 +179,23 @@ def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
     try:
         return config_tree.parse(config_cls, arguments)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
-        _fail(f"{str(error).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
+        _fail(f"{_what_to_type(str(error)).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
     except (ValueError, TypeError) as error:
         if str(error).startswith("Invalid argument"):  # chz: "Specify arguments in the form key=value"
             _fail(f"{error}\n{_usage(prog)}", EXIT_USAGE, error)
         _fail(_validator_message(error, arguments), EXIT_USAGE, error)
+
+
+def _what_to_type(message: str) -> str:
+    """chz's message of a value that is not of a key's type, as one that says what can be typed; other messages as they are."""
+    given = re.match(r"Could not interpret argument '(.*)' provided for param '([\w.\-]+)'", message)
+    types = re.search(r"Could not cast '.*?' to (?:Union\[)?([\w, |]+)\]?$", message, re.MULTILINE)
+    if given is None or types is None:
+        return message
+    forms = [_TYPED.get(name.strip()) for name in re.split(r"[,|]", types[1])]
+    if None in forms:
+        return message
+    return f"{given[2]}={given[1]}: type {' or '.join(form for form in forms if form)}"
 
 
 def _usage(prog: str) -> str:
@@ -230,6 +252,17 @@ def _how_to_resume(config_cls: type, arguments: list[str], prog: str) -> str:
     kept = [argument for argument in arguments if argument.lstrip("-").partition("=")[0] not in resume]
     added = [f"{key}={value}" for key, value in resume.items() if key in fields]
     return f"{RESUME_HINT} {log_path} are whole{_saved(log_path)}. To resume:\n  {prog} {shlex.join([*kept, *added])}"
+
+
+def _once_mended() -> str:
+    """Instead of the command that resumes, which would end in the same error; nothing where there is nothing to go on from."""
+    log_path = last_log_path()
+    saved = "" if log_path is None else _saved(log_path)
+    if "the last checkpoint" not in saved:
+        return ""
+    return (
+        f"\n{RESUME_HINT} {log_path} are whole{saved}. With the cause mended, {_BEHAVIOR_KEY}=resume goes on from there"
+    )
 
 
 def _saved(log_path: Path) -> str:

@@ -59,13 +59,14 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     """The config that `key=value` arguments ask for.
 
     Raises:
-        ConfigurationError: a key of old, or one that is given under two names.
+        ConfigurationError: a key of old, one that is given under two names, or twice with different values.
         ValueError, TypeError: a value that the config refuses, or an argument that is not `key=value`.
         chz.blueprint exceptions: unknown keys, missing or unreadable values.
     """
     if hasattr(config_cls, "read_arguments"):
         arguments = config_cls.read_arguments(arguments)  # pyright: ignore[reportAttributeAccessIssue]
     arguments = [_args_key(config_cls, argument) for argument in _without_aliases(config_cls, arguments)]
+    _refuse_repeated(arguments)
     given = keys_and_values(arguments)
     for key, place in getattr(config_cls, "MOVED_KEYS", {}).items():
         if key in given and key not in chz.chz_fields(config_cls):
@@ -76,6 +77,14 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     # What the layer says of a key that is given (preset itself) is its reading of that key.
     rest = [argument for argument in arguments if not keys_and_values([argument]).keys() & layer.keys()]
     return blueprint.apply_from_argv(rest, allow_hyphens=True).make()
+
+
+def _refuse_repeated(arguments: Sequence[str]) -> None:
+    found: dict[str, str] = {}
+    for argument in arguments:
+        ((key, value),) = keys_and_values([argument]).items()
+        if found.setdefault(key, value) != value:
+            raise ConfigurationError(f"{key} is given twice, as {key}={found[key]} and {key}={value}; give it once")
 
 
 def _without_aliases(config_cls: type, arguments: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ __all__ = [
     "GroupFailedError",
     "MissingPackageError",
     "RendererError",
+    "RewardError",
     "RolloutTimeoutError",
     "SandboxError",
     "ServerLostError",

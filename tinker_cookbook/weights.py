@@ -22,6 +22,7 @@ from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.encrypted_weights import fetch_encrypted
 from tinker_cookbook.exceptions import ConfigurationError, WeightsAdapterError, WeightsDownloadError, WeightsMergeError
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.utils.files import flatten, write_text
 from tinker_cookbook.utils.misc_utils import markdown_table, not_none
 from tinker_cookbook.utils.ml_log import read_metrics
@@ -266,7 +267,7 @@ def _run_config(log_path: str | Path | None) -> dict[str, Any]:
 
 def _metric_rows(log_path: str | Path) -> list[list[str]]:
     ends: dict[str, tuple[float, float]] = {}
-    for line in read_metrics(log_path):
+    for line in each_once(read_metrics(log_path)):
         for key, value in line.items():
             if isinstance(value, int | float) and not key.startswith(_CARD_SKIPS):
                 ends[key] = (ends[key][0] if key in ends else value, value)

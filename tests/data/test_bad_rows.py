@@ -166,7 +166,7 @@ class TestComparisons:
     def test_those_whose_label_would_be_cut_off_are_left_out_of_a_preference_model(self, tmp_path: Path) -> None:
         source = self.source(tmp_path, [PAIR, {**PAIR, "chosen": "word " * 100}])
         settings = common("skip", max_length=80)
-        dataset, _ = ChatDatasetBuilderFromComparisons(common_config=settings, comparison_builder=source)()
+        dataset, _ = ChatDatasetBuilderFromComparisons(common_config=settings, comparison_builder=source, swap=True)()
         data = [datum for i in range(len(dataset)) for datum in dataset.get_batch(i)]
         assert len(data) == 2 and [bad.count for bad in dataset.bad_rows] == [2]  # in both orders
 

@@ -1,6 +1,7 @@
 """The teacher as a penalty: the formula by hand, masks, discount, several teachers, and its metrics."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Sequence
 
 import numpy as np
@@ -9,11 +10,12 @@ import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes import FakeSamplingClient, fake_logprob, said, seeded_reply
+from tests.fakes import FakeSamplingClient, FakeTokenizer, fake_logprob, said, seeded_reply
 from tinker_cookbook.distillation.teacher_kl import TeacherKL, incorporate_kl_penalty, teacher_advantages
+from tinker_cookbook.distillation.train_on_policy import prepare_minibatch
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, trajectory_to_data
-from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Trajectory, TrajectoryGroup, Transition
 
 
 class Shifted(FakeSamplingClient):
@@ -122,3 +124,28 @@ def test_a_loop_of_ones_own_has_it_in_place_with_a_teacher_per_datum() -> None:
         "teacher_kl": pytest.approx(-0.5),
         "teacher_kl/dataset_7": pytest.approx(-0.5),
     }
+
+
+def test_a_batch_of_a_loop_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
+    class Tagged(EnvGroupBuilder):
+        async def make_envs(self) -> Sequence[Env]:
+            return []
+
+        def logging_tags(self) -> list[str]:
+            return ["sums"]
+
+    caplog.set_level(logging.INFO)
+    groups = [TrajectoryGroup([two_turns(), two_turns()], [0.0, 1.0], [{}, {}]) for _ in range(2)]
+    teachers = [Shifted(0.5), Shifted(-0.25)]
+    arguments = ([Tagged(), Tagged()], groups, FakeTokenizer(), [0, 1], teachers)
+    data_D, metrics = asyncio.run(prepare_minibatch(*arguments, 1.0, 0.0))
+    advantages = [datum.loss_fn_inputs["advantages"].to_numpy().tolist() for datum in data_D]
+    for values, expected in zip(advantages, [-0.5 + 0.5, 0.5 + 0.5, -0.5 - 0.25, 0.5 - 0.25], strict=True):
+        assert values == pytest.approx([expected * m for m in MASK])
+    assert metrics["env/all/reward/total"] == 0.5 and metrics["teacher_kl/dataset_1"] == pytest.approx(0.25)
+    assert len([record for record in caplog.records if "<1>" in record.getMessage()]) == 2, (
+        "one of each dataset is shown"
+    )
+    without, other = asyncio.run(prepare_minibatch(*arguments, 0.0, 0.0))
+    assert without[0].loss_fn_inputs["advantages"].to_numpy().tolist() == [-0.5 * m for m in MASK]
+    assert "teacher_kl" not in other

@@ -1,13 +1,17 @@
-"""Small made-up data in the form of the public datasets that the recipes load, and the questions behind them."""
+"""Small made-up data in the form of the public datasets that the recipes load, and the questions behind them.
+
+Nothing of the library is imported: recipes also run here on the library that they come with.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.utils.files import iterate_jsonl
+CONVERSATIONS = Path(__file__).parents[2] / "example_data" / "conversations.jsonl"
 
 Rows = list[dict[str, Any]]
 
@@ -39,7 +43,7 @@ def exercises(count: int) -> list[tuple[str, list[str], str]]:
 
 
 def _conversations(count: int) -> Rows:
-    shipped = [line.row["messages"] for line in iterate_jsonl(EXAMPLE_DATA / "conversations.jsonl")]
+    shipped = [json.loads(line)["messages"] for line in CONVERSATIONS.read_text().splitlines() if line.strip()]
     return [{"messages": shipped[i % len(shipped)]} for i in range(count)]
 
 

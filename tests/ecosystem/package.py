@@ -8,8 +8,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-VERSION = "0.5.8"
-PACKAGE = f"tinker-cookbook=={VERSION}"
+VERSIONS = ("0.5.8", "0.6.1")
+"""Those that scripts are written for today; the later one's recipes have more keys."""
 FOLDER = "recipes"
 """What is unpacked. Everything else that the recipes import from tinker_cookbook has to be this library's."""
 NEEDED = ("termcolor", "pylatexenc")
@@ -20,13 +20,13 @@ class IndexUnreachableError(RuntimeError):
     """The package could not be downloaded."""
 
 
-def unpack_recipes(folder: Path) -> Path:
-    """Download the package and unpack its recipes into `folder`/tinker_cookbook; what they need goes beside it.
+def unpack_recipes(folder: Path, version: str) -> Path:
+    """Download a version of the package and unpack its recipes into `folder`/tinker_cookbook; what they need goes beside it.
 
     Raises IndexUnreachableError with what pip says.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _pip("download", "--dest", str(folder), PACKAGE)
+    _pip("download", "--dest", str(folder), f"tinker-cookbook=={version}")
     _pip("install", "--target", str(folder), *NEEDED)
     (wheel_file,) = folder.glob("tinker_cookbook-*.whl")
     with zipfile.ZipFile(wheel_file) as wheel:

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.ecosystem.package import IndexUnreachableError, unpack_recipes
+from tests.ecosystem.package import VERSIONS, IndexUnreachableError, unpack_recipes
 from tests.ecosystem.running import make_model, run_recipe
 from tests.ecosystem.table import RECIPES, PublicRecipe
 
 pytestmark = pytest.mark.ecosystem
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=VERSIONS)
+def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        return unpack_recipes(tmp_path_factory.mktemp("package"))
+        return unpack_recipes(tmp_path_factory.mktemp("package"), request.param)
     except IndexUnreachableError as error:
         pytest.skip(str(error))
 

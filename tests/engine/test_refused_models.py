@@ -73,29 +73,33 @@ BY_TRYING: dict[str, tuple[PretrainedConfig, str]] = {
         r"\(bert\) has other logits",
     ),
     "two attentions a layer": (DiffLlamaConfig(**SHAPE), r"\(diffllama\) has other logits"),
-    "alibi": (
-        FalconConfig(**SMALL, num_hidden_layers=2, alibi=True),
-        r"\(falcon\) cannot be loaded with the local engine's attention",
-    ),
-    "attention of its own": (
-        GPTNeoConfig(vocab_size=1536, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
-        r"\(gpt_neo\) cannot be loaded with the local engine's attention",
-    ),
-    "a plan that does not reach the attention": (
-        StableLmConfig(**SHAPE),
-        r"\(stablelm\) does not run in the local engine",
-    ),
-    "a plan that does not reach the attention either": (
-        NemotronConfig(**SHAPE),
-        r"\(nemotron\) does not run in the local engine",
-    ),
 }
 """refused because the logits are not those of transformers"""
 
+BY_TYPE: dict[str, tuple[PretrainedConfig, str]] = {
+    "alibi": (
+        FalconConfig(**SMALL, num_hidden_layers=2, alibi=True),
+        r"\(falcon\) computes attention by itself, which",
+    ),
+    "attention of its own": (
+        GPTNeoConfig(vocab_size=1536, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
+        r"\(gpt_neo\) computes attention by itself, which",
+    ),
+    "a plan that does not reach the attention": (
+        StableLmConfig(**SHAPE),
+        r"\(stablelm\) has decoder layers that pass nothing on",
+    ),
+    "a plan that does not reach the attention either": (
+        NemotronConfig(**SHAPE),
+        r"\(nemotron\) has decoder layers that pass nothing on",
+    ),
+}
+"""refused because of what their code does"""
 
-@pytest.mark.parametrize("kind", list(BY_CONFIG))
+
+@pytest.mark.parametrize("kind", [*BY_CONFIG, *BY_TYPE])
 def test_what_the_config_says_is_refused_before_loading(kind: str, tmp_path: Path) -> None:
-    config, message = BY_CONFIG[kind]
+    config, message = (BY_CONFIG | BY_TYPE)[kind]
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=f"^model '.*' {message}") as refusal:
         BaseModel(str(tmp_path))

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def client(service: ServiceClient, tied_model: str) -> TrainingClient:
     return make_training_client(service, tied_model)
 
 
-def sampled(sampler: SamplingClient, count: int = 2) -> list[tinker.SampledSequence]:
+def sampled(sampler: SamplingClient, count: int = 2) -> Sequence[tinker.SampledSequence]:
     return sampler.sample(prompt(PROMPT), count, PARAMS).result().sequences
 
 

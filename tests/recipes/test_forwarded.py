@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path

@@ -1,10 +1,13 @@
 """The table of models: what is in it is true of the rest of the library, and nothing is downloaded for it."""
 
 import asyncio
+import re
 
 import pytest
 
-from recipes.models import CLIConfig, facts, known_models, main
+from benchmarks.architecture_configs import ARCHITECTURES, make_config
+from benchmarks.architectures import IN_PART, PAGE, REFUSED, SAMPLES, TRAINS
+from recipes.models import CLIConfig, facts, known_models, local_engine, main
 from tinker_cookbook import model_info
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import known_renderer_names
@@ -56,6 +59,29 @@ def test_what_the_local_engine_refuses_comes_with_the_reason() -> None:
     assert facts("openai/gpt-oss-20b", 32)["local engine"] == "no: has quantized experts (mxfp4)"
     assert facts("Qwen/Qwen3-30B-A3B", 32)["local engine"] == "trains (not the experts) and samples"
     assert facts("Qwen/Qwen3.5-4B", 32)["local engine"].startswith("no: has layers of type linear_attention")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek-ai/DeepSeek-V3.1", "moonshotai/Kimi-K2-Thinking", "moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6"],
+)
+def test_a_model_with_latent_attention_does_not_train(name: str) -> None:
+    assert facts(name, 32)["local engine"] == "no: compresses keys and values (multi-head latent attention)"
+
+
+def test_what_is_said_of_a_model_is_what_the_page_says_of_its_architecture() -> None:
+    """The page's table is what the engine did with a model of each; an answer is made from its config alone."""
+    begin = {TRAINS: "trains and", IN_PART: "trains (not the experts)", SAMPLES: "samples only", REFUSED: "no: "}
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\w ]+) \|", PAGE.read_text(), re.MULTILINE))
+    assert rows.keys() == ARCHITECTURES.keys()
+    said = {kind: local_engine(kind, make_config(kind)) for kind in rows}
+    assert {kind: said[kind] for kind in rows if not said[kind].startswith(begin[rows[kind]])} == {}
+
+
+def test_no_refusal_quotes_what_is_inside() -> None:
+    assert (
+        re.findall(r"no attention plan|tinker_local_|invalid for input|object has no|Error\b", PAGE.read_text()) == []
+    )
 
 
 def test_the_table_and_one_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,7 +278,7 @@ class TestToolUse:
     @staticmethod
     async def play_and_grade(env: tool_use.AgentToolMessageEnv, player: Player) -> tuple[float, int]:
         messages = await demonstrate(env, player)
-        return (await resolved(env.grade(messages)))[0], len(messages)
+        return (await resolved(env.reward_fn(messages)))[0], len(messages)
 
     @pytest.mark.parametrize("task", ["calculator", "search"])
     def test_a_player_that_calls_is_right_and_one_that_gives_up_is_not(self, task: tool_use.ToolTask) -> None:

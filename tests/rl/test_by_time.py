@@ -1,4 +1,4 @@
-"""`deterministic=False`: what finishes first is trained first, nothing is too old, and every group is taken once."""
+"""`deterministic=False`: what finishes first is trained first, nothing is older than allowed, and every group is taken once."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeServiceClient
-from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, rows, run, untimed
+from tests.rl.loop import NumberDatasetBuilder, NumberEnv, WhichWeights, make_config, rows, run, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
@@ -67,7 +67,7 @@ class TestAhead:
         self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         waits(monkeypatch, 0, 0, lambda: len(written(tmp_path)) == 2)
-        run(make_config(tmp_path, FIVE, **ahead(2)))
+        run(make_config(tmp_path, FIVE, **ahead(2, too_old="wait")))
         passes = trained(service)
         assert (0, 0) in passes[2] and sorted(key for keys in passes for key in keys) == sorted(EVERY_GROUP)
         assert all(row["step"] - row["sampling_client/step_min"] <= 2 for row in rows(tmp_path))
@@ -84,9 +84,52 @@ class TestAhead:
             return passes > 2000 * 4  # of its members
 
         waits(monkeypatch, 0, 0, long_after)
-        run(make_config(tmp_path, FIVE, **ahead(1)))
+        run(make_config(tmp_path, FIVE, **ahead(1, too_old="wait")))
         assert (0, 0) in trained(service)[1] and set().union(*trained(service)) == EVERY_GROUP
         assert [row["groups/stale"] for row in rows(tmp_path)] == [0] * 5
+
+    def test_by_default_it_is_trained_when_it_is_done_however_old_it_is(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waits(monkeypatch, 0, 0, lambda: len(written(tmp_path)) == 3)
+        run(make_config(tmp_path, FIVE, **ahead(1)))
+        assert (0, 0) in trained(service)[3] and set().union(*trained(service)) == EVERY_GROUP
+        found = rows(tmp_path)
+        assert [row["async/staleness_max"] for row in found][3] == 3 and found[3]["sampling_client/step_min"] == 0
+        assert [row["groups/stale"] for row in found] == [0] * 5
+
+    def test_the_oldest_weights_are_trained_first(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever finished before it: a group of the first weights that comes last is in the next step."""
+        waits(monkeypatch, 2, 1, lambda: len(written(tmp_path)) == 1 and len(service.sampled) > 24)
+        run(make_config(tmp_path, FIVE, **ahead(2)))
+        assert (1, 2) in trained(service)[1] | trained(service)[2]
+        versions = [row["sampling_client/step_max"] for row in rows(tmp_path)]
+        assert versions == sorted(versions) and set().union(*trained(service)) == EVERY_GROUP
+
+    def test_what_cannot_be_trained_on_takes_no_place_and_the_data_may_run_out(
+        self, service: FakeServiceClient, tmp_path: Path
+    ) -> None:
+        some = NumberDatasetBuilder(batches=6, groups=3, constant_groups=1)
+        run(
+            make_config(
+                tmp_path,
+                some,
+                remove_constant_reward_groups=True,
+                eval_every=4,
+                evaluator_builders=[WhichWeights],
+                **ahead(1),
+            )
+        )
+        found = rows(tmp_path)
+        steps, final = found[:-1], found[-1]
+        assert [row["groups/trained"] for row in steps] == [3] * 4
+        assert sum(row["groups/filtered"] for row in steps) == 6 and sum(row["groups/sampled"] for row in steps) == 18
+        assert "the data ran out after 4 of 6 steps" in (tmp_path / "logs.log").read_text()
+        assert (final["step"], final["progress/final"], final["eval/weights"]) == (4, 1, 4)
+        run(make_config(tmp_path, some, **settings))
+        assert rows(tmp_path) == found and len(service.trainers) == 2 and not service.trainers[1].passes
 
     def test_or_drops_it(self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         went_on = waits(monkeypatch, 0, 0, lambda: False)
@@ -132,13 +175,13 @@ class TestAhead:
     @given(
         st.lists(st.integers(1, 4), min_size=1, max_size=5),
         st.integers(0, 3),
-        st.sampled_from(["wait", "drop"]),
+        st.sampled_from(["train", "wait", "drop"]),
         st.lists(st.sampled_from([0, 0, 3, 40, 400]), min_size=20, max_size=20),
     )
     @settings(
         max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
     )  # shrinking takes minutes
-    def test_every_group_is_taken_once_and_none_is_too_old(
+    def test_every_group_is_taken_once_and_none_is_older_than_allowed(
         self, sizes: list[int], most: int, too_old: str, latencies: list[int]
     ) -> None:
         taken: Counter[tuple[int, int]] = Counter()
@@ -185,7 +228,7 @@ class TestAhead:
             dataset = NumberDatasetBuilder(batches=len(sizes))
             run(make_config(Path(folder), dataset, on_zero_advantages="skip", **ahead(most, too_old=too_old)))
             assert set(taken.values()) == {1} and sum(taken.values()) + stale == sum(sizes)
-            assert max(ages) <= most and (too_old == "drop" or stale == 0)
+            assert (too_old == "train" or max(ages) <= most) and (too_old == "drop" or stale == 0)
             largest = max(sum(sizes[i : i + most + 1]) for i in range(len(sizes)))
             assert open_at_most <= largest
             for row in untimed(Path(folder)):

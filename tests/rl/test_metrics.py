@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes import Pending, fake_logprob, said
+from tests.fakes import FakeServiceClient, Pending, fake_logprob, said
 from tests.rl.handmade import DATA, ScaledSampler, array, trajectory, turn
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
 from tinker_cookbook.rl.metrics import (
+    KLPenalty,
     compute_kl_sample_train,
     compute_post_kl,
     compute_sampling_client_metrics,
@@ -24,7 +25,9 @@ from tinker_cookbook.rl.metrics import (
     full_sequence,
     incorporate_kl_penalty,
     kl_alarm,
+    score_sequences,
 )
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 
 
 def with_logprobs(datum: tinker.Datum, logprobs: list[float]) -> tinker.Datum:
@@ -132,7 +135,7 @@ def test_where_and_when_a_batch_was_sampled() -> None:
 class TestKLPenalty:
     def test_golden(self) -> None:
         sampler: Any = ScaledSampler(-1.0)
-        penalized, metrics = asyncio.run(incorporate_kl_penalty(DATA, sampler, 0.5))
+        penalized, metrics, usage = asyncio.run(KLPenalty(sampler, 0.5)(DATA, [], []))
         diffs = [fake_logprob(token) + 1.0 for token in (10, 11, 12, 13, 14)]
         mean = sum(diffs) / 5
         expected = [2.0 + 0.5 * (mean - diff) for diff in diffs]
@@ -142,7 +145,12 @@ class TestKLPenalty:
         assert all(array(d, "advantages")[0] == 0 for d in penalized)  # the prompt pays nothing
         # The whole sequence is scored, with the last target.
         assert sampler.prompts == [[1, 2, 10, 11], [1, 2, 12, 13, 14]]
+        assert usage == TokenUsage(prefill_uncached=9)
         assert [array(d, "advantages").max() for d in DATA] == [2.0, 2.0]  # the given ones are not touched
+        asyncio.run(incorporate_kl_penalty(penalized, sampler, -0.5))  # but here they are: taken back
+        assert [array(d, "advantages").tolist() for d in penalized] == [
+            pytest.approx(array(d, "advantages").tolist(), abs=1e-6) for d in DATA
+        ]
 
     def test_a_discounted_penalty_is_that_of_the_sampled_tokens_that_follow(self) -> None:
         """Two turns with text of the environment before each: it neither pays, nor has a penalty that others share."""
@@ -151,7 +159,7 @@ class TestKLPenalty:
             trajectory(turn([1, 2], said([10, 11])), turn([1, 2, 10, 11, 5], said([12]))), 1.0
         )
         sampler: Any = ScaledSampler(-1.0)
-        (penalized,), metrics = asyncio.run(incorporate_kl_penalty([datum], sampler, coef, gamma))
+        (penalized,), metrics, _ = asyncio.run(KLPenalty(sampler, coef, gamma)([datum], [], []))
         a, b, c = (fake_logprob(token) + 1.0 for token in (10, 11, 12))
         mean = (a + b + c) / 3
         a, b, c = (coef * (mean - diff) for diff in (a, b, c))
@@ -167,8 +175,21 @@ class TestKLPenalty:
         expected = [sum(gamma**k * values[t + k] for k in range(n - t)) for t in range(n)]
         assert found.tolist() == pytest.approx(expected, abs=1e-9)
 
+    def test_scores_of_whole_sequences_with_what_they_used(self) -> None:
+        client: Any = FakeServiceClient().new_sampler(0)
+        sequences = [tinker.ModelInput.from_ints([1, 2, 10]), tinker.ModelInput.from_ints([3, 4])]
+        scores, usage = asyncio.run(score_sequences(client, sequences))
+        assert [[None if value is None else round(value, 6) for value in row] for row in scores] == [
+            [None, fake_logprob(2), fake_logprob(10)],
+            [None, fake_logprob(4)],
+        ]
+        assert usage == TokenUsage(sampled=2, prefill_uncached=5)
+        assert [call.params.max_tokens for call in client.sampled] == [1, 1]
+
     def test_post_kl(self) -> None:
-        found = asyncio.run(compute_post_kl(DATA, ScaledSampler(-1.0)))  # pyright: ignore[reportArgumentType]
+        sampler: Any = ScaledSampler(-1.0)
+        found, usage = asyncio.run(compute_post_kl(DATA, sampler))
+        assert usage == TokenUsage(prefill_uncached=9)
         diffs = np.array([fake_logprob(token) + 1.0 for token in (10, 11, 12, 13, 14)])
         assert found["optim/kl_pre_post_v1"] == pytest.approx(diffs.mean())
         assert found["optim/kl_pre_post_v2"] == pytest.approx(0.5 * (diffs**2).mean())
@@ -177,10 +198,10 @@ class TestKLPenalty:
     def test_a_datum_of_no_sampled_token_pays_nothing(self, discount: float) -> None:
         silent = replace_inputs(DATA[0], mask=np.zeros(3, dtype=np.float32))
         sampler: Any = ScaledSampler(-1.0)
-        data, metrics = asyncio.run(incorporate_kl_penalty([silent], sampler, 0.5, discount))
+        data, metrics, _ = asyncio.run(KLPenalty(sampler, 0.5, discount)([silent], [], []))
         assert data == [silent] and metrics == {}
         one = trajectory_to_data(trajectory(turn([1], said([12]))), 2.0)
-        data, metrics = asyncio.run(incorporate_kl_penalty([silent, *one], sampler, 0.5, discount))
+        data, metrics, _ = asyncio.run(KLPenalty(sampler, 0.5, discount)([silent, *one], [], []))
         assert metrics == {"optim/kl_policy_base": fake_logprob(12) + 1.0}
         # A single token is its own mean. What comes back is float32, as losses take it.
         advantages = [datum.loss_fn_inputs["advantages"] for datum in data]

@@ -216,7 +216,8 @@ class TestTrouble:
         assert failed == [0, 1, 0, 0] or (is_by_time(mode) and sum(failed) == 1)
         for row in written:
             parts = [row[f"groups/{part}"] for part in ("trained", "filtered", "stale", "failed")]
-            assert sum(parts) == row["groups/sampled"] == 3
+            assert sum(parts) == row["groups/sampled"]
+            assert row["groups/sampled"] == 3 or is_by_time(mode)  # a group that failed takes no other's place
         assert written[-1]["rollout_errors/OSError"] == 2 and written[-1]["rollout_errors/groups_skipped"] == 1
         assert "rollout_errors/total" not in written[0]
         assert sum(row["groups/sampled"] for row in written) == 12
@@ -225,10 +226,11 @@ class TestTrouble:
         self, service: FakeServiceClient, tmp_path: Path, mode: dict[str, Any], use: Any
     ) -> None:
         use(HangingEnv)
-        strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=0.2)
+        drops = mode == ALL_MODES["async 2 by time, drops"]  # when it is too old, long before its time is up
+        strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=60.0 if drops else 0.2)
         run(make_config(tmp_path, rollout_error_tolerance=strategy, **mode))
         written = rows(tmp_path)
-        if mode == ALL_MODES["async 2 by time, drops"]:  # it is too old before its time is up
+        if drops:
             assert sum(row["groups/stale"] for row in written) == 1
         else:
             assert written[-1][f"rollout_errors/{RolloutTimeoutError.__name__}"] == 1
@@ -248,8 +250,12 @@ class TestTrouble:
     ) -> None:
         some = NumberDatasetBuilder(batches=6, groups=3, constant_groups=2)
         run(make_config(tmp_path, some, remove_constant_reward_groups=True, **mode))
-        assert [row["groups/filtered"] for row in rows(tmp_path)] == [2] * 6
-        assert service.trainers[0].weights == 6
+        if mode == ALL_MODES["async 2 by time"]:  # their places go to others, so that the data end before the steps do
+            assert sum(row["groups/filtered"] for row in rows(tmp_path)) == 12
+            assert [row["groups/trained"] for row in rows(tmp_path)] == [3, 3]
+        else:
+            assert [row["groups/filtered"] for row in rows(tmp_path)] == [2] * 6
+            assert service.trainers[0].weights == 6
         (final,) = rows(tmp_path, "checkpoints.jsonl")
         assert final["final"] and final["batch"] == 6
 

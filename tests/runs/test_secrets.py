@@ -162,3 +162,35 @@ def test_what_only_looks_like_one_stays(monkeypatch: pytest.MonkeyPatch) -> None
         "key": "a",
     }
     assert redact({"a": [ADDRESS, 3, None]}) == {"a": [f"https://{HIDDEN}@server:8000/v1", 3, None]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "export TINKER_API_KEY=tml-... (from the Tinker console), or use backend=local",
+        "set TINKER_API_KEY=<your key>, then run again",
+        "HF_TOKEN=$MY_TOKEN python -m recipes.chat api_key=$KEY",
+        "api_keys_file=keys.txt with a line alice=tml-...",
+        "api_key=None",
+    ],
+)
+def test_an_instruction_stays_readable(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    "key", ["tml-0123456789abcdef", "sk-proj-0123456789abcdef", "hf_0123456789abcdefghij"], ids=lambda key: key[:3]
+)
+@pytest.mark.parametrize(
+    "text", ["export TINKER_API_KEY={}", "TINKER_API_KEY='{}'", 'api_key="{}"', "Bearer {} was refused"]
+)
+def test_a_key_that_the_environment_does_not_have_is_hidden_too(text: str, key: str) -> None:
+    assert redact(text.format(key)) == text.format(HIDDEN)
+
+
+def test_the_name_of_a_file_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").touch()
+    monkeypatch.setenv("SOME_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("SOME_TOKEN", "/not/a/file/but/a/secret")
+    assert redact(f"read {tmp_path}/token") == f"read {tmp_path}/token"
+    assert redact("sent /not/a/file/but/a/secret") == f"sent {HIDDEN}"

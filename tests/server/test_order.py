@@ -412,6 +412,17 @@ def test_compressed_bodies_are_read(wire: Wire) -> None:
     assert status == 200 and loss_of(wire.result(accepted)) > 0
 
 
+def test_min_p_of_a_body_reaches_the_sampler(wire: Wire) -> None:
+    """The SDK's class has no such field. Of 1 the likeliest token is left."""
+    sampler = wire.sampler(wire.session())
+    fields = ({"temperature": 0.0}, {"temperature": 1.5, "min_p": 1.0}, {"temperature": 1.5})
+    accepted = [wire.sample(sampler, i, seed=4, **given)[1] for i, given in enumerate(fields)]
+    likeliest, at_most, free = (pb.SampleResponse.FromString(wire.result(one)).sequences[0].tokens for one in accepted)
+    assert at_most == likeliest != free
+    refused = wire.result(wire.sample(sampler, 3, min_p=1.5)[1])
+    assert "min_p must be in [0, 1], got 1.5" in refused["error"]
+
+
 def test_a_sampling_field_that_would_be_ignored_is_refused_by_name(wire: Wire) -> None:
     """The SDK's own class drops it without a word; a body made by hand gets here."""
     sampler = wire.sampler(wire.session())

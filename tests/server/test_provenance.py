@@ -43,6 +43,8 @@ def test_the_same_numbers_as_in_process(sdk: tinker.ServiceClient, local: Servic
 def test_a_sampler_that_does_not_record_is_known_to_nobody(sdk: tinker.ServiceClient) -> None:
     client = sdk.create_lora_training_client(TINY_CHAT, rank=4, seed=7).result()
     path = client.save_weights_for_sampler("plain").result().path
+    with pytest.raises(tinker.BadRequestError, match=r"is of base model .*, not 'another'"):
+        sdk.create_sampling_client(path, "another").result()
     for record in (False, True):
         sampler = sdk.create_sampling_client(path, TINY_CHAT, record_stability_info=record).result()
         prompt = tinker.ModelInput.from_ints(PROMPT)

@@ -166,7 +166,7 @@ class TestRows:
         rows = read_jsonl(tmp_path / "log" / "metrics.jsonl")
         for number, row in enumerate(rows[:-1]):
             assert row["learning_rate"] == pytest.approx(1e-2 * (1 - number / 5))
-            assert row["progress"] == number / 5
+            assert row["progress"] == (number + 1) / 5
             # The names that every loop has.
             assert (row["progress/batch"], row["progress/done_frac"]) == (number, (number + 1) / 5)
             assert row["optim/lr"] == row["learning_rate"]

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized
+from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized, scoring_usage
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 
@@ -53,10 +54,12 @@ class TeacherKL:
 
     async def __call__(
         self, data_D: list[tinker.Datum], groups: Sequence[TrajectoryGroup], metadata_D: Sequence[DatumMetadata]
-    ) -> tuple[list[tinker.Datum], dict[str, float]]:
+    ) -> tuple[list[tinker.Datum], dict[str, float], TokenUsage]:
         dataset_D = [_dataset(groups, metadata) for metadata in metadata_D]
         differences_D = await self._differences(data_D, dataset_D)
-        return _penalised(data_D, differences_D, dataset_D, self._coef, self._discount, len(self._teachers) > 1)
+        several = len(self._teachers) > 1
+        changed, metrics = _penalised(data_D, differences_D, dataset_D, self._coef, self._discount, several)
+        return changed, metrics, scoring_usage(data_D)
 
     async def _differences(
         self, data_D: Sequence[tinker.Datum], dataset_D: Sequence[int]

@@ -11,6 +11,7 @@ Sampling, datums, the step, checkpoints and resume are those of the reinforcemen
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,23 +21,28 @@ from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.config_tree import fill
+from tinker_cookbook.display import colorize_example
 from tinker_cookbook.distillation.datasets import CompositeDataset, DistillationDatasetConfig
-from tinker_cookbook.distillation.teacher_kl import TeacherKL
+from tinker_cookbook.distillation.teacher_kl import TeacherKL, incorporate_kl_penalty
 from tinker_cookbook.distillation.teachers import check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder, SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.advantages import compute_advantages
 from tinker_cookbook.rl.algorithms import check_discount
 from tinker_cookbook.rl.config import UpdateOptions
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
-from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, TrajectoryGroup
 from tinker_cookbook.runs.config import RunConfig
-from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import shared_value
 from tinker_cookbook.utils.seeds import derive_seed
+
+logger = logging.getLogger(__name__)
 
 
 @chz.chz(typecheck=True)
@@ -120,6 +126,38 @@ async def main(config: Config) -> None:
         await train.run(_loop_config(config, builders), penalties=[penalty])
 
 
+async def prepare_minibatch(
+    env_group_builders_P: Sequence[EnvGroupBuilder],
+    trajectory_groups_P: Sequence[TrajectoryGroup],
+    tokenizer: Tokenizer,
+    dataset_indices_P: Sequence[int],
+    teacher_clients: Sequence[SamplingClient],
+    kl_penalty_coef: float,
+    kl_discount_factor: float,
+) -> tuple[list[tinker.Datum], Metrics]:
+    """Datums of a batch with their teachers' penalty, for loops of one's own; `main` is the library's.
+
+    Args:
+        env_group_builders_P: whose tags the metrics go by.
+        tokenizer: shows the first datum of each dataset in the log.
+        dataset_indices_P: of each group, its dataset, by which `teacher_clients` are chosen.
+        kl_penalty_coef: 0 asks no teacher.
+    """
+    metrics: Metrics = dict(
+        compute_trajectory_metrics(trajectory_groups_P, [builder.logging_tags() for builder in env_group_builders_P])
+    )
+    data_D, metadata_D = assemble_training_data(
+        list(trajectory_groups_P), compute_advantages(list(trajectory_groups_P))
+    )
+    dataset_D = [dataset_indices_P[metadata["group_idx"]] for metadata in metadata_D]
+    for dataset in sorted(set(dataset_D)):
+        logger.info("%s", colorize_example(data_D[dataset_D.index(dataset)], tokenizer, key="mask"))
+    if kl_penalty_coef > 0 and data_D:
+        teachers_D = [teacher_clients[dataset] for dataset in dataset_D]
+        metrics |= await incorporate_kl_penalty(data_D, teachers_D, dataset_D, kl_penalty_coef, kl_discount_factor)
+    return data_D, metrics
+
+
 def _loop_config(config: Config, evaluator_builders: Sequence[EvaluatorBuilder]) -> _LoopConfig:
     return fill(
         _LoopConfig,
@@ -165,6 +203,6 @@ class HeldOutTeacherKL(SamplingClientEvaluator):
         groups = finished_groups(await do_batch_rollout(self._builders, policy, self._config))
         zeros_P = [torch.zeros(len(group.trajectories_G)) for group in groups]
         data_D, metadata_D = assemble_training_data(groups, zeros_P, keep_zero=True)
-        _, kl = await self._measure(data_D, groups, metadata_D)
+        _, kl, _ = await self._measure(data_D, groups, metadata_D)
         env = compute_trajectory_metrics(groups)
         return {f"{self._name}/{key}": value for key, value in {**kl, **env}.items()}

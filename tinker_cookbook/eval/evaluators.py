@@ -16,6 +16,7 @@ from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.trace import scope_span_sync
 
 
 class TrainingClientEvaluator(ABC):
@@ -75,17 +76,18 @@ async def run_evaluators(
     """
     metrics: dict[str, float] = {}
     for evaluator in evaluators:
-        if isinstance(evaluator, TrainingClientEvaluator):
-            measured = await evaluator(client)
-        elif isinstance(evaluator, SamplingClientEvaluator):  # pyright: ignore[reportUnnecessaryIsInstance]
-            if snapshot is None:
-                snapshot = await client.save_weights_and_get_sampling_client()
-            measured = await evaluator(snapshot)
-        else:
-            raise ConfigurationError(
-                f"evaluator {evaluator!r} is neither a TrainingClientEvaluator nor a SamplingClientEvaluator; inherit from "
-                "the one whose client it needs"
-            )
+        with scope_span_sync("run_evaluator"):
+            if isinstance(evaluator, TrainingClientEvaluator):
+                measured = await evaluator(client)
+            elif isinstance(evaluator, SamplingClientEvaluator):  # pyright: ignore[reportUnnecessaryIsInstance]
+                if snapshot is None:
+                    snapshot = await client.save_weights_and_get_sampling_client()
+                measured = await evaluator(snapshot)
+            else:
+                raise ConfigurationError(
+                    f"evaluator {evaluator!r} is neither a TrainingClientEvaluator nor a SamplingClientEvaluator; inherit from "
+                    "the one whose client it needs"
+                )
         if twice := sorted(metrics.keys() & measured.keys()):
             raise ConfigurationError(
                 f"{type(evaluator).__name__} reports {twice}, as an evaluator before it does; give one another name"

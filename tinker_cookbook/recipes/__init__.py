@@ -47,7 +47,11 @@ def _folders() -> list[str]:
 def _ours() -> set[str]:
     """The modules of `recipes` and those of ELSEWHERE, with the packages above them."""
     spec = importlib.util.find_spec("recipes")
-    (root,) = spec.submodule_search_locations or () if spec is not None else ()
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(
+            "the package recipes, which comes with tinker_cookbook, is not on the path", name="recipes"
+        )
+    root = spec.submodule_search_locations[0]
     files = [path.relative_to(root).with_suffix("").parts for path in Path(root).rglob("*.py")]
     names = {".".join(parts).removesuffix(".__init__") for parts in files} | ELSEWHERE.keys()
     return {".".join(parts[:n]) for name in names if (parts := name.split(".")) for n in range(1, len(parts) + 1)}

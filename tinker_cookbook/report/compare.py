@@ -13,7 +13,7 @@ import numpy as np
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.figures import Curve, svg
 from tinker_cookbook.utils.files import read_jsonl
-from tinker_cookbook.utils.intervals import Estimate, student_mean, wilson
+from tinker_cookbook.utils.intervals import ANY, DIFFERENCE_OF_RATES, RATE, Estimate, student_mean, wilson
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 TOKENS = "progress/sampled_tokens"
@@ -99,7 +99,9 @@ def read_series(folder: str | Path, metric: str) -> Series:
 
 def over_seeds(found: Sequence[Series], tokens: float) -> Estimate:
     """The mean over seeds with its interval; of one seed with that over its items."""
-    return found[0].interval_at(tokens) if len(found) == 1 else student_mean([one.at(tokens) for one in found])
+    if len(found) == 1:
+        return found[0].interval_at(tokens)
+    return student_mean([one.at(tokens) for one in found], *(RATE if all(one.items for one in found) else ANY))
 
 
 def lead(way: Way, first: Way, tokens: float) -> Estimate | None:
@@ -112,7 +114,9 @@ def lead(way: Way, first: Way, tokens: float) -> Estimate | None:
     if not shared:
         return None
     if len(shared) > 1:
-        return student_mean([way.seeds[seed].at(tokens) - first.seeds[seed].at(tokens) for seed in shared])
+        differences = [way.seeds[seed].at(tokens) - first.seeds[seed].at(tokens) for seed in shared]
+        rates = all(one.seeds[seed].items for one in (way, first) for seed in shared)
+        return student_mean(differences, *(DIFFERENCE_OF_RATES if rates else ANY))
     own, other = way.seeds[shared[0]].interval_at(tokens), first.seeds[shared[0]].interval_at(tokens)
     mean = own.mean - other.mean
     low = mean - math.hypot(own.mean - own.low, other.high - other.mean)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.stores.registry import RunInfo, RunRegistry
 from tinker_cookbook.stores.storage import LocalStorage
 from tinker_cookbook.stores.training_store import TrainingRunStore
@@ -89,7 +90,7 @@ def open_runs(paths: Sequence[str]) -> list[RunData]:
 
 def read_run(run: RunData) -> None:
     """Read metrics, config and metadata again. Raises as `open_runs`."""
-    run.rows = run.store.read_metrics()
+    run.rows = each_once(run.store.read_metrics())
     run.config = run.store.read_config() or {}
     run.metadata = run.store.read_metadata() or {}
     status = run.folder / STATUS_BASE_NAME

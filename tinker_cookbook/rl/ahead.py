@@ -1,15 +1,20 @@
 """Groups that are sampled ahead of the step that trains: when they start, which of them a step takes, what a checkpoint keeps.
 
 A group belongs to a batch of the dataset and has a place in it; its seeds depend on these alone. Batch b may start when step
-b - K is next, K being `max_steps_off_policy`. So at most K + 1 batches are open, and a group's policy is at most K updates
-older than the one that trains on it.
+b - K is next, K being `max_steps_off_policy`. So no more groups are under way, or wait to be trained on, than K + 1 batches have.
 
-Deterministic: step i takes batch i. Groups start in order, as many at a time as a batch has. Before a checkpoint the groups
-under way come to their end, and no other starts; then the sampler is taken anew. So the resumed run, which finds the finished
-groups in the checkpoint, goes on from where the undisturbed one does.
+Deterministic: step i takes batch i, and no group's policy is more than K updates older than the one that trains on it. Groups
+start in order, as many at a time as a batch has. Before a checkpoint the groups under way come to their end, and no other starts;
+then the sampler is taken anew. So the resumed run, which finds the finished groups in the checkpoint, goes on from where the
+undisturbed one does.
 
-Otherwise all open groups run at once, and a step takes those that finished first, but as many of the older ones that the
-steps after it can take the others in time. Where these are not finished, the step waits for them, or drops them.
+Otherwise all open groups run at once. With `too_old="train"` a step takes, of those that are finished, the ones with the oldest
+weights: nothing is dropped for its age, and a slow group is trained on when it is done, however old it is then. Groups that
+failed, or that are removed because their rewards are all equal, take nobody's place: the step has them besides, and groups of
+later batches start in their stead. So the data may run out before the steps do.
+
+With "wait" and "drop" no group is older than K updates: a step takes those that finished first, but as many of the older ones
+that the steps after it can take the others in time. Where these are not finished, the step waits for them, or drops them.
 """
 
 from __future__ import annotations
@@ -18,15 +23,18 @@ import asyncio
 import logging
 import shutil
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.advantages import is_constant
 from tinker_cookbook.rl.config import AsyncConfig
 from tinker_cookbook.rl.kept_groups import FOLDER, GroupKey, Kept, read_kept, write_kept
-from tinker_cookbook.rl.loop import AHEAD_KEY, Loop, WrappedTrajectoryGroup
+from tinker_cookbook.rl.loop import AHEAD_KEY, Loop
+from tinker_cookbook.rl.rollouts import FailedGroup
+from tinker_cookbook.rl.step_files import WrappedTrajectoryGroup
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
 
@@ -92,15 +100,11 @@ class SamplingAhead:
         return self._config.deterministic and self._most_ahead > 0
 
     async def take(self, step: int) -> Taken:
-        """The groups of a step, once they are there. Starts what may be under way besides."""
+        """The groups of a step, once they are there; none: the data have run out. Starts what may be under way besides."""
         self._paused = False
         self._forget_trained()
         while self._next_batch <= min(step + self._most_ahead, self._loop.end - 1):
-            batch, self._next_batch = self._next_batch, self._next_batch + 1
-            builders = self._loop.batches.get_batch(batch)
-            self._sizes[batch] = len(builders)
-            for place, builder in enumerate(builders):
-                self._add((batch, place), builder)
+            self._open_batch()
         self._most_started = sum(self._sizes.get(batch, 0) for batch in range(step, step + self._most_ahead + 1))
         self._loop.session.display.expect(self._sizes[step])
         self._start()
@@ -114,13 +118,37 @@ class SamplingAhead:
         sampled = [group for key in keys if (group := self._open[key].sampled) is not None]
         return Taken(sampled, len(late))
 
+    def _open_batch(self) -> None:
+        batch, self._next_batch = self._next_batch, self._next_batch + 1
+        builders = self._loop.batches.get_batch(batch)
+        self._sizes[batch] = len(builders)
+        for place, builder in enumerate(builders):
+            self._add((batch, place), builder)
+
     def _choose(self, step: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
         """The groups that a step takes, and those that it drops; None: they are not there yet."""
         need = self._sizes[step]
         if self._config.deterministic:
             keys = [(step, place) for place in range(need)]
             return None if any(self._open[key].sampled is None for key in keys) else (keys, [])
-        return self._first_finished(step, need)
+        return self._oldest_finished(need) if self._config.too_old == "train" else self._first_finished(step, need)
+
+    def _oldest_finished(self, need: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
+        """As many as are needed of those that can be trained on, oldest weights first, and all that cannot."""
+        useless = [key for key in self._finished if self._is_useless(key)]
+        usable = [key for key in self._finished if key not in useless]
+        if len(usable) < need and len(self._open) > len(self._finished):
+            return None
+        usable.sort(key=lambda key: self._open[key].version or 0)
+        return _by_place([*usable[:need], *useless]), []
+
+    def _is_useless(self, key: GroupKey) -> bool:
+        """Whether a finished group cannot be trained on, whatever the others are: it failed, or it will be removed."""
+        sampled, config = self._open[key].sampled, self._loop.config
+        if sampled is None or isinstance(sampled.trajectory_group, FailedGroup):
+            return sampled is not None
+        removes = config.remove_constant_reward_groups and config.advantage.credit != "turn"
+        return removes and is_constant(sampled.trajectory_group)
 
     def _first_finished(self, step: int, need: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
         """For each last step that groups may be taken in: what the steps between have no room for is taken now.
@@ -148,8 +176,7 @@ class SamplingAhead:
         chosen |= dict.fromkeys(others[: need - len(chosen) - len(late)])
         if not chosen or len(chosen) + len(late) < need:
             return None
-        # Places before batches: the first of each batch are those that have transcripts and records.
-        return sorted(chosen, key=lambda key: (key[1], key[0])), sorted(late)
+        return _by_place(chosen), sorted(late)
 
     def _last_step(self, group: _Open) -> float:
         """That may take the group."""
@@ -175,9 +202,16 @@ class SamplingAhead:
                 self._add((batch, place), builders[place])
 
     def _start(self) -> None:
-        while self._waiting and not self._paused and not self._closed:
-            if self._running >= self._most_running or len(self._open) - len(self._waiting) >= self._most_started:
+        replaces = not self._config.deterministic and self._config.too_old == "train"
+        while not self._paused and not self._closed:
+            useless = sum(map(self._is_useless, self._finished)) if replaces else 0
+            started = len(self._open) - len(self._waiting) - useless
+            if self._running >= self._most_running or started >= self._most_started:
                 return
+            if not self._waiting:
+                if not useless or self._next_batch >= self._loop.end:
+                    return
+                self._open_batch()  # in place of those that cannot be trained on
             key = self._waiting.popleft()
             self._running += 1
             task = self._open[key].task = self._tasks.create_task(self._sample(key))
@@ -279,6 +313,11 @@ class SamplingAhead:
     def close(self) -> None:
         """Start nothing any more."""
         self._closed = True
+
+
+def _by_place(keys: Iterable[GroupKey]) -> list[GroupKey]:
+    """Places before batches: the first of each batch are those that have transcripts and records."""
+    return sorted(keys, key=lambda key: (key[1], key[0]))
 
 
 def _file(record: CheckpointRecord) -> str | None:

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 import chz
@@ -68,10 +69,10 @@ class AsyncConfig:
             by_place="step i trains on batch i", by_time="a step trains on the groups that finished first"
         ),
     )
-    too_old: Literal["wait", "drop"] = chz.field(
-        default="wait",
-        doc="deterministic=False: a group still being sampled in the last step that may train on it; wait for it, or drop it "
-        "(groups/stale) where the step has others",
+    too_old: Literal["train", "wait", "drop"] = chz.field(
+        default="train",
+        doc="deterministic=False: a group still being sampled when it is as old as max_steps_off_policy; train on it when it is "
+        "done, or let the step wait for it, or drop it (groups/stale) where the step has others",
     )
 
     @chz.validate
@@ -226,6 +227,18 @@ class Config(RLOptions, RunConfig):
         return self.training_loss_fn() == STABLE_REINFORCE
 
 
+@cache
+def _warn_of_fewer_tokens(top_k: int, top_p: float, min_p: float) -> None:
+    """Once per process: recipes check a config before they open its folder, and the loop checks it again."""
+    logger.warning(
+        "top_k=%d, top_p=%g, min_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that "
+        "training is off-distribution and no ratio shows it; leave them out, unless that is what you study",
+        top_k,
+        top_p,
+        min_p,
+    )
+
+
 def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
     backend = backends.check_backend(config.backend, config.model_name, config.base_url)
@@ -235,13 +248,7 @@ def check_config(config: Config) -> None:
     _check_temperature(config, backend)
     backends.check_min_p(config.min_p, backend)
     if config.top_k != -1 or config.top_p < 1 or config.min_p > 0:
-        logger.warning(
-            "top_k=%d, top_p=%g, min_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that "
-            "training is off-distribution and no ratio shows it; leave them out, unless that is what you study",
-            config.top_k,
-            config.top_p,
-            config.min_p,
-        )
+        _warn_of_fewer_tokens(config.top_k, config.top_p, config.min_p)
     _check_said_once(config)
     if config.stream_minibatch_config is not None:
         if config.async_config is not None:

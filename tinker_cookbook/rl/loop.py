@@ -28,22 +28,21 @@ from tinker_cookbook.rl.metrics import (
 )
 from tinker_cookbook.rl.minibatch import Minibatch, Penalty, prepare_minibatch, why_untrained
 from tinker_cookbook.rl.off_policy import correct_off_policy
-from tinker_cookbook.rl.records import RecordWriter, training_step_name, write_step_records
-from tinker_cookbook.rl.rollout_files import StepRollouts
+from tinker_cookbook.rl.records import RecordWriter
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finished_groups, try_group_rollout
+from tinker_cookbook.rl.step_files import StepFiles, WrappedTrajectoryGroup, evaluation_files
 from tinker_cookbook.rl.step_metrics import account_for_groups, training_data_line
-from tinker_cookbook.rl.transcripts import ShownGroup, rollout_rows, write_evaluations, write_page
-from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
+from tinker_cookbook.rl.token_usage import rollout_usage, training_usage
+from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.rl.update import LoopMetrics, Update
-from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
-from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
-from tinker_cookbook.utils.misc_utils import timed
+from tinker_cookbook.utils.misc_utils import timed, to_its_end
 from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.utils.trace import scope_span_sync
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +50,6 @@ T = TypeVar("T")
 
 _ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "zero_advantage_steps"
 AHEAD_KEY = "groups_ahead"
-
-
-@dataclass(frozen=True)
-class WrappedTrajectoryGroup:
-    """A group as it comes back from sampling: with its builder, and which snapshot it was sampled from."""
-
-    trajectory_group: TrajectoryGroup | FailedGroup
-    env_group_builder: EnvGroupBuilder
-    sampling_client_step: int
-    """optimizer updates (batches) that the snapshot had seen"""
-    seconds: float
-    place: int = 0
-    """in its batch"""
 
 
 class KeepsGroups(Protocol):
@@ -112,6 +98,7 @@ class Loop:
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.steps_done = self.start
         self.records = RecordWriter()
+        self.files = StepFiles(config, session, self.records)
         self.untrained = 0
         """steps in a row that trained nothing"""
         self.ahead: KeepsGroups | None = None
@@ -136,8 +123,7 @@ class Loop:
         return metrics
 
     async def _run_evaluators(self, evaluators: Sequence[Evaluator], step: int) -> dict[str, float]:
-        folder = iteration_folder(self.session.run.log_path, step) if self.num_shown else None
-        with write_evaluations(folder):
+        with evaluation_files(self.config, step):
             return await run_evaluators(evaluators, self.session.training_client, self.sampling_client)
 
     async def sample_group(self, batch: int, place: int, builder: EnvGroupBuilder) -> WrappedTrajectoryGroup:
@@ -211,84 +197,30 @@ class Loop:
             stale: groups besides these that were dropped for their age.
         """
         for item in sampled:
-            self.errors.add(item.trajectory_group)
+            self.errors.ingest(item.trajectory_group)
         versions_P, seconds_P = [item.sampling_client_step for item in sampled], [item.seconds for item in sampled]
-        metrics: LoopMetrics = account_for_groups(batch, versions_P, seconds_P, stale, self.errors.metrics())
+        metrics: LoopMetrics = account_for_groups(batch, versions_P, seconds_P, stale, self.errors.get_metrics(), step)
         display = self.session.display
         display.say_stages("replies")
         if batch.data_D:
             display.say(training_data_line(metrics))
         if self.num_shown:
             with timed("write_transcripts", metrics):
-                self._write_transcripts(step, sampled, batch)
+                self.files.write_transcripts(step, sampled, batch)
         logprobs_D: list[torch.Tensor | None] = []
         try:
             if batch.data_D:
-                with display.phase("training"):
+                with display.phase("training"), scope_span_sync("update"):
                     found, logprobs_D = await self._update(step, batch, update)
                 metrics |= found
         finally:  # what was sampled is not lost by an update that fails
-            if self.config.write_records:
-                with timed("write_records", metrics):
-                    self._write_records(step, sampled, batch, logprobs_D, dict(metrics))
+            with timed("write_records", metrics):
+                self.files.write_records(step, sampled, batch, logprobs_D, self.learning_rate(step), dict(metrics))
+        metrics |= self._count_tokens(batch)
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
         error = None if batch.data_D else why_untrained(step, batch)
         passed_D = [datum for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None]
         return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(passed_D), error)
-
-    def _write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
-        advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
-        shown = [
-            ShownGroup(group, None if isinstance(group, FailedGroup) else next(advantages_P).tolist(), version)
-            for group, version in (
-                (item.trajectory_group, item.sampling_client_step) for item in sampled[: self.num_shown]
-            )
-        ]
-        page = iteration_folder(self.session.run.log_path, step) / "train.html"
-        tokenizer, tracker = self.session.training_client.get_tokenizer(), self.session.run.logger
-        write_page(page, f"Training, step {step}", shown, tokenizer)
-        if tracker.takes_rollouts:
-            tracker.log_rollouts(rollout_rows(shown, tokenizer), step)
-
-    def _write_records(
-        self,
-        step: int,
-        sampled: Sequence[WrappedTrajectoryGroup],
-        batch: Minibatch,
-        logprobs_D: list[torch.Tensor | None],
-        metrics: LoopMetrics,
-    ) -> None:
-        """Begin to write the step's records. They are on disk before a checkpoint that does not redo the step."""
-        config = self.config
-        about = {
-            "step": step,
-            "model": config.model_name,
-            "max_tokens_per_turn": config.max_tokens,
-            "temperature": config.temperature,
-            "learning_rate": self.learning_rate(step),
-            "loss_fn": config.training_loss_fn(),
-            "seed": config.seed,
-        }
-        rollouts = StepRollouts(
-            [item.trajectory_group for item in sampled],
-            [item.sampling_client_step for item in sampled],
-            [advantages_G.tolist() for advantages_G in batch.advantages_P],
-            batch.data_D,
-            batch.metadata_D,
-            [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D],
-            about,
-        )
-        log_path, num_shown = self.session.run.log_path, self.num_shown
-
-        def write() -> None:
-            write_vocabulary(log_path, tokenizer)
-            write_step_records(log_path, rollouts, metrics, num_shown)
-
-        def say() -> None:
-            self.session.display.say(f"Logged: {log_path / training_step_name(step)}")
-
-        tokenizer = self.session.training_client.get_tokenizer()
-        self.records.submit(write, say)
 
     async def _update(
         self, step: int, batch: Minibatch, update: Update | None
@@ -326,33 +258,42 @@ class Loop:
             (datum, logprobs) for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None
         ]
         passed_D = [datum for datum, _ in passed]
-        metrics |= found | compute_kl_sample_train(passed_D, [logprobs for _, logprobs in passed])
-        if (alarm := kl_alarm(metrics, config.kl_alarm)) is not None:
-            logger.warning("step %d: %s", step, alarm)
-        metrics["optim/kl_alarm"] = int(alarm is not None)
-        with timed("snapshot", metrics):
-            snapshot = self.session.training_client.save_weights_and_get_sampling_client(
-                record_stability_info=config.records_stability_info()
-            )
-            self.sampling_client = await self.to_its_end(snapshot)
-        self.sampling_client_step = step + 1
-        if config.compute_post_kl:
-            with timed("post_kl", metrics):
-                metrics |= await self.to_its_end(compute_post_kl(batch.data_D, self.sampling_client))
+        with scope_span_sync("after_update"):
+            with timed("compute_kl_sample_train", metrics):
+                metrics |= found | compute_kl_sample_train(passed_D, [logprobs for _, logprobs in passed])
+            if (alarm := kl_alarm(metrics, config.kl_alarm)) is not None:
+                logger.warning("step %d: %s", step, alarm)
+            metrics["optim/kl_alarm"] = int(alarm is not None)
+            with timed("snapshot", metrics):
+                snapshot = self.session.training_client.save_weights_and_get_sampling_client(
+                    record_stability_info=config.records_stability_info()
+                )
+                self.sampling_client = await self.to_its_end(snapshot)
+            self.sampling_client_step = step + 1
+            if config.compute_post_kl:
+                with timed("post_kl", metrics):
+                    found, used = await self.to_its_end(compute_post_kl(batch.data_D, self.sampling_client))
+                metrics |= found
+                batch.usage += used
         self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
         return metrics, logprobs_D
 
+    def _count_tokens(self, batch: Minibatch) -> dict[str, float]:
+        """Those that the step used; of groups that are removed, what was sampled counts as discarded."""
+        kept = {meta["group_idx"] for meta in batch.metadata_D} if self.config.remove_constant_reward_groups else None
+        discarded = [group for i, group in enumerate(batch.groups) if kept is not None and i not in kept]
+        used = [group for i, group in enumerate(batch.groups) if kept is None or i in kept]
+        usage = rollout_usage(used) + batch.usage + training_usage(batch.data_D)
+        return self.progress.count(usage, rollout_usage(discarded))
+
     async def to_its_end(self, submitted: Awaitable[T]) -> T:
         """Wait for what is submitted, which cannot be called back. A cancellation meanwhile counts when the step is done."""
-        task = asyncio.ensure_future(submitted)
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                if not task.cancelled() and not self._was_cancelled:
-                    self._was_cancelled = True
-                    logger.info("the run is ending; the step under way comes to its end first")
-        return task.result()
+        return await to_its_end(submitted, self._note_cancellation)
+
+    def _note_cancellation(self) -> None:
+        if not self._was_cancelled:
+            self._was_cancelled = True
+            logger.info("the run is ending; the step under way comes to its end first")
 
     async def end_step(self, outcome: StepOutcome) -> None:
         """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint.
@@ -362,7 +303,7 @@ class Loop:
         """
         step, session = outcome.step, self.session
         progress = self.progress.row(outcome.sampled_tokens, outcome.trained_tokens)
-        session.run.logger.log_metrics(outcome.metrics | progress, step=step)
+        session.run.log_metrics(outcome.metrics | progress, step)
         self.steps_done, self.is_between_steps = step + 1, True
         self.sampling_client_step = step + 1
         self.untrained = self.untrained + 1 if outcome.error is not None else 0
@@ -431,11 +372,9 @@ class Loop:
                 raise TrainingError(told)
             logger.warning("%s", told)
         if due := self.rounds.at_end():
-            final = await self._run_evaluators(due, self.end)
-            self.session.run.logger.log_metrics(
-                {"progress/batch": self.end, "progress/done_frac": 1.0, **self.progress.row(), **final},
-                step=self.end,
-            )
+            final = await self._run_evaluators(due, self.steps_done)
+            about = {"progress/batch": self.steps_done, "progress/done_frac": 1.0, **self.progress.row()}
+            self.session.run.log_final({**about, **self.progress.tokens.cumulative_metrics(), **final}, self.steps_done)
         self.session.checkpoints.loop_state.pop(AHEAD_KEY, None)
         await self.session.checkpoints.save_final({"batch": self.end})
         if self.ahead is not None:

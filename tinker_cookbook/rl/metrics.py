@@ -9,7 +9,9 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker, torch
+from tinker_cookbook.utils.trace import scope_span_sync
 
 DEPTHS = (0, 64, 256, 1024, 4096, 16384)
 """Sampled tokens at which the ranges of `optim/kl_by_depth` begin."""
@@ -22,6 +24,34 @@ def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
     """A datum's tokens with the last target: what `compute_logprobs` needs to score each of its targets."""
     last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
     return tinker.ModelInput(chunks=[*datum.model_input.chunks, tinker.EncodedTextChunk(tokens=[last])])
+
+
+async def score_sequences(
+    sampling_client: SamplingClient, sequence_inputs: Sequence[tinker.ModelInput]
+) -> tuple[list[list[float | None]], TokenUsage]:
+    """Logprobs of whole sequences under a snapshot, with what asking for them used. All are asked for at once.
+
+    Each is the prompt of a request for one token, whose answer says how much of it was cached; `compute_logprobs` says nothing of
+    that, and has room for a sequence as long as the context.
+
+    Returns:
+        Of each sequence a logprob per token (None: the first, which nothing predicts), and the prompts' and sampled tokens.
+    """
+    params = tinker.SamplingParams(max_tokens=1)
+    submitted = [sampling_client.sample(one, 1, params, include_prompt_logprobs=True) for one in sequence_inputs]
+    answers = [await pending for pending in submitted]
+    cached = sum(answer.prompt_cache_hit_tokens or 0 for answer in answers)
+    usage = TokenUsage(
+        sampled=sum(len(sequence.tokens) for answer in answers for sequence in answer.sequences),
+        prefill_cached=cached,
+        prefill_uncached=sum(sequence.length for sequence in sequence_inputs) - cached,
+    )
+    return [list(answer.prompt_logprobs or []) for answer in answers], usage
+
+
+def scoring_usage(data_D: Sequence[tinker.Datum]) -> TokenUsage:
+    """What `compute_target_logprobs` of some datums uses: their whole sequences as prompts."""
+    return TokenUsage(prefill_uncached=sum(datum.model_input.length + 1 for datum in data_D))
 
 
 async def compute_target_logprobs(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> list[np.ndarray]:
@@ -119,10 +149,12 @@ def compute_advantage_metrics(data_D: Sequence[tinker.Datum]) -> dict[str, float
     }
 
 
-async def compute_post_kl(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> dict[str, float]:
+async def compute_post_kl(
+    data_D: Sequence[tinker.Datum], sampling_client: SamplingClient
+) -> tuple[dict[str, float], TokenUsage]:
     """How far an update moved the policy on its own data: KL(before || after) on action tokens, by the v1 and v2 estimators.
 
-    Before is the logprob when sampled, after that of a snapshot taken since.
+    Before is the logprob when sampled, after that of a snapshot taken since. Second: the tokens that scoring used.
     """
     after_D = await compute_target_logprobs(data_D, sampling_client)
     differences = [
@@ -130,10 +162,11 @@ async def compute_post_kl(data_D: Sequence[tinker.Datum], sampling_client: Sampl
         for datum, after in zip(data_D, after_D, strict=True)
     ]
     difference = np.concatenate(differences).astype(np.float64)
-    return {
+    metrics = {
         "optim/kl_pre_post_v1": float(difference.mean()),
         "optim/kl_pre_post_v2": float(0.5 * (difference**2).mean()),
     }
+    return metrics, scoring_usage(data_D)
 
 
 def compute_sampling_client_metrics(steps_P: Sequence[int], seconds_P: Sequence[float]) -> dict[str, float]:
@@ -159,11 +192,14 @@ async def incorporate_kl_penalty(
     base_sampling_client: SamplingClient,
     kl_penalty_coef: float,
     kl_discount_factor: float = 0.0,
-) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """New datums whose advantages hold a penalty for leaving a reference policy, and `optim/kl_policy_base`, the KL to it.
+) -> tuple[dict[str, float], TokenUsage]:
+    """Add a penalty for leaving a reference policy to the advantages of datums, in place.
 
     adv += coef * mask * (mean(diff) - diff), diff = logp_sample - logp_reference, the mean over all action tokens given; with
     a discount factor the penalty of a token is the discounted sum of its own and those after it.
+
+    Returns:
+        `optim/kl_policy_base`, the KL to the reference policy, and the tokens that scoring used.
     """
     reference_D = await compute_target_logprobs(data_D, base_sampling_client)
     masks_D = [datum.loss_fn_inputs["mask"].to_numpy().astype(np.float64) for datum in data_D]
@@ -173,16 +209,15 @@ async def incorporate_kl_penalty(
     ]
     tokens = sum(float(mask.sum()) for mask in masks_D)
     if tokens == 0:
-        return list(data_D), {}
+        return {}, scoring_usage(data_D)
     mean = sum(float(diff.sum()) for diff in diffs_D) / tokens
-    penalized = []
     for datum, diff, mask in zip(data_D, diffs_D, masks_D, strict=True):
         change = kl_penalty_coef * mask * (mean - diff)
         if kl_discount_factor > 0:
             change = mask * discounted_future_sum_vectorized(change, kl_discount_factor)
         advantages = datum.loss_fn_inputs["advantages"].to_numpy() + change
-        penalized.append(replace_inputs(datum, advantages=advantages.astype(np.float32)))
-    return penalized, {"optim/kl_policy_base": mean}
+        datum.loss_fn_inputs["advantages"] = tinker.TensorData.from_numpy(advantages.astype(np.float32))
+    return {"optim/kl_policy_base": mean}, scoring_usage(data_D)
 
 
 @dataclass(frozen=True)
@@ -195,5 +230,8 @@ class KLPenalty:
 
     async def __call__(
         self, data_D: list[tinker.Datum], groups: Sequence[TrajectoryGroup], metadata_D: Sequence[DatumMetadata]
-    ) -> tuple[list[tinker.Datum], dict[str, float]]:
-        return await incorporate_kl_penalty(data_D, self.reference, self.coef, self.discount)
+    ) -> tuple[list[tinker.Datum], dict[str, float], TokenUsage]:
+        penalized = [replace_inputs(datum) for datum in data_D]
+        with scope_span_sync("kl_penalty"):
+            metrics, usage = await incorporate_kl_penalty(penalized, self.reference, self.coef, self.discount)
+        return penalized, metrics, usage

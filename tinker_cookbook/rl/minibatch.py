@@ -17,19 +17,21 @@ from tinker_cookbook.rl.advantages import (
 )
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages, scale_turns
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import tinker, torch
+from tinker_cookbook.utils.trace import scope_span_sync
 
 
 class Penalty(Protocol):
     """Changes the advantages of single tokens, for example by how far they leave a reference policy.
 
     It gets all datums of a pass with their metadata (indices into `groups`), members of advantage zero included, and returns
-    them in the same order, with metrics. It must not change tokens, logprobs or masks.
+    them in the same order, with metrics and the tokens that it used. It must not change tokens, logprobs or masks.
     """
 
     async def __call__(
         self, data_D: list[tinker.Datum], groups: Sequence[TrajectoryGroup], metadata_D: Sequence[DatumMetadata]
-    ) -> tuple[list[tinker.Datum], dict[str, float]]: ...
+    ) -> tuple[list[tinker.Datum], dict[str, float], TokenUsage]: ...
 
 
 @dataclass
@@ -41,17 +43,20 @@ class Minibatch:
     data_D: list[tinker.Datum]
     metadata_D: list[DatumMetadata]
     metrics: dict[str, float] = field(default_factory=dict)
+    usage: TokenUsage = TokenUsage()  # noqa: RUF009  it is frozen
+    """tokens that the penalties used"""
 
     @property
     def num_trained_groups(self) -> int:
         return len({meta["group_idx"] for meta in self.metadata_D})
 
     def append(self, other: Minibatch) -> None:
-        """Add the groups and datums of another one, whose metrics are left out."""
+        """Add the groups, datums and tokens of another one, whose metrics are left out."""
         offset = len(self.groups)
         self.groups += other.groups
         self.advantages_P += other.advantages_P
         self.data_D += other.data_D
+        self.usage += other.usage
         self.metadata_D += [
             DatumMetadata(group_idx=meta["group_idx"] + offset, traj_idx=meta["traj_idx"]) for meta in other.metadata_D
         ]
@@ -65,6 +70,7 @@ class Minibatch:
             self.data_D,
             [DatumMetadata(group_idx=place[meta["group_idx"]], traj_idx=meta["traj_idx"]) for meta in self.metadata_D],
             self.metrics,
+            self.usage,
         )
 
 
@@ -91,13 +97,15 @@ async def prepare_minibatch(
         advantages_G if kept else torch.zeros_like(advantages_G)
         for advantages_G, kept in zip(computed_P, kept_P, strict=True)
     ]
-    data_D, metadata_D = assemble_training_data(groups, advantages_P, include_provenance, keep_zero=bool(penalties))
-    metrics: dict[str, float] = {}
+    with scope_span_sync("assemble_training_data"):
+        data_D, metadata_D = assemble_training_data(groups, advantages_P, include_provenance, keep_zero=bool(penalties))
+    metrics, usage = dict[str, float](), TokenUsage()
     if penalties:
         data_D, metadata_D = _select(data_D, metadata_D, [kept_P[meta["group_idx"]] for meta in metadata_D])
         for penalty in penalties if data_D else ():
-            data_D, found = await penalty(data_D, groups, metadata_D)
+            data_D, found, used = await penalty(data_D, groups, metadata_D)
             metrics |= found
+            usage += used
         data_D, metadata_D = _select(
             data_D, metadata_D, [bool((d.loss_fn_inputs["advantages"].to_numpy() != 0).any()) for d in data_D]
         )
@@ -105,7 +113,7 @@ async def prepare_minibatch(
         data_D = scale_turns(data_D)
     else:
         data_D = scale_advantages(data_D, metadata_D, token_scales(groups, advantage.scale, kept_P))
-    return Minibatch(groups, advantages_P, data_D, metadata_D, metrics)
+    return Minibatch(groups, advantages_P, data_D, metadata_D, metrics, usage)
 
 
 def _select(

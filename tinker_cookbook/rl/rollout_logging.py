@@ -11,6 +11,7 @@ from typing import Any
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.utils.files import to_jsonable, write_jsonl
 from tinker_cookbook.utils.misc_utils import safezip
+from tinker_cookbook.utils.secrets import redactor
 
 SCHEMA_VERSION = 1
 
@@ -144,4 +145,5 @@ def write_rollout_summaries_jsonl_from_groups(
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(path, rows)
+    without_secrets = redactor()
+    write_jsonl(path, [without_secrets(row) for row in rows])

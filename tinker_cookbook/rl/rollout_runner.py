@@ -38,6 +38,7 @@ from tinker_cookbook.rl.types import (
 )
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.trace import scope_span_sync
 
 if TYPE_CHECKING:
     from tinker_cookbook.rl.message_env import MessageEnv
@@ -256,7 +257,8 @@ class _Rollout:
 
     async def _play(self) -> None:
         """Turns until `reason` is set."""
-        first = await self.env.initial_observation()
+        with scope_span_sync("env_initial_observation"):
+            first = await self.env.initial_observation()
         if isinstance(first, InitialObservationOverflow):
             self._record_nothing(first.reward, _without_stop(first.metrics), first.logs)
             self.reason = stop_reason_from_metrics(first.metrics) or StopReason.CONTEXT_OVERFLOW.value
@@ -307,10 +309,12 @@ class _Rollout:
             )
 
         async with time_limit(seconds, late):
-            return await call_policy(self.policy, self.observation, self.stop, max_tokens)
+            with scope_span_sync("policy_sample"):
+                return await call_policy(self.policy, self.observation, self.stop, max_tokens)
 
     async def _step(self, action: TokensWithLogprobs) -> None:
-        result = await step_env(self.env, action.tokens, {"stop_reason": action.stop_reason})
+        with scope_span_sync("env_step"):
+            result = await step_env(self.env, action.tokens, {"stop_reason": action.stop_reason})
         told = stop_reason_from_metrics(result.metrics)
         metrics = _without_stop(result.metrics)
         transition = Transition(

@@ -5,6 +5,7 @@ a whole or not at all. Each call of make_envs is followed by one cleanup, at the
 ConfigurationError ends the run under every strategy: another try cannot fix a setting.
 """
 
+import asyncio
 import copy
 import math
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, Rol
 from tinker_cookbook.rl.rollout_limits import not_negative
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, EpisodeEnv, RolloutError, Trajectory
-from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.misc_utils import gather_all, to_its_end
 
 if TYPE_CHECKING:
     from tinker_cookbook.rl.rollout_presets import RolloutConfig
@@ -124,6 +125,14 @@ def describe_group(builder: EnvGroupBuilder) -> str:
     return type(builder).__name__ + (f" [{', '.join(tags)}]" if tags else "")
 
 
+async def clean_up(builder: EnvGroupBuilder) -> None:
+    """`builder.cleanup()`, to its end: whoever cancels the rollout meanwhile waits, so that nothing is left open."""
+    cancelled: list[bool] = []
+    await to_its_end(builder.cleanup(), lambda: cancelled.append(True))
+    if cancelled:
+        raise asyncio.CancelledError
+
+
 def rollout_error(error: Exception) -> RolloutError:
     """The record of an error: its message and the notes that say where it arose."""
     return RolloutError(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", [])]))
@@ -178,7 +187,7 @@ class _Rounds:
         """Play the missing members. In a coordinated group, and under FailFast, the first failure ends all of them."""
         as_a_whole = self.builder.coordinated or self.fail_fast
         async with AsyncExitStack() as own:
-            own.push_async_callback(builder.cleanup)
+            own.push_async_callback(clean_up, builder)
             try:
                 envs = await builder.make_envs()
             except Exception as error:

@@ -25,7 +25,7 @@ from tinker_cookbook.rl.rollout_executor import set_rollout_executor as set_roll
 from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
-from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy, describe_group, rollout_error
+from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy, clean_up, describe_group, rollout_error
 from tinker_cookbook.rl.run_clients import clients_for
 from tinker_cookbook.rl.types import (
     Env,
@@ -62,19 +62,22 @@ class RolloutErrorCounter:
     """failed attempts by the name of the exception"""
     groups_skipped: int = 0
 
-    def add(self, group: TrajectoryGroup | FailedGroup | GroupFailedError) -> None:
-        """Count what went wrong in a group."""
+    def ingest(self, group: TrajectoryGroup | FailedGroup | GroupFailedError | None) -> None:
+        """Count what went wrong in a group; None: it was left out, for whatever reason."""
+        if group is None:
+            self.groups_skipped += 1
+            return
         failed = not isinstance(group, TrajectoryGroup)
         errors = group.errors if failed else group.rollout_errors
         self.groups_skipped += failed
         self.counts.update(error.error_type for error in errors)
 
-    def metrics(self) -> dict[str, int]:
-        """rollout_errors/<ExceptionName>, /total and /groups_skipped; nothing as long as nothing failed."""
+    def get_metrics(self, prefix: str = "rollout_errors") -> dict[str, int]:
+        """<prefix>/<ExceptionName>, /total and /groups_skipped; nothing as long as nothing failed."""
         if not self.counts and not self.groups_skipped:
             return {}
-        by_name = {f"rollout_errors/{name}": count for name, count in sorted(self.counts.items())}
-        total = {"rollout_errors/total": self.counts.total(), "rollout_errors/groups_skipped": self.groups_skipped}
+        by_name = {f"{prefix}/{name}": count for name, count in sorted(self.counts.items())}
+        total = {f"{prefix}/total": self.counts.total(), f"{prefix}/groups_skipped": self.groups_skipped}
         return by_name | total
 
 
@@ -145,7 +148,7 @@ async def _play_group(
             result = await strategy.execute(builder, policy, **settings)
             cleanups = result.cleanups or AsyncExitStack()
             if result.cleanups is None:
-                cleanups.push_async_callback(builder.cleanup)
+                cleanups.push_async_callback(clean_up, builder)
             async with cleanups:
                 group = await _grade(builder, result, config.termination or TerminationRewardPolicy(), with_records)
         group.notes = trace.take() if trace is not None else []
@@ -173,7 +176,8 @@ async def _grade(
             return RolloutTimeoutError(f"{where} was not done after grader_timeout_seconds={seconds}")
 
         async with time_limit(seconds, late):
-            rewards = await builder.compute_group_rewards(trajectories, envs)
+            with trace.scope_span_sync("compute_group_rewards"):
+                rewards = await builder.compute_group_rewards(trajectories, envs)
     group = TrajectoryGroup(
         trajectories_G=trajectories,
         final_rewards_G=[reward for reward, _ in rewards],

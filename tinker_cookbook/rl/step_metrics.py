@@ -10,7 +10,12 @@ from tinker_cookbook.rl.minibatch import Minibatch
 
 
 def account_for_groups(
-    batch: Minibatch, steps_P: Sequence[int], seconds_P: Sequence[float], stale: int, errors: Mapping[str, float]
+    batch: Minibatch,
+    steps_P: Sequence[int],
+    seconds_P: Sequence[float],
+    stale: int,
+    errors: Mapping[str, float],
+    step: int,
 ) -> dict[str, float | int | str]:
     """Each group that was sampled is trained, filtered, stale or failed.
 
@@ -20,12 +25,16 @@ def account_for_groups(
         seconds_P: how long each took.
         stale: groups that were dropped for their age.
         errors: metrics of the failures since the run's start.
+        step: updates that the weights have seen which are trained: `async/staleness_*` are how many more than those that sampled.
     """
     trained = batch.num_trained_groups
     metrics: dict[str, float | int | str] = {
         **compute_trajectory_metrics(batch.groups),
         **errors,
         **compute_sampling_client_metrics(steps_P, seconds_P),
+        "async/staleness_max": step - min(steps_P),
+        "async/staleness_min": step - max(steps_P),
+        "async/staleness_mean": step - sum(steps_P) / len(steps_P),
         **batch.metrics,
         "groups/sampled": len(steps_P) + stale,
         "groups/trained": trained,

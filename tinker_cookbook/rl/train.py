@@ -25,36 +25,76 @@ from tinker_cookbook.rl.algorithms import LOSS_FNS
 from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
-from tinker_cookbook.rl.loop import Loop, WrappedTrajectoryGroup
+from tinker_cookbook.rl.loop import Loop
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.metrics import KLPenalty
 from tinker_cookbook.rl.minibatch import Penalty, prepare_minibatch
-from tinker_cookbook.rl.pacing import do_async_training, do_sync_training, do_sync_training_with_stream_minibatch
+from tinker_cookbook.rl.pacing import (
+    Batches,
+    async_batches,
+    do_async_training,
+    do_sync_training,
+    do_sync_training_with_stream_minibatch,
+    stream_batches,
+    sync_batches,
+    take_steps,
+)
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
 from tinker_cookbook.rl.run_clients import clients_of_run
+from tinker_cookbook.rl.step_files import WrappedTrajectoryGroup
+from tinker_cookbook.rl.token_usage import count_discarded_rollout, rollout_usage, training_usage
+from tinker_cookbook.rl.train_steps import (
+    DISCARDED_WORK_LOG_INTERVAL_SECONDS,
+    DiscardedWorkLog,
+    SamplingClientReuse,
+    compute_full_batch_metrics_and_get_sampling_client,
+    do_train_step_and_get_sampling_client,
+    do_train_step_streaming_and_get_sampling_client,
+    drop_constant_reward_group,
+    gather_with_progress,
+    print_group,
+    run_evaluations_parallel,
+    run_single_evaluation,
+    save_checkpoint_and_get_sampling_client,
+)
 from tinker_cookbook.rl.update import train_step
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.utils.seeds import derive_seed
 
 __all__ = [
+    "DISCARDED_WORK_LOG_INTERVAL_SECONDS",
     "LOSS_FNS",
     "AdvantageConfig",
     "AsyncConfig",
     "Config",
+    "DiscardedWorkLog",
     "KLReferenceConfig",
     "Penalty",
+    "SamplingClientReuse",
     "StreamMinibatchConfig",
     "WrappedTrajectoryGroup",
     "_remove_mask",  # its name in loops of the cookbook
     "check_config",
+    "compute_full_batch_metrics_and_get_sampling_client",
+    "count_discarded_rollout",
     "do_async_training",
     "do_sync_training",
     "do_sync_training_with_stream_minibatch",
+    "do_train_step_and_get_sampling_client",
+    "do_train_step_streaming_and_get_sampling_client",
+    "drop_constant_reward_group",
+    "gather_with_progress",
     "main",
     "prepare_minibatch",
+    "print_group",
+    "rollout_usage",
     "run",
+    "run_evaluations_parallel",
+    "run_single_evaluation",
+    "save_checkpoint_and_get_sampling_client",
     "train_step",
+    "training_usage",
 ]
 
 
@@ -125,10 +165,10 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
 
 
 async def _train(loop: Loop, config: Config) -> None:
+    batches: Batches = sync_batches
     if config.async_config is not None:
-        await do_async_training(loop, config.async_config)
+        batches = partial(async_batches, config=config.async_config)
     elif config.stream_minibatch_config is not None:
-        await do_sync_training_with_stream_minibatch(loop, config.stream_minibatch_config)
-    else:
-        await do_sync_training(loop)
+        batches = partial(stream_batches, config=config.stream_minibatch_config)
+    await take_steps(loop, batches)
     await loop.finish()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -38,23 +39,47 @@ class ShownGroup:
     """optimizer updates (batches) that its policy had seen"""
 
 
-_eval_folder: ContextVar[Path | None] = ContextVar("eval_transcripts", default=None)
+@dataclass(frozen=True)
+class _Evaluations:
+    folder: Path
+    step: int | None
+    label: str | None
+
+    def name(self, evaluator: str) -> str:
+        return f"eval_{re.sub(r'[^A-Za-z0-9_.-]+', '-', self.label or evaluator)}"
+
+
+_evaluations: ContextVar[_Evaluations | None] = ContextVar("evaluations", default=None)
 
 
 @contextmanager
-def write_evaluations(folder: Path | None) -> Iterator[None]:
-    """Let evaluators in the body write transcripts to a folder; None: to none."""
-    token = _eval_folder.set(folder)
+def write_evaluations(folder: Path | None, step: int | None = None, label: str | None = None) -> Iterator[None]:
+    """Let evaluators in the body write to a folder: transcripts, and with a step summaries that name it.
+
+    Args:
+        folder: None: they write nothing.
+        label: names the files; None: each evaluator's own name does.
+    """
+    token = _evaluations.set(None if folder is None else _Evaluations(folder, step, label))
     try:
         yield
     finally:
-        _eval_folder.reset(token)
+        _evaluations.reset(token)
 
 
 def eval_page(name: str) -> Path | None:
     """The page of an evaluation of this name; None where none is to be written."""
-    folder = _eval_folder.get()
-    return None if folder is None else folder / f"eval_{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.html"
+    found = _evaluations.get()
+    return None if found is None else found.folder / f"{found.name(name)}.html"
+
+
+def eval_summaries(name: str) -> tuple[Path, RolloutSummaryExportConfig] | None:
+    """The folder for the summaries of an evaluation of this name, and what they say of it; None where none are to be written."""
+    if (found := _evaluations.get()) is None or found.step is None:
+        return None
+    base_name = found.name(name)
+    split = f"eval/{base_name.removeprefix('eval_')}"
+    return found.folder, RolloutSummaryExportConfig(split, found.step, base_name, found.step)
 
 
 def write_page(path: Path, title: str, groups: Sequence[ShownGroup], tokenizer: Tokenizer) -> None:

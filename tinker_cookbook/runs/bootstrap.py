@@ -12,10 +12,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from tinker_cookbook.runs.folder import one_writer, open_folder
-from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_run_metadata
+from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_code_state, write_run_metadata
+from tinker_cookbook.runs.metric_names import FINAL_KEY, carried, with_aliases
 from tinker_cookbook.utils import ml_log
 from tinker_cookbook.utils.files import truncate_jsonl
 from tinker_cookbook.utils.run_logs import FILE_ONLY
+from tinker_cookbook.utils.trace import SPANS_BASE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +34,31 @@ class Run:
         """True if the folder was a run's before. It may still have no checkpoint."""
         self._opened = opened
 
+    def log_metrics(self, metrics: ml_log.Metrics, step: int) -> None:
+        """Log the row of a step, its metrics also under the names that tinker-cookbook gives them (`metric_names`)."""
+        self.logger.log_metrics(with_aliases(metrics), step=step)
+
+    def log_final(self, evaluation: ml_log.Metrics, step: int) -> None:
+        """Log the last row: the final evaluation, beside what the last step said of its training (`metric_names.carried`).
+
+        The step's row is read from its file, which a run that was stopped before its final evaluation has too.
+        """
+        rows = ml_log.read_metrics(self.log_path)
+        last = carried(rows[-1]) if rows else {}
+        self.log_metrics({**last, **evaluation, FINAL_KEY: 1}, step)
+
     def rewind_metrics(self, next_step: int) -> int:
-        """Drop the metrics of steps that a resumed run is going to do again: those with step >= `next_step`.
+        """Drop the metrics and spans of steps that a resumed run is going to do again: those with step >= `next_step`.
 
         Returns:
-            The number of lines dropped.
+            The number of lines of metrics dropped.
         """
 
         def is_before(row: dict[str, Any]) -> bool:
             return row.get("step") is None or row["step"] < next_step
 
+        if (spans := self.log_path / SPANS_BASE_NAME).exists():
+            truncate_jsonl(spans, keep=is_before)
         with ml_log.naming_fix_of_metrics():
             return truncate_jsonl(self.log_path / ml_log.METRICS_BASE_NAME, keep=is_before)
 
@@ -84,6 +101,7 @@ def open_run(
     with ExitStack() as opening:
         opening.enter_context(one_writer(log_path, "log_path"))
         resumed = (log_path / METADATA_BASE_NAME).exists()
+        write_code_state(log_path)
         entry = write_run_metadata(log_path, config=config, recipe_name=recipe_name, extra=extra)
         tracked = ml_log.tracker_settings(trackers) if trackers is not None else {}
         loggers = ml_log.setup_logging(log_path, config=config, **tracked)

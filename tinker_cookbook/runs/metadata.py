@@ -1,6 +1,6 @@
-"""What produced a run: `config.json` (the config with class names) and `run_metadata.json` (machine, versions, code).
+"""What produced a run: `config.json` (the config with class names), `run_metadata.json` (machine, versions, code), `code.diff`.
 
-Both are written once. A resumed run adds an entry to the `resumed` list of the metadata instead, with the config keys
+All are written once. A resumed run adds an entry to the `resumed` list of the metadata instead, with the config keys
 that differ from the first start, so that the record of what was run is never lost.
 """
 
@@ -16,12 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
+from tinker_cookbook.utils.code_state import code_state
+from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.git_rev import git_state
 from tinker_cookbook.utils.secrets import SECRET_NAME, redact
 
 CONFIG_BASE_NAME = "config.json"
 METADATA_BASE_NAME = "run_metadata.json"
+CODE_BASE_NAME = "code.diff"
 
 # Nothing outside this list is recorded: an environment holds passwords under names that nobody can foresee.
 _RECORDED_ENV = re.compile(
@@ -73,6 +75,19 @@ def write_run_metadata(
         write_json(log_dir / CONFIG_BASE_NAME, args)
         write_json(metadata_path, entry)
     return entry
+
+
+def write_code_state(log_dir: str | Path) -> None:
+    """Write `code.diff`, unless it is there: the commits of this library and of the program, and what differs from them.
+
+    Secrets are hidden. Files that git does not track are not in it.
+    """
+    path = Path(log_dir) / CODE_BASE_NAME
+    if path.exists():
+        return
+    main = sys.modules.get("__main__")
+    program = [main] if main is not None and getattr(main, "__file__", None) else []
+    write_text(path, redact(code_state(["tinker_cookbook", *program])))
 
 
 def run_system_prompt(log_dir: str | Path) -> str | None:

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.utils.files import read_json_object
-from tinker_cookbook.utils.intervals import Z_95, Estimate, wilson
+from tinker_cookbook.utils.intervals import ANY, RATE, Z_95, Estimate, wilson, within_range
 from tinker_cookbook.utils.ml_log import read_metrics
 
 WINDOW = 5
@@ -36,7 +37,7 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
     """
     console = Console(soft_wrap=True)
     if not _is_quiet(log_path):
-        console.print(_changes(read_metrics(log_path), evaluated, training))
+        console.print(_changes(each_once(read_metrics(log_path)), evaluated, training))
     console.print(f"Files: {log_path}")
 
 
@@ -60,7 +61,7 @@ def before_and_after(rows: Rows, key: str) -> tuple[float, float] | None:
 def _changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
     steps = max((sum(key in row for row in rows) for key in training), default=0)
     window = max(1, min(WINDOW, steps // 2))
-    ends = f"first and last {window} steps" if window > 1 else "first and last step"
+    ends = f"first and last {window} steps" if window > 1 else "first and last step" if steps > 1 else "of one step"
     said = f"What changed ({ends}; brackets: 95 %)" if training else "What changed (brackets: 95 %)"
     table = Table(
         title=said, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
@@ -69,8 +70,11 @@ def _changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, st
         table.add_column(header, justify="left" if header in ("metric", "where") else "right")
     for key, where in training.items():
         having = [row for row in rows if key in row]
-        if having:
-            _add(table, key, where, estimate(having[:window], key), estimate(having[-window:], key))
+        own = min(window, len(having) // 2)  # no step is before and after
+        if own:
+            _add(table, key, where, estimate(having[:own], key), estimate(having[-own:], key))
+        elif having:
+            table.add_row(key.partition(OWN)[2] or key, where, _show(estimate(having, key)), "", "")
     for key, where in evaluated.items():
         having = [row for row in rows if key in row]
         if len(having) > 1:
@@ -97,7 +101,7 @@ def estimate(rows: Rows, key: str) -> Estimate:
     if len(values) < 3:
         return Estimate(mean, math.nan, math.nan)
     half = Z_95 * stdev(values) / math.sqrt(len(values))
-    return Estimate(mean, mean - half, mean + half)
+    return within_range(Estimate(mean, mean - half, mean + half), *(RATE if name in RATES else ANY))
 
 
 def _add(table: Table, key: str, where: str, before: Estimate, after: Estimate) -> None:

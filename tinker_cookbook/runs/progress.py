@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from tinker_cookbook.runs.checkpoints import CheckpointRecord
+from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import tinker
 
 PROGRESS_KEY = "progress"
@@ -46,6 +48,11 @@ class Progress:
         """tokens that the policy sampled to learn from; evaluations do not count"""
         self.trained_tokens: int = before.get("trained_tokens", 0)
         """see `count_trained_tokens`; a token that is trained on twice counts twice"""
+        self.tokens = CostTracker(
+            cumulative=TokenUsage(**before.get("tokens", {})),
+            discarded=TokenUsage(**before.get("discarded_tokens", {})),
+        )
+        """what was sampled, read and trained on, as the hosted service bills it"""
         self._seconds_before: float = before.get("seconds", 0.0)
         self._loop_state, self._clock, self._started = loop_state, clock, clock()
         self._keep()
@@ -65,11 +72,23 @@ class Progress:
         self.trained_tokens += trained_tokens
         return {f"progress/{name}": value for name, value in self._keep().items()}
 
+    def count(self, usage: TokenUsage, discarded: TokenUsage = TokenUsage()) -> dict[str, float]:  # noqa: B008
+        """Add the tokens that a step used, and besides those of groups that it sampled and left out.
+
+        Returns:
+            `tokens/<kind>` of the step, `tokens/cumulative/<kind>` and `tokens/discarded/<kind>` of the run.
+        """
+        self.tokens.record_discarded_sampling(discarded)
+        metrics = self.tokens.record_step(usage) | self.tokens.cumulative_metrics()
+        self._keep()
+        return metrics
+
     def _keep(self) -> dict[str, float | int]:
         state = {
             "sampled_tokens": self.sampled_tokens,
             "trained_tokens": self.trained_tokens,
             "seconds": self.seconds,
         }
-        self._loop_state[PROGRESS_KEY] = state
+        tokens = {"tokens": asdict(self.tokens.cumulative), "discarded_tokens": asdict(self.tokens.discarded)}
+        self._loop_state[PROGRESS_KEY] = {**state, **tokens}
         return state

@@ -61,17 +61,14 @@ class Session:
         return epoch * steps_per_epoch + batch if steps_per_epoch is not None else batch
 
     @contextmanager
-    def traced_step(self, step: int) -> Generator[None]:
-        """For the body of a step: draws its spans, if this step is one of those that are drawn (span_chart_every)."""
-        every = self.config.span_chart_every
-        if every == 0 or step % every:
-            with trace.scope_span_sync("iteration"):
-                trace.update_scope_context({"step": step})
-                yield
-            return
+    def traced_step(self, step: int) -> Generator[trace.IterationWindow]:
+        """For the body of a step: its spans. timing_spans.jsonl keeps them; of every span_chart_every-th step they are drawn."""
         with trace.trace_iteration(step) as window:
-            yield
-        trace.save_gantt_chart_html(window, step, iteration_folder(self.run.log_path, step) / CHART_BASE_NAME)
+            yield window
+        window.write_spans_jsonl(self.run.log_path / trace.SPANS_BASE_NAME, step)
+        every = self.config.span_chart_every
+        if every > 0 and step % every == 0:
+            trace.save_gantt_chart_html(window, step, iteration_folder(self.run.log_path, step) / CHART_BASE_NAME)
 
     def is_complete(self, start: int, end: int) -> bool:
         """Whether there is nothing left to do: all steps are done, and the final checkpoint is there (or more than all)."""

@@ -23,6 +23,7 @@ from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.finite import UpdateGuard
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import split_list, timed
 
@@ -146,7 +147,8 @@ class StepLoop(ABC):
                 )
             if last := self._rounds.at_end():
                 await self._evaluate(last, metrics)
-                self._log(self.end, metrics | self.progress(self.end) | self.session.progress.row())
+                metrics |= self.progress(self.end) | self.session.progress.row()
+                self.session.run.log_final(metrics | self._time_since_row(), self.end)
         except (Exception, asyncio.CancelledError):
             await self._save_stopped(start)
             raise
@@ -161,7 +163,8 @@ class StepLoop(ABC):
             await self._evaluate(due, metrics)
         following: Metrics = {}
         if (batch := await self.read(step, metrics)) is not None:
-            self._submit(step, batch, metrics)
+            with timed("submit_batch", metrics):
+                self._submit(step, batch, metrics)
         else:
             await self._finish(0)
             logger.warning("step %d: every row of its batch is left out; nothing is trained", step)
@@ -192,6 +195,7 @@ class StepLoop(ABC):
         metrics["optim/lr"] = adam.learning_rate
         self._pending.append(_Submitted(step, batch, updates, metrics))
         self.session.checkpoints.tokens += count_tokens(batch.data)
+        metrics |= self.session.progress.count(TokenUsage(trained=count_tokens(batch.data)))
 
     async def _finish(self, limit: int) -> None:
         """Wait for the oldest batches and log them, until no more than `limit` are on their way."""
@@ -215,10 +219,13 @@ class StepLoop(ABC):
             self._done = submitted.step + 1
 
     def _log(self, step: int, metrics: Metrics) -> None:
-        """A row; its `time/total` is that since the row before, so that they add up to the run's."""
-        now = time.perf_counter()
-        metrics["time/total"], self._last_row = now - self._last_row, now
-        self.session.run.logger.log_metrics(metrics, step=step)
+        metrics |= self._time_since_row()
+        self.session.run.log_metrics(metrics, step)
+
+    def _time_since_row(self) -> Metrics:
+        """`time/total` of a row is that since the row before, so that they add up to the run's."""
+        before, self._last_row = self._last_row, time.perf_counter()
+        return {"time/total": self._last_row - before}
 
     async def _save_stopped(self, start: int) -> None:
         try:

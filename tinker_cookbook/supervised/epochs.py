@@ -174,7 +174,7 @@ class EpochLoop(StepLoop):
         """The datums of a step, none if all its rows are left out; `metrics` says of which epoch, and what was left out."""
         metrics |= {
             "epoch": step // self._data.batches_per_epoch,
-            "learning_rate": self.adam_params(step).learning_rate,
+            "optim/lr": self.adam_params(step).learning_rate,
         }
         with timed("get_batch", metrics):
             data, num_bad = self._data.get_batch(step)
@@ -190,10 +190,6 @@ class EpochLoop(StepLoop):
             beta2=config.adam_beta2,
             eps=config.adam_eps,
         )
-
-    def progress(self, step: int) -> Metrics:
-        """Adds `progress`: the share that is done before the step, which the schedule goes by."""
-        return super().progress(step) | {"progress": step / self.end}
 
     def cursor(self, step: int) -> dict[str, int]:
         epoch, batch = divmod(step, self._data.batches_per_epoch)

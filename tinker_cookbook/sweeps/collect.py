@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.sweeps.points import SEED_KEY
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
 from tinker_cookbook.utils.files import flatten, write_json, write_text
@@ -198,7 +199,7 @@ def _read_runs(sweep_dir: str | Path) -> list[tuple[dict[str, Any], _Lines]]:
     paths = sorted(folder.glob(f"*/{STATUS_BASE_NAME}"))
     if not paths:
         raise ConfigurationError(f"sweep_dir={str(folder)!r}: has no runs of a sweep")
-    return [(read_status(path), read_metrics(path.parent)) for path in paths]
+    return [(read_status(path), each_once(read_metrics(path.parent))) for path in paths]
 
 
 def _logged_keys(runs: Sequence[tuple[dict[str, Any], _Lines]]) -> set[str]:

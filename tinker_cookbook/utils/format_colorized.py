@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-
-from tinker_cookbook.tokenizer_utils import Tokenizer
+from typing import Any, Protocol
 
 _RESET = "\033[0m"
 _COLORS = {1: "\033[32m", 0: "\033[33m", -1: "\033[31m"}
 """sign of the weight -> green, yellow, red"""
 
 
+class Decodes(Protocol):
+    """A tokenizer, as far as it is needed here."""
+
+    def decode(self, token_ids: list[int]) -> Any: ...
+
+
 def format_colorized(
-    tokens: Sequence[int], weights: Sequence[float], tokenizer: Tokenizer, draw_newline_arrow: bool = False
+    tokens: Sequence[int], weights: Sequence[float], tokenizer: Decodes, draw_newline_arrow: bool = False
 ) -> str:
     """The text with escape codes: green where weights are positive, yellow where they are 0, red where they are negative.
 

@@ -25,18 +25,31 @@ class Estimate:
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
+ANY, RATE, DIFFERENCE_OF_RATES = (-math.inf, math.inf), (0.0, 1.0), (-1.0, 1.0)
+"""Ranges of what is measured: of anything, of a rate, of the difference of two rates."""
+
+
+def within_range(found: Estimate, low: float, high: float) -> Estimate:
+    """The interval cut at the range of what it is of. A true value lies in both, so it covers no less than before."""
+    return Estimate(found.mean, max(low, found.low), min(high, found.high))
+
+
 def student_95(n: int) -> float:
     """Half of the 95 % interval of a mean of n values, at least two, in standard errors (Student's t)."""
     return _T_95[n - 2] if n - 2 < len(_T_95) else Z_95
 
 
-def student_mean(values: Sequence[float]) -> Estimate:
-    """The mean of a few independent values, such as those of seeds, with Student's interval; of one value it is unknown (nan)."""
+def student_mean(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> Estimate:
+    """The mean of a few independent values, such as those of seeds, with Student's interval; of one value it is unknown (nan).
+
+    Args:
+        low, high: the range of the values; the interval stays within.
+    """
     n, mean = len(values), float(np.mean(values))
     if n < 2:
         return Estimate(mean, math.nan, math.nan)
     half = student_95(n) * float(np.std(values, ddof=1)) / math.sqrt(n)
-    return Estimate(mean, mean - half, mean + half)
+    return within_range(Estimate(mean, mean - half, mean + half), low, high)
 
 
 def wilson(successes: float, trials: float) -> Estimate:

@@ -39,6 +39,9 @@ class Logger(ABC):
     def log_hparams(self, config: Any) -> None:  # noqa: B027 - most loggers have nothing to do here
         """Record the config of the run."""
 
+    def log_summary(self, metrics: Metrics) -> None:  # noqa: B027
+        """Record numbers of the run as a whole, which belong to no step: in W&B's summary. Other loggers leave them out."""
+
     def log_long_text(self, key: str, text: str) -> None:  # noqa: B027
         """Show a text that is no metric: on the terminal, and in TensorBoard. Other loggers leave it out."""
 

@@ -69,9 +69,9 @@ def _template() -> jinja2.Template:
 
 
 # A line break right after <pre> is not part of the text.
-_HTML = """<div class="conversation">
+_HTML = """<div class="lt-conversation">
 {% for role, blocks in messages %}
-<div class="message {{ role }}"><b>{{ role }}</b>
+<div class="lt-message {{ role }}"><b class="lt-message-role">{{ role }}</b>
 {% for kind, text in blocks %}
 {% if kind == "thinking" %}
 <details><summary>reasoning</summary><pre>
@@ -86,8 +86,9 @@ _HTML = """<div class="conversation">
 </div>
 """
 
-CONVERSATION_CSS = """.conversation .message { margin: .4rem 0; padding-left: .6rem; border-left: 3px solid #ccc; }
-.conversation .assistant { border-left-color: #7a7; }
-.conversation pre.call { background: #eef; }
-.conversation pre.other { color: #666; }
+CONVERSATION_CSS = """.lt-conversation { font-size: .95rem; }
+.lt-message { margin: .4rem 0; padding-left: .6rem; border-left: 3px solid #ccc; }
+.lt-message.assistant { border-left-color: #7a7; }
+.lt-message pre.call { background: #eef; }
+.lt-message pre.other { color: #666; }
 """

@@ -138,6 +138,18 @@ async def resolved(value: T | Awaitable[T]) -> T:
     return await cast(Awaitable[T], value) if inspect.isawaitable(value) else cast(T, value)
 
 
+async def to_its_end(submitted: Awaitable[T], on_cancel: Callable[[], None]) -> T:
+    """Wait for what cannot be called back. A cancellation meanwhile only calls `on_cancel`; the caller lets it count later."""
+    task = asyncio.ensure_future(submitted)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                on_cancel()
+    return task.result()
+
+
 async def with_tasks(body: Callable[[asyncio.TaskGroup], Awaitable[T]]) -> T:
     """Run `body(tasks)`; the tasks that it starts end with it.
 

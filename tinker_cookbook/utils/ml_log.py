@@ -187,6 +187,11 @@ class MultiplexLogger(Logger):
         for child in self.loggers:
             child.log_hparams(config)
 
+    def log_summary(self, metrics: Metrics) -> None:
+        """Pass on to each."""
+        for child in self.loggers:
+            child.log_summary(metrics)
+
     def log_long_text(self, key: str, text: str) -> None:
         """Pass on to each."""
         for child in self.loggers:

@@ -24,7 +24,6 @@ KEY_METRICS = {
     "optim/kl_sample_train_v1": "kl",
     "optim/entropy": "entropy",
     "optim/lr": "lr",
-    "learning_rate": "lr",
     "time/total": "seconds",
 }
 """What the terminal shows of a step, and under which name; everything else is in metrics.jsonl."""

@@ -39,6 +39,7 @@ from weakref import WeakKeyDictionary
 from tinker_cookbook.utils.files import append_jsonl, iterate_jsonl, to_jsonable, write_text
 
 EVENTS_BASE_NAME = "trace_events.jsonl"
+SPANS_BASE_NAME = "timing_spans.jsonl"
 
 
 @dataclass

@@ -153,6 +153,10 @@ class WandbLogger(_TrackerLogger):
     def _package(self) -> Any:
         return self._wandb
 
+    def log_summary(self, metrics: Metrics) -> None:
+        """Update the run's summary."""
+        self._run.summary.update(dict(metrics))
+
     def get_logger_url(self) -> str | None:
         """The page of the run; None offline."""
         return self._run.url

@@ -206,7 +206,8 @@ class BaseModel:
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
-            raise refused(self.name, self.config, f"does not run in the local engine ({error})") from error
+            why = "has layers that the local engine cannot run: more mixes their tokens than queries, keys and values"
+            raise refused(self.name, self.config, why) from error
         wanted = torch.cat([*expected, expected[0][4:]])
         error = float((torch.cat([packed, decoded]) - wanted).norm() / wanted.norm().clamp(min=1e-12))
         if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):

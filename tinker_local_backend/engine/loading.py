@@ -52,8 +52,9 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
         except KeyError as error:  # an architecture with attention of its own looks ours up in vain
-            why = f"cannot be loaded with the local engine's attention ({error})"
-            raise refused(name, config, why) from error
+            raise refused(
+                name, config, "computes attention by itself, which the local engine cannot take over"
+            ) from error
     if missing := sorted(found["missing_keys"]):  # transformers has put random numbers there
         raise ModelLoadError(
             f"model {name!r} ({config.model_type}) has no weights for {missing[0]} and {len(missing) - 1} more: the folder is "

@@ -13,6 +13,21 @@ from tinker_local_backend.errors import ModelLoadError
 _NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """How configs call the number of experts of a layer."""
 
+_OWN_ATTENTION = "computes attention by itself, which the local engine cannot take over"
+_PASSES_NOTHING_ON = "has decoder layers that pass nothing on to attention, where the local engine plugs in"
+_REFUSED = {
+    "falcon": _OWN_ATTENTION,
+    "gptj": _OWN_ATTENTION,
+    "gpt_neo": _OWN_ATTENTION,
+    "nemotron": _PASSES_NOTHING_ON,
+    "stablelm": _PASSES_NOTHING_ON,
+}
+"""Model types of which only the code tells why they do not run."""
+_SAMPLES_ONLY = frozenset(
+    {"gpt2", "gpt_bigcode", "gpt_neox", "granitemoeshared", "nanochat", "opt", "persimmon", "phi", "starcoder2"}
+)
+"""Model types with linears that adapters here do not cover."""
+
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
 
 
@@ -37,11 +52,21 @@ def has_experts(config: Any) -> bool:
     return any((getattr(config, key, None) or 0) > 1 for key in _NUMBERS_OF_EXPERTS)
 
 
+def samples_only(config: Any) -> bool:
+    """Whether a model with this text config can be sampled from and not trained."""
+    return config.model_type in _SAMPLES_ONLY
+
+
 def refuse_unsupported(name: str, config: Any) -> None:
     """Raise ModelLoadError for a text model's config that names what the engine cannot do. The weights may tell more."""
     if getattr(config, "is_encoder_decoder", None):
         what = "an encoder (config.is_encoder_decoder)"
         raise refused(name, config, f"has {what}, which the local engine does not support")
+    if (why := _REFUSED.get(config.model_type)) is not None:
+        raise refused(name, config, why)
+    if getattr(config, "kv_lora_rank", None):
+        latent = "compresses keys and values (multi-head latent attention)"
+        raise refused(name, config, f"{latent}, which the local engine does not support")
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
         raise refused(
             name,

@@ -109,7 +109,8 @@ class DecodeBatch:
     def params(self) -> RowParams:
         if self._params is None:
             names = ("temperature", "top_k", "top_p", "min_p", "seed")
-            self._params = RowParams(*map(self._column, names), self._device)
+            temperature, top_k, top_p, min_p, seed = map(self._column, names)
+            self._params = RowParams(temperature, top_k, top_p, min_p, seed, self._device)
         return self._params
 
     def tables(self, store: PageStore) -> Tables:

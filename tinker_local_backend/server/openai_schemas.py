@@ -156,7 +156,7 @@ class GenerateParams(BaseModel):
     max_tokens: Count | None = 16
     temperature: float = 1.0
     top_p: float = 1.0
-    min_p: float = 0.0
+    min_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     seed: Seed | None = None
     stop: Stop | list[Stop] | None = None

@@ -173,7 +173,7 @@ class Operations:
         if opened is None:
             raise RequestError(f"sampling session {fields['sampler_id']!r} is not loaded: its session has ended")
         arguments = codec.sample_arguments(fields["request"])
-        arguments["record_as"] = fields["record_as"]
+        arguments["record_as"] = fields.get("record_as")
         if fields.get("stream"):
             arguments["on_progress"] = Progress(partial(self._tell, fields["id"]))
         if opened.done():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Identifier = Annotated[str, Field(max_length=512)]
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
@@ -129,7 +129,7 @@ class SamplingParams(Lenient):
     temperature: float = 1.0
     top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] = -1
     top_p: float = 1.0
-    min_p: float = 0.0
+    min_p: Annotated[float, BeforeValidator(lambda value: 0.0 if value is None else value)] = 0.0
 
     @model_validator(mode="before")
     @classmethod

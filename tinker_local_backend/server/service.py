@@ -265,6 +265,8 @@ class Service:
         self.check_open()
         if model_path is not None:
             info = await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(model_path))
+            if base_model not in (None, info.base_model):
+                raise Refused(400, f"{model_path} is of base model {info.base_model!r}, not {base_model!r}")
             base_model = info.base_model
         elif base_model is None:
             raise Refused(400, "give base_model or model_path")

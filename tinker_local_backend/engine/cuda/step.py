@@ -161,8 +161,14 @@ def decode_step(
 
         with model.lora_through(add):
             logits = compute()
-    columns = (state.divisors, state.greedy, state.top_k, state.top_p, state.min_p)
-    rules = Rules(*(column[:rows] for column in columns), any_limit=limited)
+    rules = Rules(
+        state.divisors[:rows],
+        state.greedy[:rows],
+        state.top_k[:rows],
+        state.top_p[:rows],
+        state.min_p[:rows],
+        any_limit=limited,
+    )
     drawn = state.drawn[:rows]
     tokens, logprobs, tempered = choose(logits, rules, uniforms(state.seeds[:rows], drawn))
     both = torch.stack((tokens.double(), logprobs.double()), dim=-1)

@@ -1,0 +1,420 @@
+"""Steps of the loop as functions, for loops of one's own: evaluate, train on groups, take a snapshot, count tokens.
+
+The loop itself (`loop`, `pacing`) is made of the same parts; these have the arguments that scripts of tinker-cookbook give.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rich.progress import Progress
+
+from tinker_cookbook.clients import SamplingClient, TrainingClient
+from tinker_cookbook.display import colorize_example
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.advantages import AdvantageConfig, compute_advantages, is_constant
+from tinker_cookbook.rl.config import Config
+from tinker_cookbook.rl.data_processing import assemble_training_data
+from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
+from tinker_cookbook.rl.metrics import (
+    KLPenalty,
+    compute_kl_sample_train,
+    compute_post_kl,
+    compute_sampling_client_metrics,
+)
+from tinker_cookbook.rl.minibatch import Minibatch, prepare_minibatch
+from tinker_cookbook.rl.rollouts import FailedGroup
+from tinker_cookbook.rl.step_files import WrappedTrajectoryGroup, evaluation_files
+from tinker_cookbook.rl.token_usage import count_discarded_rollout, rollout_usage, training_usage
+from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
+from tinker_cookbook.rl.update import LoopMetrics, Update
+from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
+from tinker_cookbook.utils.lazy import tinker, torch
+from tinker_cookbook.utils.loggers import Logger
+from tinker_cookbook.utils.misc_utils import gather_all, not_none
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DISCARDED_WORK_LOG_INTERVAL_SECONDS = 60.0
+_PRINTED = 4
+"""Members that `print_group` shows."""
+
+
+async def gather_with_progress(coroutines: Iterable[Coroutine[Any, Any, T]], desc: str) -> list[T]:
+    """`gather_all` under a progress bar: the results in the order of the coroutines; the first failure cancels the others."""
+    waiting = list(coroutines)
+    with Progress(transient=True) as bar:
+        row = bar.add_task(desc, total=len(waiting))
+
+        async def counted(one: Coroutine[Any, Any, T]) -> T:
+            result = await one
+            bar.advance(row)
+            return result
+
+        return await gather_all(counted(one) for one in waiting)
+
+
+def print_group(traj_group: TrajectoryGroup, tokenizer: Tokenizer) -> None:
+    """Log a group for people: up to four members from the worst to the best, with rewards, metrics and coloured tokens."""
+    rewards = traj_group.get_total_rewards()
+    order = sorted(range(len(rewards)), key=rewards.__getitem__)
+    spread = max(1, min(_PRINTED, len(order)) - 1)
+    shown = sorted({order[i * (len(order) - 1) // spread] for i in range(spread + 1)}) if order else []
+    data_D, metadata_D = assemble_training_data(
+        [traj_group], compute_advantages([traj_group], AdvantageConfig()), keep_zero=True
+    )
+    lines = ["Group"]
+    for i in shown:
+        lines.append(f"Member {i}: reward {rewards[i]:.3g} {traj_group.metrics_G[i] or ''}".rstrip())
+        turns = traj_group.trajectories_G[i].transitions
+        lines += [f"  turn {turn}: {transition.metrics}" for turn, transition in enumerate(turns) if transition.metrics]
+        own = [datum for datum, meta in zip(data_D, metadata_D, strict=True) if meta["traj_idx"] == i]
+        lines += [colorize_example(datum, tokenizer, "advantages") for datum in own]
+    logger.info("%s", "\n".join(lines))
+
+
+class DiscardedWorkLog:
+    """Tells trackers what was sampled for groups that were dropped, while no step logs a row.
+
+    Args:
+        cost_tracker: counts them; None: nothing is told.
+        ml_logger: gets the tracker's totals as a summary of the run, which belongs to no step.
+        interval_seconds: between two times; None: a minute.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        cost_tracker: CostTracker | None,
+        ml_logger: Logger,
+        *,
+        interval_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cost_tracker, self.ml_logger, self.clock = cost_tracker, ml_logger, clock
+        self.interval_seconds = DISCARDED_WORK_LOG_INTERVAL_SECONDS if interval_seconds is None else interval_seconds
+        self._told = clock()
+
+    def step_logged(self) -> None:
+        """A row was logged, which has the totals: the interval begins anew."""
+        self._told = self.clock()
+
+    def discarded(self, step: int) -> None:
+        """A group was dropped and counted, before `step`: tell the totals if that is due."""
+        if self.cost_tracker is not None and self.clock() - self._told >= self.interval_seconds:
+            self._told = self.clock()
+            self.ml_logger.log_summary(self.cost_tracker.cumulative_metrics())
+
+
+def drop_constant_reward_group(
+    trajectory_group: TrajectoryGroup | None,
+    config: Config,
+    cost_tracker: CostTracker | None,
+    discarded_log: DiscardedWorkLog | None = None,
+    step: int = 0,
+) -> TrajectoryGroup | None:
+    """The group, or None where `config.remove_constant_reward_groups` drops it; what it had sampled is counted then."""
+    if trajectory_group is None or not (config.remove_constant_reward_groups and is_constant(trajectory_group)):
+        return trajectory_group
+    count_discarded_rollout(cost_tracker, trajectory_group)
+    if discarded_log is not None:
+        discarded_log.discarded(step)
+    return None
+
+
+async def run_single_evaluation(
+    evaluator: SamplingClientEvaluator,
+    config: Config,
+    i_batch: int,
+    sampling_client: SamplingClient,
+    evaluator_label: str,
+    store: Any = None,
+) -> dict[str, float]:
+    """An evaluator's metrics. That of a test set writes transcripts and summaries into the step's folder, as in the loop.
+
+    Args:
+        evaluator_label: names the files.
+        store: the loops of this library write to their folder; anything else is refused.
+    """
+    if store is not None:
+        raise ConfigurationError("store: evaluations are written into log_path; leave it out")
+    with evaluation_files(config, i_batch, evaluator_label):
+        return await evaluator(sampling_client)
+
+
+async def run_evaluations_parallel(
+    evaluators: Sequence[SamplingClientEvaluator],
+    sampling_client: SamplingClient,
+    config: Config,
+    i_batch: int,
+    store: Any = None,
+) -> dict[str, float]:
+    """The metrics of all evaluators, which run at once. Of two metrics of one name that of the later evaluator counts."""
+    found = await gather_all(
+        run_single_evaluation(one, config, i_batch, sampling_client, _label(one, i), store)
+        for i, one in enumerate(evaluators)
+    )
+    return {key: value for metrics in found for key, value in metrics.items()}
+
+
+def _label(evaluator: SamplingClientEvaluator, place: int) -> str:
+    name = evaluator.name if isinstance(evaluator, RLTestSetEvaluator) else str(place)
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
+
+
+async def save_checkpoint_and_get_sampling_client(
+    training_client: TrainingClient,
+    checkpoint_mgr: CheckpointManager,
+    i_batch: int,
+    start_batch: int = 0,
+    record_stability_info: bool = False,
+    cost_tracker: CostTracker | None = None,
+) -> tuple[SamplingClient, dict[str, Any]]:
+    """A snapshot of the weights, after a periodic checkpoint if one is due after `i_batch` steps; and no metrics.
+
+    Args:
+        start_batch: the step that the run begins with, at which nothing is saved.
+        record_stability_info: the snapshot keeps what `stable_reinforce` needs.
+        cost_tracker: its totals go into the checkpoint's record.
+    """
+    if i_batch > start_batch and checkpoint_mgr.should_save_periodic(i_batch):
+        await checkpoint_mgr.save_periodic(i_batch, {"batch": i_batch, **_totals(cost_tracker)})
+    snapshot = training_client.save_weights_and_get_sampling_client(record_stability_info=record_stability_info)
+    return await snapshot, {}
+
+
+def _totals(tracker: CostTracker | None) -> dict[str, Any]:
+    if tracker is None:
+        return {}
+    return {"cumulative_tokens": vars(tracker.cumulative), "discarded_tokens": vars(tracker.discarded)}
+
+
+@dataclass
+class SamplingClientReuse:
+    """An earlier snapshot, which may stand for a new one when nobody samples any more."""
+
+    sampling_client: SamplingClient
+    rollout_workers_finished: asyncio.Event
+    """set when no rollout will start"""
+    reused: bool = False
+    """whether it was taken, so that its weights are not those of the step"""
+
+
+async def compute_full_batch_metrics_and_get_sampling_client(
+    training_client: TrainingClient,
+    checkpoint_mgr: CheckpointManager,
+    i_batch: int,
+    data_D: list[tinker.Datum],
+    training_logprobs_D: list[torch.Tensor],
+    do_compute_post_kl: bool,
+    record_stability_info: bool = False,
+    usage: TokenUsage = TokenUsage(),  # noqa: B008  it is frozen
+    cost_tracker: CostTracker | None = None,
+    sampling_client_reuse: SamplingClientReuse | None = None,
+) -> tuple[SamplingClient, dict[str, Any]]:
+    """What follows an update: how far sampler and trainer were apart, the tokens used, a checkpoint if due, a snapshot.
+
+    Args:
+        i_batch: steps that are done.
+        usage: tokens that the step used before its training.
+        sampling_client_reuse: an earlier snapshot, returned where nobody samples any more, nothing is to be saved and no KL
+            after the update is asked for.
+
+    Returns:
+        The snapshot, and the metrics.
+    """
+    metrics: dict[str, Any] = {**compute_kl_sample_train(data_D, training_logprobs_D)}
+    if cost_tracker is not None:  # before the checkpoint, which keeps the totals
+        metrics |= cost_tracker.record_step(usage + training_usage(data_D))
+    reuse = sampling_client_reuse
+    is_due = i_batch > 0 and checkpoint_mgr.should_save_periodic(i_batch)
+    if reuse is not None and reuse.rollout_workers_finished.is_set() and not (do_compute_post_kl or is_due):
+        reuse.reused = True
+        return reuse.sampling_client, metrics
+    snapshot, found = await save_checkpoint_and_get_sampling_client(
+        training_client, checkpoint_mgr, i_batch, 0, record_stability_info, cost_tracker
+    )
+    metrics |= found
+    if do_compute_post_kl:
+        moved, used = await compute_post_kl(data_D, snapshot)
+        metrics |= moved
+        if cost_tracker is not None:
+            metrics |= cost_tracker.extend_step(used)
+    return snapshot, metrics
+
+
+async def do_train_step_and_get_sampling_client(
+    config: Config,
+    i_batch: int,
+    training_client: TrainingClient,
+    checkpoint_mgr: CheckpointManager,
+    kl_reference_client: SamplingClient | None,
+    tokenizer: Tokenizer,
+    env_group_builders_P: Sequence[EnvGroupBuilder],
+    trajectory_groups_P: Sequence[TrajectoryGroup],
+    cost_tracker: CostTracker | None = None,
+    sampling_client_reuse: SamplingClientReuse | None = None,
+) -> tuple[SamplingClient, dict[str, Any]]:
+    """Train on some groups as the config says: datums, update, snapshot.
+
+    Args:
+        i_batch: the step, from 0.
+        kl_reference_client: of the KL penalty, where `config.kl_penalty_coef` is not 0.
+        tokenizer: with which the first two groups are printed.
+        env_group_builders_P: whose tags the metrics are given by.
+
+    Returns:
+        The snapshot of the new weights (the earlier one, if `sampling_client_reuse.reused`), and the step's metrics.
+    """
+    for group in trajectory_groups_P[:2]:
+        print_group(group, tokenizer)
+    batch = await _prepare(config, trajectory_groups_P, kl_reference_client)
+    update = _new_update(config, training_client)
+    update.submit(batch.data_D, config.num_substeps)
+    return await _finish(
+        config,
+        i_batch,
+        training_client,
+        checkpoint_mgr,
+        env_group_builders_P,
+        batch,
+        update,
+        cost_tracker,
+        sampling_client_reuse,
+    )
+
+
+async def do_train_step_streaming_and_get_sampling_client(
+    config: Config,
+    i_batch: int,
+    trajectory_groups_queue: asyncio.Queue[Any],
+    training_client: TrainingClient,
+    checkpoint_mgr: CheckpointManager,
+    kl_reference_client: SamplingClient | None,
+    tokenizer: Tokenizer,
+    trajectory_group_filter: Callable[[WrappedTrajectoryGroup | None], bool] = lambda _: True,
+    cost_tracker: CostTracker | None = None,
+) -> tuple[SamplingClient | None, dict[str, Any], list[WrappedTrajectoryGroup]] | None:
+    """Train on groups as a queue gives them: a pass is submitted as soon as its groups are there.
+
+    Args:
+        trajectory_groups_queue: of WrappedTrajectoryGroup; None stands for a group that failed or was dropped. Anything else ends
+            the step with the groups that came, and is put back.
+        trajectory_group_filter: False: the item counts for nothing.
+
+    Returns:
+        Snapshot (None: nothing was trained), metrics, and the groups that were trained on. None: the queue ended before any
+        group came.
+
+    Raises:
+        ConfigurationError: stream_minibatch_config is missing, or its groups cannot be divided into substeps and passes.
+    """
+    queue, taken = trajectory_groups_queue, list[WrappedTrajectoryGroup]()
+    whole, update, ended = Minibatch([], [], [], []), _new_update(config, training_client), False
+    per_pass, passes = _pass_size(config)
+    for _ in range(config.num_substeps):
+        for _ in range(passes):
+            items: list[WrappedTrajectoryGroup | None] = []
+            while len(items) < per_pass and not ended:
+                item = await queue.get()
+                ended = item is not None and not isinstance(item, WrappedTrajectoryGroup)
+                if ended:
+                    queue.put_nowait(item)
+                elif trajectory_group_filter(item):
+                    items.append(item)
+            own = [one for one in items if one is not None and not isinstance(one.trajectory_group, FailedGroup)]
+            taken += own
+            part = await _prepare(config, [_group(one) for one in own], kl_reference_client)
+            whole.append(part)
+            whole.metrics |= part.metrics
+            update.forward_backward(part.data_D)
+        update.optim_step()
+    if not taken:
+        metrics = cost_tracker.record_step(TokenUsage()) if cost_tracker is not None else {}
+        return None if ended else (None, metrics, [])
+    for one in taken[:2]:
+        print_group(_group(one), tokenizer)
+    builders = [one.env_group_builder for one in taken]
+    client, metrics = await _finish(
+        config, i_batch, training_client, checkpoint_mgr, builders, whole, update, cost_tracker
+    )
+    seconds, steps = [one.seconds for one in taken], [one.sampling_client_step for one in taken]
+    return client, compute_sampling_client_metrics(steps, seconds) | metrics, taken
+
+
+def _group(wrapped: WrappedTrajectoryGroup) -> TrajectoryGroup:
+    assert isinstance(wrapped.trajectory_group, TrajectoryGroup)
+    return wrapped.trajectory_group
+
+
+def _pass_size(config: Config) -> tuple[int, int]:
+    """Groups of a pass, and passes of an optimizer step."""
+    stream = config.stream_minibatch_config
+    if stream is None or stream.groups_per_batch is None:
+        raise ConfigurationError("stream_minibatch_config.groups_per_batch: must be given")
+    passes = config.num_substeps * stream.num_minibatches
+    if stream.groups_per_batch % passes:
+        raise ConfigurationError(
+            f"stream_minibatch_config.groups_per_batch={stream.groups_per_batch}: must be divisible by num_substeps="
+            f"{config.num_substeps} times num_minibatches={stream.num_minibatches}"
+        )
+    return stream.groups_per_batch // passes, stream.num_minibatches
+
+
+async def _prepare(config: Config, groups: Sequence[TrajectoryGroup], reference: SamplingClient | None) -> Minibatch:
+    penalties = []
+    if config.kl_penalty_coef > 0 and reference is not None:
+        penalties.append(KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor))
+    return await prepare_minibatch(
+        groups,
+        config.advantage,
+        config.remove_constant_reward_groups,
+        penalties=penalties,
+        include_provenance=config.records_stability_info(),
+    )
+
+
+def _new_update(config: Config, client: TrainingClient) -> Update:
+    settings = config.training_loss_fn(), config.loss_fn_config, config.grad_clip_norm, config.on_nonfinite
+    return Update(client, config.learning_rate, *settings)
+
+
+async def _finish(
+    config: Config,
+    i_batch: int,
+    training_client: TrainingClient,
+    checkpoint_mgr: CheckpointManager,
+    builders: Sequence[EnvGroupBuilder],
+    batch: Minibatch,
+    update: Update,
+    cost_tracker: CostTracker | None,
+    reuse: SamplingClientReuse | None = None,
+) -> tuple[SamplingClient, dict[str, Any]]:
+    logprobs_D, found = await update.finish()
+    tags = [builder.logging_tags() for builder in builders]
+    metrics: LoopMetrics = {**compute_trajectory_metrics(batch.groups, tags), **batch.metrics, **found}
+    passed = [(datum, one) for datum, one in zip(batch.data_D, logprobs_D, strict=True) if one is not None]
+    client, more = await compute_full_batch_metrics_and_get_sampling_client(
+        training_client,
+        checkpoint_mgr,
+        i_batch + 1,
+        [datum for datum, _ in passed],
+        [not_none(one) for _, one in passed],
+        config.compute_post_kl,
+        config.records_stability_info(),
+        usage=rollout_usage(batch.groups) + batch.usage,
+        cost_tracker=cost_tracker,
+        sampling_client_reuse=reuse,
+    )
+    return client, {**metrics, **more}
