@@ -27,6 +27,10 @@ TABLE: dict[str, dict[str, str]] = {
         "get_last_checkpoint load_checkpoints_file save_checkpoint save_checkpoint_async submit_checkpoint",
         "tinker_cookbook.runs.manager": "CheckpointManager",
     },
+    "tinker_cookbook.display": {
+        "tinker_cookbook.renderers.datum_text": "colorize_example example_text to_ints",
+        "tinker_cookbook.rl.trajectory_text": "format_trajectory",
+    },
     "tinker_cookbook.eval.inspect_evaluators": {
         "tinker_cookbook.benchmarks.inspect_adapter": "InspectEvaluator InspectEvaluatorBuilder",
     },
@@ -34,6 +38,7 @@ TABLE: dict[str, dict[str, str]] = {
         "tinker_cookbook.benchmarks.inspect_model": "DEFAULT_MAX_TOKENS InspectAPIFromTinkerSampling "
         "convert_inspect_messages get_model_usage",
     },
+    "tinker_cookbook.renderers.base": {},
     "tinker_cookbook.rl.preference_envs": {
         "tinker_cookbook.preference.envs": "PairwisePreferenceDataset PairwisePreferenceGroupBuilder "
         "PairwisePreferenceRLDatasetBuilder PreferenceEnv Prompt TournamentPattern get_pairs get_pairs_chunked",
