@@ -40,7 +40,8 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "tinker_cookbook.renderers.base": {
         "tinker_cookbook.renderers.content": "PARSE_FAILURE_DETAIL_MAX_CHARS UNTERMINATED_TOOL_BLOCK_ERROR "
-        "classify_parse_failure content_to_jsonable detect_unterminated_tool_block ensure_list ensure_text format_content_as_string "
+        "classify_parse_failure content_to_jsonable detect_unterminated_tool_block ensure_list ensure_text "
+        "format_content_as_string "
         "get_text_content has_thinking message_to_jsonable parse_content_blocks parse_think_blocks "
         "remove_thinking",
         "tinker_cookbook.renderers.decoding": "Utf8TokenDecoder tokens_weights_from_strings_weights",
@@ -51,6 +52,10 @@ TABLE: dict[str, dict[str, str]] = {
         "ParseTermination Role StreamingMessageHeader StreamingTextDelta StreamingThinkingDelta StrictBase TextPart ThinkingPart "
         "ToolCall ToolSpec TrainOnWhat UnparsedToolCall",
         "tinker_cookbook.tokenizer_utils": "Tokenizer",
+    },
+    "tinker_cookbook.rl.preference_envs": {
+        "tinker_cookbook.preference.envs": "PairwisePreferenceDataset PairwisePreferenceGroupBuilder "
+        "PairwisePreferenceRLDatasetBuilder PreferenceEnv Prompt TournamentPattern get_pairs get_pairs_chunked",
     },
     "tinker_cookbook.utils.file_utils": {"tinker_cookbook.utils.files": "read_jsonl"},
 }
