@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tinker_cookbook.utils.files import write_text
+from tinker_local_backend.command import check_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -107,4 +108,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    check_command()
     sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ from functools import partial
 import chz
 from rich.console import Console
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import model_info
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.data.rows import located
 from tinker_cookbook.eval.evaluators import Evaluator, TrainingClientEvaluator, forward_logprobs, run_evaluators
@@ -67,7 +67,7 @@ def check_config(config: Config) -> EpochData:
 
 
 def _read(config: Config) -> EpochData:
-    backends.check_backend(config.backend, config.model_name, config.base_url)
+    config.check_surroundings()
     warn_if_low(config.learning_rate, config.model_name)
     return EpochData(config, partial(_check_lengths, model_info.get_context_length(config.model_name)))
 
