@@ -79,8 +79,8 @@ def _science(count: int) -> Rows:
 
 DATASETS: dict[str, dict[str, Callable[[], Rows]]] = {
     "HuggingFaceH4/no_robots": {"train": lambda: _conversations(256), "test": lambda: _conversations(8)},
-    "openai/gsm8k": {"train": lambda: _gsm8k(128, 0), "test": lambda: _gsm8k(8, 1)},
-    "Anthropic/hh-rlhf": {"train": lambda: _preferences(48), "test": lambda: _preferences(8)},
+    "openai/gsm8k": {"train": lambda: _gsm8k(160, 0), "test": lambda: _gsm8k(8, 1)},
+    "Anthropic/hh-rlhf": {"train": lambda: _preferences(256), "test": lambda: _preferences(8)},
     "open-thoughts/OpenThoughts3-1.2M": {"train": lambda: _reasoning(64)},
     "zwhe99/DeepMath-103K": {"train": lambda: [{"question": q, "final_answer": str(a)} for q, a in sums(64)]},
     "hicai-zju/SciKnowEval": {"test": lambda: _science(40)},
