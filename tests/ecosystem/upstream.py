@@ -63,7 +63,10 @@ def lay_out(sources: Path, folder: Path) -> None:
 
 
 def run(folder: Path, packages: Path, log: Path) -> Results:
-    """Run what `lay_out` has put into a folder, on this checkout. `packages`: where NEEDED and NEEDED_BY_TESTS are. `log`: takes what pytest says."""
+    """Run what `lay_out` has put into a folder, on this checkout.
+
+    `packages`: where NEEDED and NEEDED_BY_TESTS are. `log`: takes what pytest says.
+    """
     report = folder / "report.xml"
     paths = [str(ROOT), str(folder), str(packages), os.environ.get("PYTHONPATH", "")]
     offline = {
