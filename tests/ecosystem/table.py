@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tests.ecosystem.data import rubric_lines
+from tests.ecosystem.data import forecast_lines, rubric_lines
 from tests.ecosystem.stubs import Files
 
 LINES = ("Wo ist der Garten?", "Where is the garden?", "Der Garten ist gross.", "The garden is big.")
@@ -31,6 +31,7 @@ class Program:
         writes: a file that it makes.
         says: a pattern of what it prints when it has got to its end.
         files: path in the working folder -> rows of a JSONL file or lines of a text that the program reads.
+        typed: what it reads from its terminal.
         stands_in: what could not be had and what stands in for it.
         left: why it does not run here; such a program is not started.
     """
@@ -46,6 +47,7 @@ class Program:
     writes: str | None = None
     says: str | None = None
     files: Files = field(default_factory=dict)
+    typed: str = ""
     stands_in: str = "the dataset"
     left: str = ""
 
@@ -71,6 +73,19 @@ def tutorial(
     return Program(
         name, f"{name}.py", kind="tutorial", model_key=None, log_path_key=None, log_paths=log_paths, says=says,
         stands_in=stands_in, left=left,
+    )  # fmt: skip
+
+
+def script(
+    name: str, path: str, keys: Keys | None = None, *, model: bool = True, trains: bool = False, says: str | None = None,
+    arguments: tuple[str, ...] = (), writes: str | None = None, files: Files | None = None, typed: str = "",
+    stands_in: str = "the dataset",
+) -> Program:  # fmt: skip
+    """A module beyond the recipes. `model`: it takes `model_name`; `trains`: it takes `log_path`, and trains and saves there."""
+    return Program(
+        name, path, keys or {}, kind="script", model_key="model_name" if model else None, says=says, arguments=arguments,
+        log_paths=("run",) if trains else (), log_path_key="log_path" if trains else None, writes=writes, files=files or {},
+        typed=typed, stands_in=stands_in,
     )  # fmt: skip
 
 
@@ -241,6 +256,64 @@ TUTORIALS = (
     tutorial("503_publish_hub", ""),
 )
 
+FORECASTS: Files = {"forecasts.csv": forecast_lines()}
+SMALL_FORECASTS: Keys = {
+    "data_path": "forecasts.csv",
+    "renderer_name": "qwen3_instruct",
+    "max_steps": 1,
+    "eval_every": 0,
+}
+
+SCRIPTS = (
+    script("multi_teacher", "distillation.on_policy_multi_teacher",
+        {
+            "deepmath_teacher_model": "{model}", "tulu3_teacher_model": "{model}", "deepmath_groups_per_batch": 4,
+            "tulu3_groups_per_batch": 4, "group_size": 2, "max_tokens": 16, "eval_every": 0, "lora_rank": 8, "max_steps": 2,
+        },
+        trains=True, stands_in="the datasets",
+    ),
+    script("rl_numerics_check", "rl_numerics_check.train",
+        {
+            "renderer_name": "qwen3_instruct", "groups_per_batch": 2, "group_size": 4, "max_tokens": 48, "max_steps": 2,
+            "task.num_pages_min": 2, "task.num_pages_max": 3, "task.page_chars": 300, "max_trajectory_tokens": 6000,
+        },
+        trains=True,
+    ),
+    script("forecasting.data", "forecasting.data", arguments=("--data-path", "forecasts.csv"), model=False,
+        says="validation: 12 examples", files=FORECASTS),
+    script("forecasting.train", "forecasting.train",
+        {**SMALL_FORECASTS, "groups_per_batch": 4, "group_size": 4, "validation_group_size": 2, "max_tokens": 24},
+        trains=True, files=FORECASTS,
+    ),
+    script("decisions.forecasting", "decisions.forecasting", {**SMALL_FORECASTS, "batch_size": 4}, trains=True, files=FORECASTS),
+    script("decisions.demo", "decisions.demo", typed="What does a run cost?\n", says='"billing": ', stands_in="the model"),
+    script("true_thinking_score.analyze", "true_thinking_score.analyze",
+        {"n_problems": 2, "max_tokens": 48, "log_path": "scores", "renderer_name": "qwen3_instruct"}, says="Summary: "),
+    script("true_thinking_score.small", "true_thinking_score.run_small_experiment", model=False, says="Results saved to",
+        stands_in="the model"),
+    script("sweep.cli", "chat_sl.sweep.cli",
+        {
+            "recipe": "sft", "learning_rates": "[1e-4]", "lora_ranks": "[8]", "training_budget_examples": 16,
+            "sweep_dir": "sweep", "base.batch_size": 8, "base.max_length": 256, "base.model_name": "{model}",
+            "base.dataset": "no_robots",
+        },
+        model=False, says="(?i)best",
+    ),
+    script("sweep.launch_all", "chat_sl.sweep.launch_all", arguments=("--dry-run",), model=False, says="learning_rates",
+        stands_in="nothing"),
+    script("rubric.generate_data", "rubric.generate_data", model=False, says="Generated test dataset",
+        writes="tinker_cookbook/example_data/example_rubric_test.jsonl",
+        files={"tinker_cookbook/example_data/note.txt": ("",)}, stands_in="nothing"),
+    script("rubric.debug_env", "rubric.debug_env", model=False, stands_in="the models"),
+    script("rubric.prometheus", "rubric.prometheus_experimental",
+        {
+            "groups_per_batch": 4, "train_group_size": 4, "grader_llm_name": "{model}", "max_tokens": 8, "max_steps": 1,
+            "grader_renderer_name": "qwen3_instruct", "renderer_name": "qwen3_instruct", "eval_every": 0,
+        },
+        trains=True, stands_in="the dataset, the model that grades",
+    ),
+)  # fmt: skip
+
 SUITES = (
     Suite("recipes of tinker-cookbook 0.5.8", "0.5.8", RECIPES),
     Suite("recipes of tinker-cookbook 0.6.1", "0.6.1", RECIPES),
@@ -248,4 +321,5 @@ SUITES = (
         "recipes of tinker-cookbook 0.6.1, with its own library on the local engine", "0.6.1", RECIPES, own_library=True
     ),
     Suite("tutorials of tinker-cookbook 0.6.1", "0.6.1", TUTORIALS),
+    Suite("further scripts of tinker-cookbook 0.5.8", "0.5.8", SCRIPTS),
 )
