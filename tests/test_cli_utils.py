@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import chz
+import httpx
 import platformdirs
 import pytest
+import tinker
 
+import tinker_local_backend as local
 from tests.child import python_path
 from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
 from tinker_cookbook.runs.bootstrap import open_run
+
+REQUEST = httpx.Request("POST", "http://test")
 
 
 @chz.chz(typecheck=True)
@@ -190,6 +195,27 @@ class TestInterrupt:
             f"  python -m recipes.x log_path={tmp_path / 'run'} behavior_if_log_dir_exists=resume"
         )
         assert "To resume" not in failure(capsys, target=raising(TrainingError("before anything")), code=1)
+
+    @pytest.mark.parametrize(
+        ("error", "resumes"),
+        [
+            (local.RequestError("max_tokens=0: must be at least 1"), False),
+            (local.ModelLoadError("no such model"), False),
+            (tinker.BadRequestError("bad", response=httpx.Response(400, request=REQUEST), body=None), False),
+            (tinker.InternalServerError("down", response=httpx.Response(500, request=REQUEST), body=None), True),
+            (local.SamplingError("out of memory"), True),
+        ],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_no_command_that_would_end_in_the_same_refusal(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception, resumes: bool
+    ) -> None:
+        def target(config: CLIConfig) -> None:
+            with open_run(tmp_path / "run", config={}, recipe_name="x"):
+                raise error
+
+        err = failure(capsys, target=target, code=1)
+        assert f"error: {error}" in err and ("To resume:" in err) == resumes
 
     @pytest.mark.parametrize("wait", ["await asyncio.Event().wait()", "threading.Event().wait()"], ids=["task", "call"])
     @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

@@ -23,6 +23,8 @@ from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import ConfigurationError
 
 Backend = Literal["local", "tinker"]
+_REFUSED = (400, 401, 403, 404, 413, 422)
+"""HTTP statuses of what is wrong with the request itself, or with the key."""
 
 _ALIASES: dict[str, Backend] = {"local": "local", "tinker": "tinker", "api": "tinker"}
 _local_clients: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
@@ -342,6 +344,18 @@ def is_engine_error(error: BaseException) -> bool:
     return isinstance(error, tinker.TinkerError) or (local is not None and isinstance(error, local.LocalBackendError))
 
 
+def would_repeat(error: BaseException) -> bool:
+    """Whether an engine refused what it was asked for: the same command would end in the same error. No crash, no lost server."""
+    import tinker
+
+    local = sys.modules.get("tinker_local_backend")
+    if local is not None and isinstance(error, local.RequestError | local.ModelLoadError):
+        return True
+    if isinstance(error, tinker.APIStatusError):
+        return error.status_code in _REFUSED
+    return isinstance(error, tinker.RequestFailedError) and error.category == tinker.types.RequestErrorCategory.User
+
+
 def is_non_finite_error(error: BaseException) -> bool:
     """Whether an engine says with this that a loss or a gradient is NaN or infinite."""
     local = sys.modules.get("tinker_local_backend")
@@ -356,7 +370,7 @@ def is_checkpoint_error(error: BaseException) -> bool:
     if local is not None and isinstance(error, local.CheckpointError):
         return True
     # Loading is queued on the service: what is wrong with the path comes back as a failed request of the user's making.
-    failed = isinstance(error, tinker.RequestFailedError) and error.category == tinker.types.RequestErrorCategory.User
+    failed = isinstance(error, tinker.RequestFailedError) and would_repeat(error)
     return failed or isinstance(error, tinker.NotFoundError)
 
 

@@ -22,7 +22,7 @@ import platformdirs
 from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
 
 from tinker_cookbook import config_tree, environment
-from tinker_cookbook.backends import check_variables, closing_clients, is_engine_error, serve_as_replica
+from tinker_cookbook.backends import check_variables, closing_clients, is_engine_error, serve_as_replica, would_repeat
 from tinker_cookbook.exceptions import ConfigurationError, DataError, RendererError, TinkerCookbookError
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -120,7 +120,8 @@ def run_recipe(
 
     Exit codes: 2 for a mistake in the command line, the config or the data; 1 for other errors that the library raises
     on purpose; 130 after Ctrl-C and 143 after SIGTERM, by which schedulers end a job. Other exceptions pass through. However
-    a run ends that has opened its folder, the command that resumes it is printed, unless it would end in the same error (code 2).
+    a run ends that has opened its folder, the command that resumes it is printed, unless it would end in the same error: code 2,
+    or an engine that refuses what it is asked for.
     With the environment variable TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
 
     Args:
@@ -161,7 +162,7 @@ def run_recipe(
                     sys.excepthook = print_traceback
                 raise
             is_usage = all(isinstance(leaf, ConfigurationError | DataError | RendererError) for leaf in known)
-            if is_usage and resume:
+            if resume and (is_usage or all(would_repeat(leaf) for leaf in known)):
                 resume = _once_mended()
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
             said = config_tree.as_typed(config_cls, arguments, "\nerror: ".join(messages))

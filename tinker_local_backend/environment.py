@@ -8,11 +8,13 @@ must never be ignored. The library and its recipes read theirs through this tabl
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import logging
 import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -252,6 +254,20 @@ def _check_vllm() -> None:
             f"{own[0]} is set beside TINKER_LOCAL_VLLM_URL, but it is for a process of one's own: give the setting to the "
             f"server, and unset {', '.join(own)}"
         )
+    if read("TINKER_LOCAL_SAMPLER") == "vllm" and not read("TINKER_LOCAL_VLLM_URL"):
+        vllm_python()
+
+
+def vllm_python() -> str:
+    """The Python that a vLLM of one's own runs in. Raises RequestError: none is named, and this one has no vLLM."""
+    if named := read("TINKER_LOCAL_VLLM_PYTHON"):
+        return named
+    if importlib.util.find_spec("vllm") is None:
+        raise RequestError(
+            "TINKER_LOCAL_SAMPLER=vllm, but this Python has no vLLM: set TINKER_LOCAL_VLLM_PYTHON to the python of an "
+            "environment that has it, or TINKER_LOCAL_VLLM_URL to a server (docs/vllm.md)"
+        )
+    return sys.executable
 
 
 @cache

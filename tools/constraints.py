@@ -24,9 +24,9 @@ PIP = (
     "install",
     "--dry-run",
     "--ignore-installed",
-    "--quiet",
     "--disable-pip-version-check",
 )
+LINES_SHOWN = 12
 APART = "vLLM is no extra: it pins a torch of its own and has its own environment (docs/vllm.md)"
 
 
@@ -46,8 +46,11 @@ def extras() -> list[str]:
 def resolve(extra: str) -> str | None:
     """None where pip finds versions for this extra beside the pinned ones; else what it says."""
     command = [*PIP, "-c", "constraints.txt", "-e", f".[{extra}]"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    return None if done.returncode == 0 else done.stderr.strip()
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("WARNING")]
+    return "\n".join(lines[-LINES_SHOWN:])  # before its last error pip says which two requirements are at odds
 
 
 def main(config: CLIConfig) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,10 @@ def test_without_a_vllm_there_is_nothing_to_sample_with(monkeypatch: pytest.Monk
     with pytest.raises(
         RequestError, match=r"this Python has no vLLM: set TINKER_LOCAL_VLLM_PYTHON.*TINKER_LOCAL_VLLM_URL"
     ):
-        VllmSettings.from_environment(torch.device("cpu"))
+        environment.check_environment()
+    monkeypatch.setenv("TINKER_LOCAL_VLLM_PYTHON", sys.executable)
+    environment.check_environment()
+    assert VllmSettings.from_environment(torch.device("cpu")).python == sys.executable
 
 
 def test_unsloth_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,6 +33,17 @@ def test_seeds_become_a_mean_and_a_band(tmp_path: Path) -> None:
     assert (ranged.low.tolist(), ranged.high.tolist()) == ([1.0, 2.0], [3.0, 6.0])
 
 
+def test_the_band_of_a_rate_stays_within_its_range(tmp_path: Path) -> None:
+    for seed, (first, last) in enumerate([(0.0, 0.9), (0.2, 1.0)]):
+        rows = [{"step": i, "test/env/all/correct": v, "reward": v} for i, v in enumerate((first, last))]
+        write_run(tmp_path / str(seed), {"seed": seed}, rows)
+    runs = open_runs([str(tmp_path)])
+    (rate,), (reward,) = (curves(runs, "step", metric) for metric in ("test/env/all/correct", "reward"))
+    # Half of the interval of two values that differ by 0.2 is 12.706 * 0.1; of 0.1, half of that.
+    assert np.allclose((rate.low, rate.high), [[0.0, 0.95 - 0.6353], [1.0, 1.0]])
+    assert np.allclose((reward.low, reward.high), [[0.1 - 1.2706, 0.95 - 0.6353], [0.1 + 1.2706, 0.95 + 0.6353]])
+
+
 def test_over_tokens_seeds_are_brought_to_common_places(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, {(0.1, 0): [0.0, 1.0], (0.1, 50): [0.0, 1.0]})
     (curve,) = curves(runs, "progress/sampled_tokens", "env/all/reward/total")

@@ -15,7 +15,8 @@ import numpy as np
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.runs import RunData, columns, is_seed, seeds_together, setting, swept_keys
-from tinker_cookbook.utils.intervals import student_95
+from tinker_cookbook.runs.outcome import range_of
+from tinker_cookbook.utils.intervals import student_mean
 from tinker_cookbook.utils.step_line import KEY_METRICS
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
@@ -62,7 +63,8 @@ def curves(runs: Sequence[RunData], x: str, y: str, smoothing: float = 0.0, band
     Args:
         x: metric; over anything but the step seeds are brought to common places by linear interpolation.
         smoothing: weight of the past in an exponential mean without the bias of its beginning; 0: none.
-        band: "interval": 95 % of the mean over seeds (Student's); "range": from the lowest to the highest seed; "none".
+        band: "interval": 95 % of the mean over seeds (Student's), within the range of a rate; "range": from the lowest to the
+            highest seed; "none".
     """
     found: list[Curve] = []
     keys = swept_keys(runs) if len(runs) > 1 else []
@@ -75,17 +77,25 @@ def curves(runs: Sequence[RunData], x: str, y: str, smoothing: float = 0.0, band
         label = told or (runs[members[0]].label if len(members) == 1 else runs[members[0]].recipe or "run")
         at = np.unique(np.concatenate([places for places, _ in lines]))
         values_S_X = np.array([_at(places, values, at, exact=x == "step") for places, values in lines])
-        count = np.sum(~np.isnan(values_S_X), axis=0)
         mean = np.nanmean(values_S_X, axis=0)
-        if band == "range":
-            low, high = np.nanmin(values_S_X, axis=0), np.nanmax(values_S_X, axis=0)
-        else:
-            squares = np.nansum((values_S_X - mean) ** 2, axis=0)
-            errors = np.sqrt(squares / np.maximum(count - 1, 1) / count)
-            half = np.array([student_95(n) if n > 1 else 0.0 for n in count.tolist()]) * errors
-            low, high = (mean, mean) if band == "none" else (mean - half, mean + half)
+        low, high = _band(values_S_X, mean, y, band)
         found.append(Curve(label, at, mean, low, high, len(lines)))
     return found
+
+
+def _band(values_S_X: np.ndarray, mean: np.ndarray, y: str, band: str) -> tuple[np.ndarray, np.ndarray]:
+    """Its lower and its upper edge. Of a single seed, where no interval is known, both are the mean."""
+    if band == "range":
+        return np.nanmin(values_S_X, axis=0), np.nanmax(values_S_X, axis=0)
+    if band == "none":
+        return mean, mean
+    seeds_X = [column[~np.isnan(column)].tolist() for column in values_S_X.T]
+    estimates = [student_mean(values, *range_of(y)) for values in seeds_X]
+    edges = [
+        (e.low, e.high) if len(values) > 1 else (e.mean, e.mean) for e, values in zip(estimates, seeds_X, strict=True)
+    ]
+    low, high = (np.array(edge) for edge in zip(*edges, strict=True))
+    return low, high
 
 
 def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, width: float, height: float) -> None:

@@ -24,6 +24,8 @@ WINDOW = 5
 OWN = "env/all/"
 RATES = frozenset({"correct", "format", "parsed"})
 """Of what an environment measures, those that are 0 or 1 in each episode."""
+_OTHER_RATES = frozenset({"accuracy", "agreement", "win_rate", "won"})
+"""Rates by their names, of which nothing says over how many trials they are."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -82,6 +84,11 @@ def _changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, st
     return table
 
 
+def range_of(key: str) -> tuple[float, float]:
+    """Between which values the mean of a metric lies: 0 and 1 if it is a rate."""
+    return RATE if key.rpartition("/")[2] in RATES | _OTHER_RATES else ANY
+
+
 def estimate(rows: Rows, key: str) -> Estimate:
     """The mean of a metric over some rows, at least one, with its 95 % interval.
 
@@ -101,7 +108,7 @@ def estimate(rows: Rows, key: str) -> Estimate:
     if len(values) < 3:
         return Estimate(mean, math.nan, math.nan)
     half = Z_95 * stdev(values) / math.sqrt(len(values))
-    return within_range(Estimate(mean, mean - half, mean + half), *(RATE if name in RATES else ANY))
+    return within_range(Estimate(mean, mean - half, mean + half), *range_of(key))
 
 
 def _add(table: Table, key: str, where: str, before: Estimate, after: Estimate) -> None:

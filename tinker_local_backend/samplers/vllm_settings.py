@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass, field
 
 import torch
 
 from tinker_local_backend import environment
-from tinker_local_backend.errors import RequestError
 
 DEFAULT_SLOTS = 8
 DEFAULT_SHARE = {"cuda": 0.4, "cpu": 0.15}
@@ -41,19 +38,10 @@ class VllmSettings:
             slots=environment.read("TINKER_LOCAL_VLLM_MAX_LORAS") or DEFAULT_SLOTS,
             url=url,
             api_key=environment.read("TINKER_LOCAL_VLLM_API_KEY"),
-            python=environment.read("TINKER_LOCAL_VLLM_PYTHON") or ("" if url else _own_python()),
+            python="" if url else environment.vllm_python(),
             memory_share=environment.read("TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION") or DEFAULT_SHARE[device.type],
             max_model_len=environment.read("TINKER_LOCAL_VLLM_MAX_MODEL_LEN"),
             tensor_parallel_size=environment.read("TINKER_LOCAL_VLLM_TENSOR_PARALLEL_SIZE") or 1,
             enforce_eager=bool(environment.read("TINKER_LOCAL_VLLM_ENFORCE_EAGER")),
             restart_every=environment.read("TINKER_LOCAL_VLLM_RESTART_EVERY") or 0,
         )
-
-
-def _own_python() -> str:
-    if importlib.util.find_spec("vllm") is None:
-        raise RequestError(
-            "TINKER_LOCAL_SAMPLER=vllm, but this Python has no vLLM: set TINKER_LOCAL_VLLM_PYTHON to the python of an "
-            "environment that has it, or TINKER_LOCAL_VLLM_URL to a server (docs/vllm.md)"
-        )
-    return sys.executable
