@@ -29,6 +29,7 @@ ORGANIZATIONS = {
     "nvidia": model_info.get_nvidia_info,
     "mistralai": model_info.get_mistral_info,
     "google": model_info.get_gemma_info,
+    "zai-org": model_info.get_zai_info,
 }
 RANK = 32
 

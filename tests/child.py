@@ -89,7 +89,7 @@ def _as_program(words: list[str], env: dict[str, str], cwd: str, files: tuple[Pa
         spec = importlib.util.find_spec(f"{module}.__main__")
     assert spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader), module
     program.__spec__, program.__package__ = spec, spec.parent
-    code = spec.loader.get_code(module)
+    code = spec.loader.get_code(spec.name)
     assert code is not None
     sys.argv[0] = program.__dict__["__file__"] = str(spec.origin)
     exec(code, program.__dict__)

@@ -8,9 +8,10 @@ import torch
 
 from tests.renderers.synthetic import make_tokenizer
 from tinker_cookbook.completers import TokensWithLogprobs
-from tinker_cookbook.display import colorize_example, example_text, format_trajectory, to_ints
 from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.renderers.datum_text import colorize_example, example_text, to_ints
 from tinker_cookbook.renderers.renderer import text_chunk
+from tinker_cookbook.rl.trajectory_text import format_trajectory
 from tinker_cookbook.rl.types import Trajectory, Transition
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 

@@ -44,9 +44,10 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 def test_the_workflow_calls_what_ci_calls() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    (job,) = workflow["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+    jobs = workflow["jobs"]
+    run = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert run == {"test": [".ci/run"], "constraints": ["make constraints"]}
+    assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
 
 
 def test_hooks_check_what_make_lint_checks() -> None:

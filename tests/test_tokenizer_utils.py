@@ -12,6 +12,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_info import get_recommended_renderer_name
 from tinker_cookbook.tokenizer_utils import (
     _from_hugging_face,
+    encode_without_special_tokens,
     get_registered_tokenizer_names,
     get_tokenizer,
     is_tokenizer_registered,
@@ -199,3 +200,15 @@ def test_folder_of_another_family(folder: Path) -> None:
 
 def edit(path: Path, **changes: str) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_text_gets_nothing_around_it() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_bos_token = True
+    assert tokenizer.decode(encode_without_special_tokens(tokenizer, "1 + 1")) == "1 + 1"
+
+    class Ordinary:
+        def encode_ordinary(self, text: str) -> list[int]:
+            return [*text.encode()]
+
+    assert encode_without_special_tokens(Ordinary(), "ab") == [97, 98]

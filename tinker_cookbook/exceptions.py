@@ -108,7 +108,7 @@ class CheckpointError(TrainingError):
     """A checkpoint record or its files are missing or unusable."""
 
 
-class WeightsError(TinkerCookbookError):
+class WeightsError(TinkerCookbookError, RuntimeError):
     """Weights cannot be fetched, merged or exported."""
 
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
@@ -73,6 +73,20 @@ def unregister_tokenizer(name: str) -> bool:
 
 def is_tokenizer_registered(name: str) -> bool:
     return name in _registry
+
+
+@runtime_checkable
+class SupportsEncodeOrdinary(Protocol):
+    """A tokenizer of tiktoken's kind, which has a method of its own for text alone."""
+
+    def encode_ordinary(self, text: str) -> list[int]: ...
+
+
+def encode_without_special_tokens(tokenizer: "Tokenizer | SupportsEncodeOrdinary", text: str) -> list[int]:
+    """The token ids of a text; nothing is added before or after it."""
+    if isinstance(tokenizer, SupportsEncodeOrdinary):
+        return list(tokenizer.encode_ordinary(text))
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def get_registered_tokenizer_names() -> list[str]:

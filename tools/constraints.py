@@ -2,7 +2,7 @@
 
     make constraints        or        python -m tools.constraints only=inspect,wandb
 
-What cannot stand beside the pinned versions is named in `APART`, with the reason, and is installed in an environment of its own.
+What cannot stand beside the pinned versions is named at the end, with the reason.
 Minutes long, and needs a package index. Ends with exit code 1 when an extra does not resolve.
 """
 
@@ -27,10 +27,7 @@ PIP = (
     "--quiet",
     "--disable-pip-version-check",
 )
-APART = {
-    "verifiers-legacy": "verifiers 0.3.1; `make test-verifiers-legacy` gives it an environment of its own",
-}
-"""Extras that are not resolved with constraints.txt. (vLLM is no extra: it pins a torch of its own, see docs/vllm.md.)"""
+APART = "vLLM is no extra: it pins a torch of its own and has its own environment (docs/vllm.md)"
 
 
 @chz.chz(typecheck=True)
@@ -58,14 +55,12 @@ def main(config: CLIConfig) -> None:
         raise ConfigurationError(f"only={','.join(sorted(unknown))}: there are {', '.join(extras())}")
     failed = []
     for extra in config.only or extras():
-        if extra in APART:
-            print(f"apart  {extra}: {APART[extra]}", flush=True)
-            continue
         refusal = resolve(extra)
         print(f"{'ok   ' if refusal is None else 'FAILED'}  {extra}", flush=True)
         if refusal is not None:
             print(refusal, file=sys.stderr, flush=True)
             failed.append(extra)
+    print(APART)
     if failed:
         raise SystemExit(1)
 

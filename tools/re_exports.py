@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tinker_cookbook.utils.files import write_text
+from tinker_local_backend.command import check_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,12 +28,31 @@ TABLE: dict[str, dict[str, str]] = {
         "get_last_checkpoint load_checkpoints_file save_checkpoint save_checkpoint_async submit_checkpoint",
         "tinker_cookbook.runs.manager": "CheckpointManager",
     },
+    "tinker_cookbook.display": {
+        "tinker_cookbook.renderers.datum_text": "colorize_example example_text to_ints",
+        "tinker_cookbook.rl.trajectory_text": "format_trajectory",
+    },
     "tinker_cookbook.eval.inspect_evaluators": {
         "tinker_cookbook.benchmarks.inspect_adapter": "InspectEvaluator InspectEvaluatorBuilder",
     },
     "tinker_cookbook.eval.inspect_utils": {
         "tinker_cookbook.benchmarks.inspect_model": "DEFAULT_MAX_TOKENS InspectAPIFromTinkerSampling "
         "convert_inspect_messages get_model_usage",
+    },
+    "tinker_cookbook.renderers.base": {
+        "tinker_cookbook.renderers.content": "PARSE_FAILURE_DETAIL_MAX_CHARS UNTERMINATED_TOOL_BLOCK_ERROR "
+        "classify_parse_failure content_to_jsonable detect_unterminated_tool_block ensure_list ensure_text "
+        "format_content_as_string "
+        "get_text_content has_thinking message_to_jsonable parse_content_blocks parse_think_blocks "
+        "remove_thinking",
+        "tinker_cookbook.renderers.decoding": "Utf8TokenDecoder tokens_weights_from_strings_weights",
+        "tinker_cookbook.renderers.renderer": "RenderContext RenderedMessage Renderer",
+        "tinker_cookbook.renderers.replies": "parse_response_for_stop_token",
+        "tinker_cookbook.renderers.streaming": "ReasoningStreamingParser StreamingParser",
+        "tinker_cookbook.renderers.types": "AudioPart Content ContentPart ImagePart Message MessageDelta ParseFailureKind "
+        "ParseTermination Role StreamingMessageHeader StreamingTextDelta StreamingThinkingDelta StrictBase TextPart ThinkingPart "
+        "ToolCall ToolSpec TrainOnWhat UnparsedToolCall",
+        "tinker_cookbook.tokenizer_utils": "Tokenizer",
     },
     "tinker_cookbook.rl.preference_envs": {
         "tinker_cookbook.preference.envs": "PairwisePreferenceDataset PairwisePreferenceGroupBuilder "
@@ -46,7 +66,8 @@ TABLE: dict[str, dict[str, str]] = {
 def source(homes: Mapping[str, str]) -> str:
     """The text of a module, as the formatter leaves it."""
     files = [home.replace("tinker_cookbook.", "").replace(".", "/") + ".py" for home in homes]
-    lines = [f'"""Re-exports {" and ".join(sorted(files, reverse=True))}, for scripts that import this path."""', ""]
+    told = " and ".join(sorted(files, reverse=True)) if len(files) < 4 else "what has other homes"
+    lines = [f'"""Re-exports {told}, for scripts that import this path."""', ""]
     for home in sorted(homes):
         lines += _bracketed(f"from {home} import ", "()", sorted(homes[home].split(), key=_order))
     every = sorted((name for names in homes.values() for name in names.split()), key=_order)
@@ -87,4 +108,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    check_command()
     sys.exit(main(sys.argv[1:]))

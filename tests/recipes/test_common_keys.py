@@ -14,6 +14,7 @@ from recipes.distillation.teacher import teacher_run
 from recipes.preference import rlhf_pipeline
 from tinker_cookbook import config_tree
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.hyperparam_utils import get_lr
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
 
@@ -26,6 +27,7 @@ GIVEN: dict[str, Any] = {
     "lora_rank": 3,
     "train_mlp": False,
     "server_timeout_seconds": 77.0,
+    "session_name": "session_name",
     "seed": 5,
     "max_steps": 2,
     "lr_schedule": "cosine",
@@ -128,4 +130,6 @@ def test_a_tiny_model_is_one_in_any_folder(tmp_path: Path, monkeypatch: pytest.M
     config.write_text(config.read_text().replace('"tiny_model": true', '"tiny_model": false'))
     for name in ("Qwen/Qwen3-8B", "./tiny_chat", str(tmp_path / "base_of_mine"), str(tmp_path)):
         assert not CommonConfig(model_name=name).is_tiny, name
-    assert settle(rl_basic.CLIConfig(model_name=str(tmp_path / "base_of_mine"))).learning_rate == 4e-5
+    real = str(tmp_path / "base_of_mine")
+    assert settle(rl_basic.CLIConfig(model_name=real)).learning_rate == pytest.approx(0.1 * get_lr(real))
+    assert get_lr(real) < 1e-3

@@ -83,7 +83,8 @@ class TestDebate:
         assert row["train/num_datums"] == decided > 0
         assert row["env/all/trained_fraction"] == pytest.approx(decided / 16)
         (step,) = records(tmp_path / "run", "training_step_0001.json")
-        for datum in step["datums"]:
+        assert len(step["training_data"]) == decided
+        for datum in step["training_data"]:
             trained = [a for a, m in zip(datum["completion_advantages"], datum["completion_mask"], strict=True) if m]
             assert trained == pytest.approx([1 / len(trained)] * len(trained))
         # On-policy, sampler and trainer agree on every token, also across injected turns.

@@ -75,7 +75,7 @@ Reasoning: {{ reasoning_effort }}
 {%- set called = namespace(name='') %}
 {%- for message in messages %}
     {%- if message.role == 'system' and message.content %}
-        {{- say('developer', '# Instructions\n\n' + message.content) }}
+        {{- say('developer', '# Instructions\n\n' + message.content + '\n\n') }}
     {%- elif message.role == 'user' %}
         {{- say('user', message.content) }}
     {%- elif message.role == 'tool' %}

@@ -177,12 +177,6 @@ def test_openai_form() -> None:
 @pytest.mark.parametrize(
     ("name", "message", "error"),
     [
-        ("qwen3_disable_thinking", Message(role="assistant", content=[THINK, TEXT]), "disables thinking"),
-        (
-            "qwen3_disable_thinking",
-            Message(role="assistant", content="<think>\nhm\n</think>\n\ny"),
-            "disables thinking",
-        ),
         ("qwen3", Message(role="assistant", content=[IMAGE]), "cannot hold image"),
         ("qwen3", Message(role="user", content=[IMAGE]), "text only"),
         ("qwen3", Message(role="user", content="", tool_calls=[call("a", "{}")]), "only an assistant message"),

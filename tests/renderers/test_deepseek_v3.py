@@ -398,12 +398,6 @@ def test_a_tag_that_arrives_in_parts_is_one_tag() -> None:
 @pytest.mark.parametrize(
     ("mode", "messages", "error"),
     [
-        ("disable_thinking", [USER, answer(think("hm"), say("A"))], "disables thinking"),
-        (
-            "disable_thinking",
-            [USER, Message(role="assistant", content="<think>hm</think>A"), USER],
-            "disables thinking",
-        ),
         ("thinking", [USER, Message(role="system", content="S")], "one system text, at the very beginning"),
         ("thinking", [answer(ImagePart(type="image", image="a.png"))], "cannot hold image"),
         ("thinking", [USER, answer(think("a</think>b"))], "its reasoning holds '</think>'"),

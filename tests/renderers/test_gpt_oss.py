@@ -235,7 +235,7 @@ def test_every_selection() -> None:
     ]
     a1, a3 = "<|channel|>final<|message|>A1<|end|>", "<|channel|>final<|message|>A3<|return|>"
     a2 = ' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>'
-    asked = ["# Instructions\n\nS<|end|>", "U1<|end|>", "U2<|end|>"]
+    asked = ["# Instructions\n\nS\n\n<|end|>", "U1<|end|>", "U2<|end|>"]
     expected = {
         TrainOnWhat.LAST_ASSISTANT_MESSAGE: [a3],
         TrainOnWhat.LAST_ASSISTANT_TURN: [a2, a3],
@@ -374,10 +374,6 @@ def test_parsing_never_raises(pieces: list[str], framed: bool) -> None:
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        (
-            [USER, Message(role="assistant", content="", tool_calls=[call(), call()])],
-            "2 tool calls, but .* stops after",
-        ),
         ([USER, RESULT], "a tool result must name its tool"),
         ([answer(ImagePart(type="image", image="a.png"))], "cannot hold image"),
         ([Message(role="user", content="", tool_calls=[call()])], "only an assistant message can call"),

@@ -92,6 +92,7 @@ def make_config(log_path: Path, dataset: RLDatasetBuilder | None = None, **chang
         "eval_every": 0,
         "save_every": 0,
         "write_records": False,
+        "rollout_json_export": False,
         "on_zero_advantages": "stop",  # as in the recipes
     }
     return train.Config(**{**base, **changes})

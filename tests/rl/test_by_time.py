@@ -112,23 +112,15 @@ class TestAhead:
         self, service: FakeServiceClient, tmp_path: Path
     ) -> None:
         some = NumberDatasetBuilder(batches=6, groups=3, constant_groups=1)
-        run(
-            make_config(
-                tmp_path,
-                some,
-                remove_constant_reward_groups=True,
-                eval_every=4,
-                evaluator_builders=[WhichWeights],
-                **ahead(1),
-            )
-        )
+        own = {"remove_constant_reward_groups": True, "eval_every": 4, "evaluator_builders": [WhichWeights], **ahead(1)}
+        run(make_config(tmp_path, some, **own))
         found = rows(tmp_path)
         steps, final = found[:-1], found[-1]
         assert [row["groups/trained"] for row in steps] == [3] * 4
         assert sum(row["groups/filtered"] for row in steps) == 6 and sum(row["groups/sampled"] for row in steps) == 18
         assert "the data ran out after 4 of 6 steps" in (tmp_path / "logs.log").read_text()
         assert (final["step"], final["progress/final"], final["eval/weights"]) == (4, 1, 4)
-        run(make_config(tmp_path, some, **settings))
+        run(make_config(tmp_path, some, **own))
         assert rows(tmp_path) == found and len(service.trainers) == 2 and not service.trainers[1].passes
 
     def test_or_drops_it(self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

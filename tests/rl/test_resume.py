@@ -10,10 +10,12 @@ from recipes import rl_basic
 from tests.fakes import FakeServiceClient, SampleCall, seeded_reply
 from tests.rl.loop import NumberDatasetBuilder, WhichWeights, make_config, rows, untimed
 from tinker_cookbook import backends
+from tinker_cookbook.exceptions import CheckpointError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.loop import Loop
 from tinker_cookbook.runs.checkpoints import PendingCheckpoint
 from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.utils.files import append_jsonl
 
 
 class Killed(BaseException):
@@ -35,6 +37,20 @@ def new_service(monkeypatch: pytest.MonkeyPatch, kill_at: int | None = None) -> 
 
 
 class TestOnFakes:
+    def test_a_checkpoint_that_does_not_say_its_batch_is_no_place_to_go_on_from(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        service = new_service(monkeypatch)
+        config = make_config(tmp_path, NumberDatasetBuilder(batches=2))
+        asyncio.run(train.main(config))
+        (tmp_path / "checkpoints.jsonl").unlink()
+        append_jsonl(tmp_path / "checkpoints.jsonl", {"name": "20", "state_path": "tinker://old/weights/20"})
+        with pytest.raises(
+            CheckpointError, match=r"'20' does not say which batch is the next one.*load_checkpoint_path="
+        ):
+            asyncio.run(train.main(config))
+        assert len(service.created) == 1, "said before weights are loaded"
+
     @pytest.mark.parametrize("kill_at", [0, 1, 2, 3, 5])
     def test_metrics_are_those_of_an_uninterrupted_run(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kill_at: int

@@ -18,15 +18,19 @@ from tests.rl.handmade import trajectory, turn
 from tests.rl.loop import NumberEnv, NumberGroup, make_config
 from tests.sweeps import toy
 from tinker_cookbook import backends
+from tinker_cookbook.capture import CaptureExporter, JsonlFileSink
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup
 from tinker_cookbook.rl.transcripts import ShownGroup, rollout_rows
 from tinker_cookbook.rl.types import Action, ActionExtra, StepResult, TrajectoryGroup
+from tinker_cookbook.runs import metadata
 from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.stores import LocalStorage, TrainingRunStore
 from tinker_cookbook.sweeps import Recipe, run_sweep
-from tinker_cookbook.utils import logtree
-from tinker_cookbook.utils.secrets import HIDDEN, redact, redactor
+from tinker_cookbook.utils import logtree, trace
+from tinker_cookbook.utils.files import read_jsonl
+from tinker_cookbook.utils.secrets import HIDDEN, redact, redact_code, redactor
 
 PLANTED = ("tml-planted-key-0123456789", "hf_planted-token-9876543210", "planted-pass", "sk-of-a-field-of-the-config")
 KEY, TOKEN, PASSWORD, FIELD = PLANTED
@@ -48,6 +52,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("TINKER_BASE_URL", ADDRESS)
     monkeypatch.setattr(sys, "argv", ["recipe", f"base_url={ADDRESS}", f"name={TOKEN}", f"env.judge_api_key={FIELD}"])
+    # Not the state of this repository: a change of this file tells all of them.
+    monkeypatch.setattr(metadata, "code_state", lambda modules: f'+judge_api_key: str = "{FIELD}"  # or {KEY}\n')
 
 
 def files_with_secrets(folder: Path) -> dict[str, list[str]]:
@@ -80,6 +86,8 @@ class LeakyEnv(NumberEnv):
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         logtree.log_text(f"asked with {KEY}")
+        with trace.scope_span_sync(f"asking {ADDRESS}"):
+            trace.update_scope_context({"header": f"Bearer {KEY}"})
         if self.prompt.to_ints()[1] == 3:
             raise ConnectionError(f"401 from {ADDRESS}: the key {KEY} is not known; api_key={FIELD}")
         return replace(await super().step(action, extra=extra), logs={"header": f"Bearer {KEY}"})
@@ -93,17 +101,49 @@ class LeakyGroup(NumberGroup):
 def test_of_rollouts_whose_environment_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "create_service_client", lambda *_: FakeServiceClient())
     monkeypatch.setattr("tests.rl.loop.NumberGroup", LeakyGroup)
-    keys = {"backend": "local", "num_groups_to_log": 9, "on_zero_advantages": "skip", "write_records": True}
+    keys: dict[str, Any] = {"backend": "local", "num_groups_to_log": 9, "on_zero_advantages": "skip"}
+    keys |= {"write_records": True, "rollout_json_export": True, "enable_trace": True, "span_chart_every": 1}
     for name, least in (("kept", 3), ("given up", 4)):
         strategy = MinViableGroup(min_successful=least, max_retries=0)
         config = make_config(tmp_path / name, rollout_error_tolerance=strategy, max_steps=1, **keys)
         asyncio.run(train.main(config))
-    assert len([*tmp_path.rglob("*.html"), *tmp_path.rglob("rollouts.parquet")]) == 4
+    assert len([*tmp_path.rglob("*.html"), *tmp_path.rglob("rollouts.parquet")]) == 6
     assert files_with_secrets(tmp_path) == {}
     _, turns = read_rollouts(tmp_path / "kept" / "iteration_000000" / "rollouts.parquet")
     assert turns[0]["logs"] == {"header": f"Bearer {HIDDEN}"}
+    summaries = read_jsonl(tmp_path / "kept" / "iteration_000000" / "train_rollout_summaries.jsonl")
+    assert summaries[0]["steps"][0]["logs"] == {"header": f"Bearer {HIDDEN}"}
+    assert (tmp_path / "kept" / "code.diff").read_text() == f'+judge_api_key: str = "{HIDDEN}"  # or {HIDDEN}\n'
+    (spans,) = read_jsonl(tmp_path / "kept" / "timing_spans.jsonl")
+    assert f"asking https://{HIDDEN}@server:8000/v1" in {span["name"] for span in spans["spans"]}
     page = (tmp_path / "kept" / "iteration_000000" / "train_logtree.json").read_text()
     assert f"asked with {HIDDEN}" in page and f"the key {HIDDEN} is not known; api_key={HIDDEN}" in page
+
+
+def test_of_calls_that_are_captured(tmp_path: Path) -> None:
+    exporter = CaptureExporter(JsonlFileSink(LocalStorage(tmp_path)))
+    about = {"scope": {"judge": ADDRESS}, "prompt_tokens": [5, 6]}
+    exporter.enqueue({"kind": "sample", **about, "error": f"ConnectionError('401: the key {KEY} is not known')"})
+    exporter.shutdown()
+    assert files_with_secrets(tmp_path) == {}
+    (row,) = read_jsonl(tmp_path / "capture" / "sample.jsonl")
+    assert row["error"] == f"ConnectionError('401: the key {HIDDEN} is not known')" and row["prompt_tokens"] == [5, 6]
+
+
+def test_of_what_scripts_write_into_a_store(tmp_path: Path) -> None:
+    store = TrainingRunStore(LocalStorage(tmp_path))
+    store.write_rollouts(0, [{"steps": [{"logs": {"header": KEY}}]}])
+    store.write_logtree(0, {"title": f"asked with {KEY}"})
+    store.write_timing_spans(0, [{"name": f"asking {ADDRESS}", "duration": 1.0}])
+    store.write_code_diff(f"+TINKER_API_KEY = '{FIELD}'\n")
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 4 and files_with_secrets(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "code", ['api_key = os.environ["JUDGE"]', 'api_key="$KEY"', 'max_tokens: int = "8"', 'api_key: str = "<your key>"']
+)
+def test_code_without_a_secret_stays(code: str) -> None:
+    assert redact_code(code) == code
 
 
 def test_of_the_table_that_trackers_get() -> None:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from tinker_cookbook.stores.storage import Storage, storage_join
-from tinker_cookbook.utils.files import json_line
+from tinker_cookbook.utils.files import json_line, to_jsonable
+from tinker_cookbook.utils.secrets import redactor
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class CaptureSink(Protocol):
 
 
 class JsonlFileSink:
-    """Appends records to `capture/<kind>.jsonl`.
+    """Appends records to `capture/<kind>.jsonl`, without secrets (`utils.secrets`).
 
     Args:
         storage: where the run is.
@@ -44,9 +45,10 @@ class JsonlFileSink:
 
     def export(self, records: Sequence[CaptureRecord], timeout: float | None = None) -> None:
         lines: dict[str, bytes] = {}
+        without_secrets = redactor()
         for record in records:
             kind = str(record.get("kind", "unknown"))
-            lines[kind] = lines.get(kind, b"") + json_line(record)
+            lines[kind] = lines.get(kind, b"") + json_line(without_secrets(to_jsonable(record)))
         for kind, content in lines.items():
             self._storage.append(storage_join(self._prefix, "capture", f"{kind}.jsonl"), content)
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import chz
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import model_info
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
 from tinker_cookbook.config_tree import with_default
@@ -141,7 +141,7 @@ class Config(SDFTOptions, RunConfig):
 
 def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming field, value and fix."""
-    backends.check_backend(config.backend, config.model_name, config.base_url)
+    config.check_surroundings()
     if config.renderer_name is None:
         raise ConfigurationError(
             "renderer_name=None: the teacher's prompts are rendered here; name the student's renderer"

@@ -16,7 +16,7 @@ from functools import partial
 
 import chz
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import model_info
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
@@ -103,7 +103,7 @@ def check_config(config: Config) -> _Plan:
 
 
 def _read(config: Config) -> _Plan:
-    backends.check_backend(config.backend, config.model_name, config.base_url)
+    config.check_surroundings()
     if not config.dataset_configs:
         raise ConfigurationError("dataset_configs is empty: give at least one dataset with its teacher")
     check_teachers(teachers_by_field(config.dataset_configs), config.model_name, config.backend, config.base_url)

@@ -21,12 +21,12 @@ from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.config_tree import fill
-from tinker_cookbook.display import colorize_example
 from tinker_cookbook.distillation.datasets import CompositeDataset, DistillationDatasetConfig
 from tinker_cookbook.distillation.teacher_kl import TeacherKL, incorporate_kl_penalty
 from tinker_cookbook.distillation.teachers import check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder, SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import compute_advantages
 from tinker_cookbook.rl.algorithms import check_discount

@@ -18,7 +18,7 @@ from functools import partial
 
 import chz
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import model_info
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
@@ -106,7 +106,7 @@ def check_config(config: Config) -> EpochData:
 
 
 def _read(config: Config) -> EpochData:
-    backends.check_backend(config.backend, config.model_name, config.base_url)
+    config.check_surroundings()
     if (reference := config.named_reference()) is not None:
         reference.check("reference", config.backend, config.base_url)
     return EpochData(config, partial(check_pairs, context=model_info.get_context_length(config.model_name)))

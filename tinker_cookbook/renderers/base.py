@@ -1,4 +1,4 @@
-"""Re-exports the parts of the renderers that scripts import from here."""
+"""Re-exports what has other homes, for scripts that import this path."""
 
 from tinker_cookbook.renderers.content import (
     PARSE_FAILURE_DETAIL_MAX_CHARS,
@@ -16,22 +16,10 @@ from tinker_cookbook.renderers.content import (
     parse_think_blocks,
     remove_thinking,
 )
-from tinker_cookbook.renderers.decoding import (
-    Utf8TokenDecoder,
-    tokens_weights_from_strings_weights,
-)
-from tinker_cookbook.renderers.renderer import (
-    RenderContext,
-    RenderedMessage,
-    Renderer,
-)
-from tinker_cookbook.renderers.replies import (
-    parse_response_for_stop_token,
-)
-from tinker_cookbook.renderers.streaming import (
-    ReasoningStreamingParser,
-    StreamingParser,
-)
+from tinker_cookbook.renderers.decoding import Utf8TokenDecoder, tokens_weights_from_strings_weights
+from tinker_cookbook.renderers.renderer import RenderContext, RenderedMessage, Renderer
+from tinker_cookbook.renderers.replies import parse_response_for_stop_token
+from tinker_cookbook.renderers.streaming import ReasoningStreamingParser, StreamingParser
 from tinker_cookbook.renderers.types import (
     AudioPart,
     Content,
@@ -53,9 +41,7 @@ from tinker_cookbook.renderers.types import (
     TrainOnWhat,
     UnparsedToolCall,
 )
-from tinker_cookbook.tokenizer_utils import (
-    Tokenizer,
-)
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 __all__ = [
     "PARSE_FAILURE_DETAIL_MAX_CHARS",

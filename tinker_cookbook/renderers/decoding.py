@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.tokenizer_utils import Tokenizer, encode_without_special_tokens
 from tinker_cookbook.utils.lazy import torch
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of `text`, special tokens in it included, nothing added around it."""
-    return tokenizer.encode(text, add_special_tokens=False)
+    return encode_without_special_tokens(tokenizer, text)
 
 
 def decode_tokens(tokenizer: Tokenizer, tokens: list[int]) -> str:

@@ -72,6 +72,8 @@ class DeepSeekV3DisableThinkingRenderer(OpenedThinkRenderer):
         if role == "assistant":
             self._parts(message, ctx)
             parts = _parts_of(message["content"])
+            if not self.disables_thinking:
+                self._check_reasoning(thinking_of(parts), ctx)
             return self._header(ctx), [self._body(parts, ctx), _calls_text(message), _EOS]
         text = ensure_text(message["content"])
         if role == "user":

@@ -241,7 +241,7 @@ def _warn_of_fewer_tokens(top_k: int, top_p: float, min_p: float) -> None:
 
 def check_config(config: Config) -> None:
     """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
-    backend = backends.check_backend(config.backend, config.model_name, config.base_url)
+    backend = config.check_surroundings()
     check_loss(config.training_loss_fn(), config.loss_fn_config, backend)
     _check_async_loss(config)
     warn_if_low(config.learning_rate, config.model_name)

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from rich.progress import Progress
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
-from tinker_cookbook.display import colorize_example
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.rl.advantages import AdvantageConfig, compute_advantages, is_constant
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import assemble_training_data

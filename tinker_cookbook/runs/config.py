@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import chz
 
+from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.eval.evaluators import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
@@ -18,6 +19,7 @@ from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.ml_log import TrackerConfig
 from tinker_cookbook.utils.session_naming import resolve_session_display_name
+from tinker_cookbook.utils.trackers import check_trackers
 
 D = TypeVar("D")
 
@@ -139,6 +141,15 @@ class RunConfig(RunOptions):
     def session_display_name(self) -> str | None:
         """What the run's session is called; None: it has no name."""
         return resolve_session_display_name(session_name=self.session_name, wandb_name=self.wandb_name)
+
+    def check_surroundings(self) -> backends.Backend:
+        """What a run needs besides its data, checked without loading anything; the `check_config` of each loop begins with it.
+
+        Raises ConfigurationError: as `backends.check_backend`, or as `trackers.check_trackers`.
+        """
+        backend = backends.check_backend(self.backend, self.model_name, self.base_url)
+        check_trackers(self.trackers, self.wandb_project)
+        return backend
 
     def evaluation_rounds(self, *more: EvaluatorBuilder) -> EvaluationRounds:
         """The evaluators at their two frequencies; `more` are run with the frequent ones."""

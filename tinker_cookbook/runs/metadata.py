@@ -19,7 +19,7 @@ from typing import Any
 from tinker_cookbook.utils.code_state import code_state
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.git_rev import git_state
-from tinker_cookbook.utils.secrets import SECRET_NAME, redact
+from tinker_cookbook.utils.secrets import SECRET_NAME, redact, redact_code
 
 CONFIG_BASE_NAME = "config.json"
 METADATA_BASE_NAME = "run_metadata.json"
@@ -87,7 +87,7 @@ def write_code_state(log_dir: str | Path) -> None:
         return
     main = sys.modules.get("__main__")
     program = [main] if main is not None and getattr(main, "__file__", None) else []
-    write_text(path, redact(code_state(["tinker_cookbook", *program])))
+    write_text(path, redact_code(code_state(["tinker_cookbook", *program])))
 
 
 def run_system_prompt(log_dir: str | Path) -> str | None:

@@ -15,10 +15,18 @@ from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, METADATA_BASE_NAME
 from tinker_cookbook.runs.vocabulary import VOCABULARY_BASE_NAME, parse_vocabulary
 from tinker_cookbook.stores.incremental import IncrementalReader
 from tinker_cookbook.stores.storage import Storage, storage_join
-from tinker_cookbook.utils.files import json_bytes, json_line, parse_json_object, parse_jsonl, without_torn_tail
+from tinker_cookbook.utils.files import (
+    json_bytes,
+    json_line,
+    parse_json_object,
+    parse_jsonl,
+    to_jsonable,
+    without_torn_tail,
+)
 from tinker_cookbook.utils.loggers import metrics_row
 from tinker_cookbook.utils.misc_utils import iteration_name
 from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME, naming_fix_of_metrics
+from tinker_cookbook.utils.secrets import redact_code, redactor
 
 _ITERATION = re.compile(r"iteration_(\d+)")
 _LOGTREE = "_logtree.json"
@@ -174,21 +182,22 @@ class TrainingRunStore:
     def write_timing_spans(self, step: int, spans: Sequence[Mapping[str, Any]]) -> None:
         """Append a line to timing_spans.jsonl, unless there are no spans. A span is a dict of `trace.IterationWindow`."""
         if spans:
-            self._append(TIMING_BASE_NAME, {"step": step, "spans": [dict(span) for span in spans]})
+            self._append(TIMING_BASE_NAME, {"step": step, "spans": redactor()([dict(span) for span in spans])})
 
     def write_rollouts(self, iteration: int, records: Sequence[dict[str, Any]], base_name: str = TRAIN) -> None:
-        """Write a step's rollouts in short, in place of those that were there. Arguments as `read_rollouts`."""
-        lines = b"".join([json_line(record) for record in records])
+        """Write a step's rollouts in short, without secrets, in place of those that were there. Arguments as `read_rollouts`."""
+        without_secrets = redactor()
+        lines = b"".join([json_line(without_secrets(to_jsonable(record))) for record in records])
         self.storage.write(self._path(_summaries_path(iteration, base_name)), lines)
 
     def write_logtree(self, iteration: int, data: dict[str, Any], base_name: str = TRAIN) -> None:
-        """Write a transcript that is a tree of dicts, in place of the one that was there."""
+        """Write a transcript that is a tree of dicts, without secrets, in place of the one that was there."""
         path = storage_join(iteration_name(iteration), base_name + _LOGTREE)
-        self.storage.write(self._path(path), json_bytes(data))
+        self.storage.write(self._path(path), json_bytes(redactor()(to_jsonable(data))))
 
     def write_code_diff(self, diff: str) -> None:
-        """Write code.diff, in which state the code was (`utils.code_state`)."""
-        self.storage.write(self._path(CODE_DIFF_BASE_NAME), diff.encode())
+        """Write code.diff, in which state the code was (`utils.code_state`), without secrets."""
+        self.storage.write(self._path(CODE_DIFF_BASE_NAME), redact_code(diff).encode())
 
     def truncate_metrics(self, from_step: int) -> int:
         """Drop the rows of metrics.jsonl from this step on, for a run that does them again; how many were dropped.

@@ -9,13 +9,13 @@ from functools import partial
 import chz
 from rich.console import Console
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import model_info
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.data.rows import located
-from tinker_cookbook.display import example_text
 from tinker_cookbook.eval.evaluators import Evaluator, TrainingClientEvaluator, forward_logprobs, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.hyperparam_utils import warn_if_low
+from tinker_cookbook.renderers.datum_text import example_text
 from tinker_cookbook.runs.config import CheckedData
 from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
@@ -67,7 +67,7 @@ def check_config(config: Config) -> EpochData:
 
 
 def _read(config: Config) -> EpochData:
-    backends.check_backend(config.backend, config.model_name, config.base_url)
+    config.check_surroundings()
     warn_if_low(config.learning_rate, config.model_name)
     return EpochData(config, partial(_check_lengths, model_info.get_context_length(config.model_name)))
 

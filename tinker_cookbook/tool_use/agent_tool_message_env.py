@@ -84,7 +84,7 @@ class AgentToolMessageEnv(MessageEnv):
     parse_error_policy: ParseErrorPolicy | None = None
     tool_execution: ToolExecution = "parallel"
     termination_policy: TerminationRewardPolicy | None = None
-    history: list[Message] = field(default_factory=list)
+    history: list[Message] = field(default_factory=list[Message])
     tool_errors: ToolErrors | None = None
 
     def __post_init__(self) -> None:

@@ -26,6 +26,10 @@ _FIELD_NAME = re.compile(rf"(?i){_FIELD}")
 # What stands for a key in an instruction: tml-..., <key>, $NAME, YOUR_KEY.
 _PLACEHOLDER = r"(?:[^\s&'\",;)]*(?:\.\.\.|…)|<|\$|your[_\-]|None\b)"
 _ASSIGNED = re.compile(rf"(?i)(?<![\w.\-])({_FIELD}=['\"]?)(?!{_PLACEHOLDER})[^\s&'\",;)]+")
+_QUOTED = re.compile(
+    rf"(?i)(?<![\w.\-])({_FIELD}['\"]?(?:\s*:\s*\w+)?\s*[=:]\s*['\"])(?!{_PLACEHOLDER})[^\s'\"]{{{_SHORTEST},}}"
+)
+"""In code, where there is room around the sign and a type may stand: `api_key: str = "..."`, `"api_key": "..."`."""
 _KEY = re.compile(r"(?<![\w\-])(?:tml-|sk-|hf_)[\w\-]{12,}")
 """Keys of the hosted service, of OpenAI and those who do as it does, of the Hugging Face hub: wherever they stand."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
@@ -40,6 +44,11 @@ def redact(value: Any) -> Any:
 def redactor() -> Callable[[Any], Any]:
     """For many records: `redact` with the environment of now, and whatever the fields are called."""
     return partial(_without, secrets=_secrets(), by_name=False)
+
+
+def redact_code(text: str) -> str:
+    """`redact` of code, and of a diff: also a text that a name like a secret's is set to, with whatever room around the sign."""
+    return redact(_QUOTED.sub(rf"\1{HIDDEN}", text))
 
 
 def _without(value: Any, secrets: Sequence[str], by_name: bool) -> Any:

@@ -37,6 +37,7 @@ from typing import Any, TextIO
 from weakref import WeakKeyDictionary
 
 from tinker_cookbook.utils.files import append_jsonl, iterate_jsonl, to_jsonable, write_text
+from tinker_cookbook.utils.secrets import redactor
 
 EVENTS_BASE_NAME = "trace_events.jsonl"
 SPANS_BASE_NAME = "timing_spans.jsonl"
@@ -81,8 +82,8 @@ class IterationWindow:
     def aggregate(self) -> dict[str, float]:
         """Seconds: `time/NAME` of a span that occurred once, `time/NAME:{total,count,mean,max}` of others."""
         durations: dict[str, list[float]] = {}
-        for span in self.spans:
-            durations.setdefault(span.name, []).append(span.end - span.start)
+        for span in self.get_span_dicts():
+            durations.setdefault(span["name"], []).append(span["duration"])
         metrics: dict[str, float] = {}
         for name, found in durations.items():
             key, total = f"time/{name}", sum(found)
@@ -94,10 +95,11 @@ class IterationWindow:
         return metrics
 
     def get_span_dicts(self) -> list[dict[str, Any]]:
-        """Name, duration, and start and end counted from the beginning of the step, in seconds."""
+        """Name without secrets, duration, and start and end counted from the beginning of the step, in seconds."""
+        without_secrets = redactor()
         return [
             {
-                "name": span.name,
+                "name": without_secrets(span.name),
                 "duration": span.end - span.start,
                 "wall_start": span.start - self.start,
                 "wall_end": span.end - self.start,
@@ -150,6 +152,7 @@ class TraceCollector:
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._interval, self._flushed = flush_interval_sec, time.monotonic()
         self._lock = threading.Lock()
+        self._without_secrets = redactor()
         self._threads: dict[int, int] = {}
         self._tasks: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self._rows = 0
@@ -198,7 +201,7 @@ class TraceCollector:
         self._write(TraceEvent(kind, EventType.METADATA, process, row, 0, {"name": name}))
 
     def _write(self, event: TraceEvent) -> None:
-        self._file.write(json.dumps(event.to_dict()) + "\n")
+        self._file.write(json.dumps(self._without_secrets(event.to_dict())) + "\n")
         if time.monotonic() - self._flushed >= self._interval:
             self._file.flush()
             self._flushed = time.monotonic()

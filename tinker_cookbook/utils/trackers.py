@@ -43,6 +43,16 @@ def tracker_names(trackers: str | None, project: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def check_trackers(trackers: str | None, project: str | None) -> None:
+    """Find what the trackers that are asked for lack, without making anything.
+
+    Raises:
+        ConfigurationError: as `tracker_names`, a package that is not installed, or no token for Neptune.
+    """
+    for name in tracker_names(trackers, project):
+        _package_of(name, project)
+
+
 def make_tracker(name: str, project: str | None, run_name: str | None, log_dir: Path) -> Logger:
     """One of NAMES, with a project where it needs one. Raises ConfigurationError: its package is not installed."""
     if name == "tensorboard":
@@ -111,7 +121,7 @@ class WandbLogger(_TrackerLogger):
         log_dir: str | Path | None = None,
         wandb_name: str | None = None,
     ) -> None:
-        self._wandb = _require("wandb", f"wandb_project={project!r}", "trackers and wandb_project unset")
+        self._wandb = _package_of("wandb", project)
         self._run = self._wandb.init(
             project=project,
             name=wandb_name,
@@ -182,7 +192,7 @@ class TrackioLogger(_TrackerLogger):
         log_dir: str | Path | None = None,
         trackio_name: str | None = None,
     ) -> None:
-        self._trackio = _require("trackio", f"trackers=trackio, wandb_project={project!r}", "trackers unset")
+        self._trackio = _package_of("trackio", project)
         stem = trackio_name or (Path(log_dir).resolve().name if log_dir is not None else "run")
         unique = f"{stem}-{uuid4().hex[:8]}"
         if log_dir is not None:
@@ -216,9 +226,7 @@ class NeptuneLogger(Logger):
         log_dir: str | Path | None = None,
         neptune_name: str | None = None,
     ) -> None:
-        package = _require("neptune_scale", f"trackers=neptune, wandb_project={project!r}", "trackers unset", "neptune")
-        if not os.environ.get("NEPTUNE_API_TOKEN"):
-            raise ConfigurationError("trackers=neptune: NEPTUNE_API_TOKEN is not set; set it, or leave trackers unset")
+        package = _package_of("neptune", project)
         folder = None if log_dir is None else str(log_dir)
         self._run = package.Run(project=project, log_directory=folder, experiment_name=neptune_name)
         if config is not None:
@@ -253,7 +261,7 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, log_dir: str | Path) -> None:
-        _require("tensorboard", "trackers=tensorboard", "trackers unset")
+        _package_of("tensorboard", None)
         self._writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._folder = str(Path(log_dir) / TENSORBOARD_FOLDER)
         self._writer: Any = None
@@ -303,14 +311,22 @@ class TensorBoardLogger(Logger):
             self._writer = None
 
 
-def _require(package: str, setting: str, otherwise: str, extra: str | None = None) -> Any:
+def _package_of(tracker: str, project: str | None) -> Any:
+    """The package of one of NAMES. Raises ConfigurationError: it is not installed, or there is no token."""
+    given = f"wandb_project={project!r}"
+    setting = {"wandb": given, "tensorboard": "trackers=tensorboard"}.get(tracker, f"trackers={tracker}, {given}")
+    otherwise = f"{'trackers and wandb_project' if tracker == 'wandb' else 'trackers'} unset"
+    package = {"neptune": "neptune_scale"}.get(tracker, tracker)
     try:
-        return importlib.import_module(package)
+        found = importlib.import_module(package)
     except ImportError as error:
         raise ConfigurationError(
             f"{setting}: the package {package} is not installed. "
-            f"Install it with pip install 'tinker-cookbook-local[{extra or package}]', or leave {otherwise}"
+            f"Install it with pip install 'tinker-cookbook-local[{tracker}]', or leave {otherwise}"
         ) from error
+    if tracker == "neptune" and not os.environ.get("NEPTUNE_API_TOKEN"):
+        raise ConfigurationError(f"trackers=neptune: NEPTUNE_API_TOKEN is not set; set it, or leave {otherwise}")
+    return found
 
 
 def _remembered(path: Path, fresh: str) -> str:

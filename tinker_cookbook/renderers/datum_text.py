@@ -1,0 +1,73 @@
+"""Looking at training data: which tokens of an example train. For people, not for parsing."""
+
+from __future__ import annotations
+
+from io import StringIO
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker
+
+TRAINED, NOT_TRAINED, PUSHED_DOWN = "green", "yellow", "red"
+
+
+def to_ints(chunk: tinker.ModelInput | tinker.ModelInputChunk) -> list[int]:
+    """Token ids by position; the positions of an image or other media count as 0."""
+    if isinstance(chunk, tinker.ModelInput):
+        return [token for part in chunk.chunks for token in to_ints(part)]
+    return list(chunk.tokens) if isinstance(chunk, tinker.EncodedTextChunk) else [0] * chunk.length
+
+
+def example_text(
+    datum: tinker.Datum, tokenizer: Tokenizer, key: str = "weights", max_tokens: int | None = None
+) -> Text:
+    """The datum's tokens as styled text: green where `key` is positive, red where it is negative, yellow where it is 0.
+
+    Args:
+        datum: one with target_tokens (N,) and `key` (N,) in its loss_fn_inputs.
+        key: what to colour by: weights, advantages, mask.
+        max_tokens: show this many at most, and say how many there are.
+
+    Raises:
+        DataValidationError: the datum has no such key, or one that does not give one number per target.
+    """
+    for name in ("target_tokens", key):
+        if name not in datum.loss_fn_inputs:
+            raise DataValidationError(
+                f"the datum has no {name!r}; its loss_fn_inputs are {sorted(datum.loss_fn_inputs)}"
+            )
+    values, targets = (datum.loss_fn_inputs[name].to_torch() for name in (key, "target_tokens"))
+    inputs = to_ints(datum.model_input)
+    if values.ndim != 1 or values.shape != targets.shape or len(targets) != len(inputs):
+        raise DataValidationError(
+            f"{key} has shape {tuple(values.shape)} and target_tokens {tuple(targets.shape)} over {len(inputs)} positions; "
+            "one number per position can be shown"
+        )
+    # The first token is never a target. What is shown after it are the targets, which end one token later.
+    tokens = [*inputs[:1], *targets.tolist()][:max_tokens]
+    signs = [0, *((value > 0) - (value < 0) for value in values.tolist())]
+    styles = {0: NOT_TRAINED, 1: TRAINED, -1: PUSHED_DOWN}
+    text = Text()
+    for sign, run in groupby(zip(signs, tokens, strict=False), key=lambda item: item[0]):
+        text.append(decode_tokens(tokenizer, [token for _, token in run]), style=styles[sign])
+    if len(tokens) < len(inputs) + 1:
+        text.append(f"\n... ({len(inputs) + 1 - len(tokens)} more tokens)", style="dim")
+    return text
+
+
+def colorize_example(datum: tinker.Datum, tokenizer: Tokenizer, key: str = "weights") -> str:
+    """`example_text` as a string with terminal colours. Raises as that does."""
+    return with_escapes(example_text(datum, tokenizer, key))
+
+
+def with_escapes(text: Text) -> str:
+    """Styled text as a string with a terminal's colours."""
+    file = StringIO()
+    console = Console(file=file, force_terminal=True, color_system="standard", soft_wrap=True, legacy_windows=False)
+    console.print(text, end="")
+    return file.getvalue()

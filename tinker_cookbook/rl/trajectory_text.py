@@ -1,0 +1,33 @@
+"""Looking at rollouts: what an agent saw and did. For people, not for parsing."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from tinker_cookbook.renderers.datum_text import to_ints, with_escapes
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.rl.types import Trajectory
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+OBSERVATION, ACTION, REWARD = "yellow", "green", "cyan"
+
+
+def format_trajectory(trajectory: Trajectory, tokenizer: Tokenizer, only_last_transition: bool = False) -> str:
+    """What the policy saw, did and got in each turn, with terminal colours.
+
+    Args:
+        only_last_transition: of a long episode only the last turn, whose observation usually holds the others.
+    """
+    text = Text()
+    first = max(0, len(trajectory.transitions) - 1) if only_last_transition else 0
+    for number, turn in enumerate(trajectory.transitions[first:], start=first):
+        text.append(f"--- turn {number}: observation, {turn.ob.length} tokens\n", style="dim")
+        text.append(decode_tokens(tokenizer, to_ints(turn.ob)) + "\n", style=OBSERVATION)
+        text.append(
+            f"--- turn {number}: action, {len(turn.ac.tokens)} tokens, stop: {turn.ac.stop_reason}\n", style="dim"
+        )
+        text.append(decode_tokens(tokenizer, turn.ac.tokens) + "\n", style=ACTION)
+        text.append(f"--- turn {number}: reward {turn.reward:g}", style=REWARD)
+        numbers = "".join(f", {name} {value:g}" for name, value in turn.metrics.items())
+        text.append(f"{numbers}{', done' if turn.episode_done else ''}\n", style=REWARD)
+    return with_escapes(text)
