@@ -38,7 +38,7 @@ from tinker_cookbook.renderers import (
 from tinker_cookbook.renderers.decoding import TextEncoder, decode_tokens
 
 # What may stand between turns, said here once more and not taken from the renderers.
-TAGS = ("think", "tool_call", "tool▁call", "tool▁sep", "TOOL_CALLS")
+TAGS = ("think", "tool_call", "tool▁call", "tool▁sep", "TOOL_CALLS", "DSML", "arg_")
 CONTROL = {
     **{name: [token for token in family.special if "TOOL_CALLS" not in token] for name, family in FAMILIES.items()},
     **{
@@ -58,8 +58,11 @@ CONTROL = {
         for name in ENTRIES
         if name.startswith("deepseekv3")
     },
-    **{name: [*REASONING["deepseekv4_1"].markers] for name in ENTRIES if name.startswith("deepseekv4_1")},
-    **{name: [*REASONING["glm5_3"].markers] for name in ENTRIES if name.startswith("glm5_3")},
+    **{
+        name: [token for token in REASONING[family].markers if not any(tag in token for tag in TAGS)]
+        for family in ("deepseekv4_1", "glm5_3")
+        for name in REASONING[family].renderers
+    },
     **{name: list(HARMONY_TOKENS) for name in ENTRIES if name.startswith("gpt_oss")},
 }
 
