@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.reference.subjects import FAMILIES as REASONING
 from tests.renderers.families import FAMILIES, family_tokenizer
-from tests.renderers.reasoning_families import DEEPSEEK_TOKENS, HARMONY_TOKENS, KIMI_TOKENS, harmony_tokenizer
+from tests.renderers.reasoning_families import (
+    DEEPSEEK_TOKENS,
+    HARMONY_TOKENS,
+    KIMI_K3_TOKENS,
+    KIMI_TOKENS,
+    harmony_tokenizer,
+)
 from tests.renderers.synthetic import make_tokenizer
 from tests.renderers.test_all_families import ENTRIES, every_name, make
 from tinker_cookbook.exceptions import RendererError
@@ -42,14 +49,17 @@ CONTROL = {
     **{
         name: [token for token in KIMI_TOKENS if not any(tag in token for tag in TAGS)]
         for name in ENTRIES
-        if name.startswith("kimi")
+        if name.startswith("kimi_k2")
     },
+    **{name: list(KIMI_K3_TOKENS) for name in ENTRIES if name.startswith("kimi_k31")},
     "role_colon": ["<|im_end|>", "<|endoftext|>"],
     **{
         name: [token for token in DEEPSEEK_TOKENS if not any(tag in token for tag in TAGS)]
         for name in ENTRIES
-        if name.startswith("deepseek")
+        if name.startswith("deepseekv3")
     },
+    **{name: [*REASONING["deepseekv4_1"].markers] for name in ENTRIES if name.startswith("deepseekv4_1")},
+    **{name: [*REASONING["glm5_3"].markers] for name in ENTRIES if name.startswith("glm5_3")},
     **{name: list(HARMONY_TOKENS) for name in ENTRIES if name.startswith("gpt_oss")},
 }
 
@@ -98,7 +108,7 @@ def nasty(name: str) -> st.SearchStrategy[str]:
 
 def conversation(name: str, say: Callable[[str], str]) -> list[Message]:
     """Every place that the format has for text, filled by `say(what stands there otherwise)`."""
-    thinks = ENTRIES[name].conversations is not None and name in ("qwen3", "qwen3_instruct", "deepseekv3_thinking")
+    thinks = ENTRIES[name].conversations is not None and name in ("qwen3", "deepseekv3_thinking")
     thinks = thinks or ENTRIES[name].provisional or name.startswith("gpt_oss")
     question, later = Message(role="user", content=say("q")), Message(role="user", content=say("q2"))
     answer: list[ContentPart] = [TextPart(type="text", text=say("x"))]
